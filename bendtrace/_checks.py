@@ -70,7 +70,8 @@ def required_arguments(
         )
     wrong = [key for key in kwargs or () if not isinstance(key, str)]
     if wrong:
-        raise InputError(f"{names[1]} holds keyword arguments by name, but {wrong[0]!r} is no name")
+        said = f"{names[1]} holds keyword arguments by name, but {wrong[0]!r} is not a name"
+        raise InputError(said)
     return tuple(args), dict(kwargs or {})
 
 

@@ -137,7 +137,7 @@ class Audit:
         try:
             anew = trace(self._spare[0], *self._spare[1], **self._spare[2])._recording
         except Exception as error:
-            return AuditError(f"a replay was wrong: {what}; recording it anew raises {error!r}")
+            return AuditError(f"a replay was wrong: {what}; a new recording of it raises {error!r}")
         finally:
             _rewind(after)
         return AuditError(f"a replay was wrong: {what}; {_first_difference(recording, anew)}")

@@ -66,7 +66,7 @@ class Call:
             wrong = [key for key in inputs if not isinstance(key, str)]
             if wrong:
                 raise InputError(
-                    f"a mapping as inputs holds keyword arguments, but {wrong[0]!r} is no name; "
+                    f"a mapping as inputs holds keyword arguments, but {wrong[0]!r} is not a name; "
                     "for a model that takes one mapping, give `Call((mapping,))`"
                 )
             return cls((), dict(inputs))

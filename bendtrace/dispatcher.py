@@ -698,7 +698,7 @@ class Explanation:
         >>> bended.explain(torch.ones(3, 2)).serving
         (<Trace of <lambda>: 5 ops, 2 flow steps>,)
         >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
-        would be traced anew: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
+        would be traced again: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
         and is False now
     """
 
@@ -710,7 +710,7 @@ class Explanation:
             return "could be served by " + ", ".join(map(repr, self.serving))
         if self.nearest is None:
             return "nothing has been traced for these arguments yet"
-        return f"would be traced anew: {self.nearest}"
+        return f"would be traced again: {self.nearest}"
 
 
 def _parts_of_trace(

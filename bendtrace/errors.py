@@ -523,7 +523,7 @@ class SaveError(BendtraceError, OSError):
         ...         history.save(directory)
         ...     except bt.errors.SaveError as error:
         ...         print(str(error).partition(": ")[2])
-        it is no save and holds other files (thesis.tex); choose another directory
+        it is not a save and holds other files (thesis.tex); choose another directory
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
@@ -546,7 +546,7 @@ class LoadError(BendtraceError, ValueError):
         ...     except bt.errors.LoadError as error:
         ...         print(str(error).partition(": ")[2])
         ...         print(error.is_newer)
-        it is no save of bendtrace: there is no bendtrace.json
+        it is not a save of bendtrace: there is no bendtrace.json
         False
     """
 

@@ -59,8 +59,8 @@ class HookManager:
     however deeply nested in tuples, lists, dicts and dataclasses; keyword arguments come last. A
     gradient has the position of its tensor, and is None if there is none. A hook may return such a
     tuple to replace them (a backward hook: to replace `grad_in`), or None. While a hook runs,
-    `module.name` is the name under which the module was registered, unless the module has a `name`
-    of its own.
+    `module.name` is the name under which the module was registered, unless the module already has a
+    `name`.
 
     The manager is a context manager that removes all its hooks at the end. The names are those of
     TackleBox.

@@ -382,20 +382,20 @@ class BendedModule(ModuleProxy[ModelT]):
     def graph(self) -> StateGraph:
         """The known paths of the model as a networkx graph of states and the segments between them.
 
-Each access makes a new graph. `Trace.graph` is the graph of one run, with its
-        operations as nodes.
+        Each access makes a new graph. `Trace.graph` is the graph of one run, with its
+                operations as nodes.
 
         Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
-            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(3))
-            >>> print(bended.graph)  # doctest: +ELLIPSIS
-            program 1: x: float32[2], 3x
-                3x -> 1.1 (3 ops)
-            1.1  ... if x.sum() > 0 else ... at ...:1, 3x
-                True 2x -> 1.2 (1 op)
-                False 1x -> 1.2 (1 op)
-            1.2  return, 3x
+                    >>> import torch, bendtrace as bt
+                    >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+                    >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(3))
+                    >>> print(bended.graph)  # doctest: +ELLIPSIS
+                    program 1: x: float32[2], 3x
+                        3x -> 1.1 (3 ops)
+                    1.1  ... if x.sum() > 0 else ... at ...:1, 3x
+                        True 2x -> 1.2 (1 op)
+                        False 1x -> 1.2 (1 op)
+                    1.2  return, 3x
         """
         return outline_graph.state_graph(self._tree, self._dispatcher.trace_of)
 

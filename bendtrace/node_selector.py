@@ -12,7 +12,7 @@ too: `Activations`, `Convolutions`, `Distance`, `Dropout`, `Linear`, `Loss`, `No
 [<node relu: relu>, <node dropout: dropout>]
 
 Others are `is_module` (calls of modules), `has_parameters` (calls of modules that have parameters
-of their own, and of functions that receive one) and `is_parametrized`, also spelled
+themselves, and of functions that receive one) and `is_parametrized`, also spelled
 `is_parametrised` (calls of modules with parametrizations).
 
 >>> trace = bt.trace(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.ones(1, 2))

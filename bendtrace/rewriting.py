@@ -282,7 +282,7 @@ def splice(
         raise InputError(f"splice() takes a module, or a function of the value, not {module!r}")
     if isinstance(module, nn.Module) and any(module is part for part in bended.modules()):
         raise InputError(
-            f"{type(module).__name__} is a part of the model: splice in a module of its own"
+            f"{type(module).__name__} is a part of the model: splice in another module"
         )
     spliced = Spliced(module, keep_error, select)
     return Splice(

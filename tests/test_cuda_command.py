@@ -184,7 +184,7 @@ def test_what_the_time_is_not_enough_for_is_listed() -> None:
     [
         ([], "torch sees no CUDA device here; to run without one, pass --device cpu"),
         (["--device", "cuda"], "to run without one, pass --device cpu"),
-        (["--device", "gpu"], "'gpu' is no device: pass --device cuda or --device cpu"),
+        (["--device", "gpu"], "'gpu' is not a device: pass --device cuda or --device cpu"),
         (["--device", "meta"], "there is nothing for 'meta' here: pass --device cuda or"),
         (["speed"], "no section 'speed': there are promise, programs, operators, streams"),
     ],

@@ -367,7 +367,7 @@ def test_a_domain_with_wrong_arguments_is_refused(options: Any, message: str) ->
     (torch.zeros(3), {"x": bt.Domain(sizes={0: (4, 5)})}, "dimension 0 of x has size 3"),
     (torch.zeros(3), {"x": bt.Domain(values=[1, 2])}, "x has elements outside of"),
     (torch.zeros(3), {"x": bt.Domain(values=["a"])}, "are numbers"),
-    ("text", {"x": (0, 1)}, "x is no number"),
+    ("text", {"x": (0, 1)}, "x is not a number"),
     (7, {"x": (0, 1)}, "x is 7, which is outside of"),
     (7, {"x": bt.Domain(sizes={0: (1, 2)})}, "x has no sizes"),
     ([], {"x": (0, 1)}, "the list has none"),

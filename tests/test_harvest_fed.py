@@ -116,7 +116,7 @@ def test_what_a_buffer_cannot_read_is_an_error(tmp_path: Path) -> None:
             ActivationBuffer(found["mul"], **{"batch_size": 2} | wrong)
     with pytest.raises(InputError, match="a column of a harvest with rows is needed, not 'mul'"):
         ActivationBuffer("mul", 2)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="are no vectors of floating point"):
+    with pytest.raises(InputError, match="are not vectors of floating point"):
         next(ActivationBuffer(found.kept["tokens"], 2))
     with pytest.raises(InputError, match=r"'kept/label' has shape \(\) where 'mul' has \(3, 2\)"):
         next(ActivationBuffer(found["mul"], 2, mask=found.kept["label"]))

@@ -118,7 +118,7 @@ def test_explain_tells_from_the_inputs_alone_and_runs_nothing() -> None:
     assert (refused.nearest.recorded, refused.nearest.new) == (True, False)
     other = bended.explain(torch.ones(3, dtype=torch.float64))
     assert "x is not of dtype torch.float32" in str(other)
-    assert str(other).startswith("would be traced anew: ")
+    assert str(other).startswith("would be traced again: ")
     assert bended.stats == stats
 
 

@@ -104,7 +104,7 @@ def test_exchanging_is_noticed_and_going_back_as_well(place: str) -> None:
         exchange(patch, place, doubled)
         same(), same()
         assert bended.stats == bt.Stats(traces=2, replays=2, retraces=1)
-        assert "is another function than when traced" in str(bended.last_mismatch)
+        assert "is a different function than when traced" in str(bended.last_mismatch)
     same()
     assert bended.stats == bt.Stats(traces=2, replays=3, retraces=1)
     assert monkeypatches() == ()
@@ -261,7 +261,7 @@ def test_many_are_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     before = monkeypatches()
     bended(X)
     assert str(bended.last_mismatch) == (
-        "torch.cos, torch.exp, torch.log and 2 more are other functions than when traced"
+        "torch.cos, torch.exp, torch.log and 2 more are different functions than when traced"
     )
     assert monkeypatches() is before  # though a trace has written to torch since
 
@@ -269,7 +269,7 @@ def test_many_are_told_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_single_trace_refuses_another_function(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = bt.trace(lambda x: torch.sin(x), X)
     monkeypatch.setattr(torch, "sin", torch.cos)
-    with pytest.raises(bt.errors.DivergenceError, match=r"torch\.sin is another function"):
+    with pytest.raises(bt.errors.DivergenceError, match=r"torch\.sin is a different function"):
         trace.replay(X)
     monkeypatch.undo()
     assert torch.equal(trace.replay(X), X.sin())

@@ -531,7 +531,7 @@ def test_places_that_are_not_there_are_refused() -> None:
         ("sup", NodePathError, "did you mean"),
         ("test_stepping.py:1", InputError, "no event of the run is at"),
         (None, InputError, "a place, or line="),
-        ("x", InputError, "existed before|no op of the run"),
+        ("x", InputError, "not an op of the run"),
     ):
         with pytest.raises(error, match=text):
             run.goto(place)
@@ -539,7 +539,7 @@ def test_places_that_are_not_there_are_refused() -> None:
         run.set("mul", 3)
     with pytest.raises(InputError, match="is an op, not a question"):
         run.answer(0, True)
-    with pytest.raises(InputError, match=r"0\.5 is no place in a run"):
+    with pytest.raises(InputError, match=r"0\.5 is not a place in a run"):
         run.forward(0.5)
     with pytest.raises(InputError, match="does not come in that part of the run"):
         run.back("mul")

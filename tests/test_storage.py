@@ -173,7 +173,7 @@ def test_values_are_read_to_the_device_asked_for(tmp_path: Path) -> None:
     loaded = load(tmp_path / "log", device="meta")
     assert loaded["input_1"].tensor_contents.device.type == "meta"
     assert loaded["input_1"].device == torch.device("cpu")
-    with pytest.raises(InputError, match="'gpu' is no device"):
+    with pytest.raises(InputError, match="'gpu' is not a device"):
         load(tmp_path / "log", device="gpu")
 
 
@@ -384,8 +384,8 @@ def test_rows_that_break_the_rules_are_refused_although_their_checksums_are_righ
     [
         (lambda path: None, "there is no such directory; did you mean 'logs'?"),
         (lambda path: path.write_text("x"), "it is a file; a save is a directory"),
-        (lambda path: path.mkdir(), "it is no save of bendtrace: there is no bendtrace.json"),
-        (lambda path: (path / "x").mkdir(parents=True), "it is no save of bendtrace"),
+        (lambda path: path.mkdir(), "it is not a save of bendtrace: there is no bendtrace.json"),
+        (lambda path: (path / "x").mkdir(parents=True), "it is not a save of bendtrace"),
         (lambda path: (path / "data-0123456789ab").mkdir(parents=True),
          "the first save to it was interrupted: nothing is complete"),
         (lambda path: ShardWriter(path), "a run was writing its activations there and did not f"),
@@ -414,9 +414,9 @@ def test_a_save_goes_into_a_directory_that_it_makes(tmp_path: Path) -> None:
     [
         (lambda path: path.write_text("x"), "it is a file; a save is a directory"),
         (lambda path: (path / "src").mkdir(parents=True),
-         "it is no save and holds other files (src); choose another directory"),
+         "it is not a save and holds other files (src); choose another directory"),
         (lambda path: (path.mkdir(), (path / "bendtrace.json").write_text("{}")),
-         "its bendtrace.json is no save, or damaged; delete it first"),
+         "its bendtrace.json is not a save, or is damaged; delete it first"),
         (lambda path: (path.mkdir(), path.chmod(0o500)), None),
     ],
 )  # fmt: skip

@@ -563,7 +563,7 @@ def test_one_head_is_changed_as_by_a_native_hook() -> None:
     assert bended.insertions == ()
     for wrong, message in (
         (bt.workflows.Alias("transformer.h.0.output", lambda value: value), "can only be read"),
-        ("blocks.0.attn.hook_rot_q", "has no equal in this model: GPT-2 rotates nothing"),
+        ("blocks.0.attn.hook_rot_q", "has no equal value in this model: GPT-2 rotates nothing"),
         (["blocks.0.attn.hook_z", "blocks.0.hook_mlp_out"], "name values of several kinds"),
     ):
         with pytest.raises((InputError, NodePathError), match=message):
@@ -586,7 +586,7 @@ def test_names_without_an_equal_say_why(name: str) -> None:
         "blocks.1.hook_q_input": "one tensor", "blocks.0.ln1.hook_scale": "scale",
         "hook_pos_embed": "wpe|rotations", "hook_tokens": "input of the model",
     }.items():  # fmt: skip
-        with pytest.raises(NodePathError, match=f"no equal in this model: .*({why})"):
+        with pytest.raises(NodePathError, match=f"no equal value in this model: .*({why})"):
             run_with_cache(bended, batch, hook)
     if name == "llama":
         with pytest.raises(NodePathError, match="before the product with its weights"):

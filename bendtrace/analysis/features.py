@@ -87,7 +87,7 @@ class FeatureStatistics(_Corrected):
 
     The results are `count` (the number of rows), `mean`, `var`, `std`, `min`, `max`, `sparsity`
     (the fraction of values that are 0), `nonfinite` (the number of nan or infinite values) and, if
-    requested, `skew` and `kurtosis`. They are those of all values at once, in float64 up to
+    requested, `skew` and `kurtosis`. They describe all values together, in float64 up to
     rounding; `min` and `max` are exact, in the dtype of the values. A nan makes the results of its
     unit nan.
 

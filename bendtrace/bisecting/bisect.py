@@ -848,7 +848,7 @@ def _replay_side(model: BendedModule, call: Call) -> Side:
             with PreservedState(native, modes=True):
                 _own_call(model, call)
     if model.stats.replays == before:
-        why = "; ".join(model.why_live) or "it was recorded anew"
+        why = "; ".join(model.why_live) or "it was recorded again"
         raise InputError(f"the call is not replayed, so there is nothing to compare: {why}")
     kept = _of_same_run(log)
     for entry in log.entries:
@@ -1027,7 +1027,7 @@ class _Recorded:
 
     def _op(self, entry: LayerEntry) -> Op:
         if entry.index is None:
-            raise Unable("it is no op")
+            raise Unable("it is not an op")
         return self._ops[entry.index]
 
 
@@ -1107,7 +1107,7 @@ def _function(target: str) -> Callable[..., Any]:
     for name in rest:
         found = getattr(found, name, None)
     if not callable(found) or found not in _overridable():  # a log is not trusted
-        raise Unable(f"{target} is no op of torch's here")
+        raise Unable(f"{target}is not an op of torch here")
     function: Callable[..., Any] = found
     return function
 

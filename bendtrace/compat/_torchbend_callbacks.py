@@ -47,7 +47,7 @@ class BendingParameterException(InputError):
         ...     print(error)
         2.0 is outside the range (0, 1) of parameter 'gain'; with clamp=True it would become the
         nearest value inside
-    """  # noqa: E501
+    """
 
 
 class BendingParameter(bends.BendingParameter):

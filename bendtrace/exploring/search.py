@@ -138,14 +138,15 @@ class Domain:
                 raise InputError(f"{label} has no sizes: it is {value!r}")
             if self.low is not None and (type(value) is bool or not _is_number(value)):
                 raise InputError(
-                    f"{label} is no number, so its domain has to be values=[...]: it is {value!r}"
+                    f"{label} is not a number, so its domain has to be values=[...]: it is "
+                    f"{value!r}"
                 )
             inside = value in self.values if self.values is not None else self.holds(value)
             if not inside:
                 raise InputError(f"{label} is {value!r}, which is outside of {self!r}")
             return
         if value.is_complex() or value.layout is not torch.strided:
-            raise InputError(f"{label} has no domain: it is no dense tensor of real numbers")
+            raise InputError(f"{label} has no domain: it is not a dense tensor of real numbers")
         for dim, bounds in self.sizes.items():
             if not -value.dim() <= dim < value.dim():
                 raise InputError(f"{label} has {value.dim()} dimensions, and none is {dim}")

@@ -130,7 +130,7 @@ def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int])
         if leaf.__dict__:
             raise ExportError(
                 f"{name} has the attribute {next(iter(leaf.__dict__))}, which a program cannot "
-                "read: pass it as an argument of its own"
+                "read: pass it as a separate argument"
             )
         if id(leaf) in held:
             raise ExportError(f"{name} is a tensor of the model itself: pass a clone()")

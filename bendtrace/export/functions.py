@@ -143,7 +143,7 @@ class Functions:
             key: Any = part.label
             if part.kind is not CaptureKind.TENSOR and part.type not in DTYPES:
                 raise ExportError(
-                    f"the model hands on {part.label}, which is no tensor or number: make a new "
+                    f"the model hands on {part.label}, which is not a tensor or number: make a new "
                     f"{part.type.__name__} of what is in it",
                     "" if op is None else told(op),
                 )
@@ -159,7 +159,7 @@ class Functions:
             return self._parts[key]
         tensor = part.read(())
         if not isinstance(tensor, Tensor):
-            raise ExportError(f"{part.label} is no tensor", "" if op is None else told(op))
+            raise ExportError(f"{part.label} is not a tensor", "" if op is None else told(op))
         return self._state_of(tensor)
 
     def _state_of(self, tensor: Tensor) -> Value:

@@ -247,7 +247,7 @@ class SegmentOps(Expressions):
             )
         if kind not in DTYPES:
             raise ExportError(
-                f"{display_name(op.target)} takes something out of a tensor that is no number: "
+                f"{display_name(op.target)} takes something out of a tensor other than a number: "
                 "keep to tensors, or to ints, floats and bools",
                 told(op),
             )
@@ -385,7 +385,7 @@ class SegmentOps(Expressions):
         if meta is None:
             return Constant(None)
         raise ExportError(
-            f"{display_name(op.target)} returns a value that is no tensor: leave the question out",
+            f"{display_name(op.target)} does not return a tensor: leave the question out",
             told(op),
         )
 

@@ -489,7 +489,7 @@ def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
     if said is None:
         if size is None:
             raise InputError(
-                "the number of samples of a batch is that of its first tensor, but this "
+                "the number of samples of a batch is read from its first tensor, but this "
                 f"{type(batch).__name__} has no tensor: pass ids=, a key of the batch or a "
                 "function of it that returns one id for each sample"
             )

@@ -390,7 +390,7 @@ class HarvestRun:
             if shard.changed:
                 raise InputError(
                     f"this harvest cannot be resumed: the model changes {shard.changed[0]!r} "
-                    "while it runs, so the rest would differ from that of an uninterrupted "
+                    "while it runs, so the rest would differ from an uninterrupted "
                     "harvest. Put it in eval mode, and start again in another directory"
                 )
             if shard.draws and self._settings.seed is None:

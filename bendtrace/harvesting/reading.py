@@ -799,7 +799,7 @@ class ActivationBuffer:
         row: Tensor = self._column[number]
         if row.dim() == 0 or not row.is_floating_point():
             raise InputError(
-                f"the rows of {self._column.name!r} are no vectors of floating point numbers, but "
+                f"the rows of {self._column.name!r} are not vectors of floating point numbers, but "
                 f"{row.dtype} of shape {tuple(row.shape)}"
             )
         if self._mask is None:

@@ -200,7 +200,7 @@ class LayerEntry:
         """Set the log that it belongs to.
 
         The log is referenced weakly, except by entries that were looked up: when nobody holds the
-        log, its activations are freed at once.
+        log, its activations are freed right away.
         """
         self.__dict__["_log"] = log
 
@@ -251,7 +251,7 @@ class LayerEntry:
         """Its value, as it was when it was computed; None if it was not saved.
 
         If `save=` was a function, its result for the entry. Values that are streamed to disk, or
-        were loaded, are read anew on each access.
+        were loaded, are read again on each access.
         """
         return _read(self.saved)
 

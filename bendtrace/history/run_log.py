@@ -128,7 +128,7 @@ class RunLog:
 
     @property
     def modules(self) -> list[ModuleEntry]:
-        """The module calls in the order in which they began, without that of the model."""
+        """The module calls in the order in which they began, without the call of the model."""
         return self._log.modules
 
     @property
@@ -394,7 +394,7 @@ def write_as(
 
 
 def _write(path: str | os.PathLike[str], data: Any) -> None:
-    """Write JSON at once, so that no half of it is left where something fails."""
+    """Write JSON after encoding all of it, so that an error leaves no half of a file."""
     text = json.dumps(data)
     Path(path).write_text(text, "utf-8")
 

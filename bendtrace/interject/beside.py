@@ -429,7 +429,7 @@ class _Run:
 
 
 def _is_of_torch(code: CodeType) -> bool:
-    """Return whether code is torch's own, but not that of a module."""
+    """Return whether code is torch's own, but not a module's."""
     return code.co_filename.startswith(TORCH) and not code.co_filename.startswith(_MODULES)
 
 

@@ -2,8 +2,8 @@
 
 A gate does not store which interjections to call: each run supplies its insertions, so that one
 trace also serves another patch at the same node. Nor does a gate know which pass of the node it is
-in, because the code of a loop serves all of its passes: a call counts them. What is inserted at
-some passes only has a gate at each, and is asked there.
+in, because the code of a loop serves all of its passes: a call counts them. An insertion
+at some passes only has a gate at each, which asks it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Containers:
         """Note whether lists and dicts that an insertion was given have to be updated in place.
 
         Args:
-            shapes: the structures of the values that it was given.
+            shapes: the structures of the values that it received.
             given: these values.
             results: what it returned in their place.
             found: the tensors and numbers of these values, as they were before it was called.
@@ -150,14 +150,14 @@ class Observed:
         return result
 
     def gave(self, value: Any) -> bool:
-        """Return whether a value is what the node gave, called once with just what was given."""
+        """Return whether the node, called once with the very inputs, returned a value."""
         if self._gave is None or self._calls > 1:
             return False
         return value is self._gave[0] and _versions(value) == self._gave[1]
 
 
 def collect_returned(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Entry) -> None:
-    """Put the tensors and numbers that an insertion returned in the place of those it was given.
+    """Put the tensors and numbers that an insertion returned in the place of the old ones.
 
     Raises:
         InterjectionError: the value does not fit.
@@ -530,7 +530,7 @@ class Gate:
     Attributes:
         is_ahead: whether the node alone goes on with what it returns.
         counts: whether it counts its passes, instead of being in the one that it was recorded in.
-        is_followed: whether it is no op: what it does is recorded like the model's own code.
+        is_followed: whether its work is recorded like the model's own code, instead of one op.
     """
 
     is_gate = True
@@ -622,7 +622,7 @@ class Gate:
             entry.insertion.failed()
 
     def _unseen(self) -> AbstractContextManager[Any]:
-        """Return a context for operations of its own on values of the model."""
+        """Return a context for its own operations on values of the model."""
         return nullcontext() if self.is_followed else unseen()
 
     def _next_pass(self) -> NodePass:
@@ -811,7 +811,7 @@ class AfterGate(Gate):
 
         Args:
             entry: the insertion.
-            value: what it was given.
+            value: the value that it received.
             result: what it has returned.
             at: the pass.
             version: the version of the value before.

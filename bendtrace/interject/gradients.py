@@ -10,7 +10,7 @@ the same tensor, and the step is added to its history as if the tensor were chan
 is impossible if several outputs share their storage, and for tensors that existed before the call
 or cannot be changed in place; these do become views.
 
-The replacement of an input then has a history of its own, although both share their storage. So an
+The replacement of an input then has another history, although both share their storage. So an
 input that the module changes in place receives the history of its replacement. If an output is an
 input or a view of one, later in-place changes of either are watched, since autograd does not pass
 them on to the other.
@@ -375,7 +375,7 @@ class Alias:
 
     Attributes:
         original: the input, which the caller still holds.
-        inside: the replacement: the same storage, with a history of its own.
+        inside: the replacement: the same storage, with another history.
         nodes: the autograd nodes of the input and of its view base, if it is a view.
         is_leaf: whether it is a leaf of the autograd graph.
         is_rebased: whether the input has received the history of its replacement.

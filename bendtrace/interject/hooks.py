@@ -248,7 +248,7 @@ class _Hook(Interjection):
 
     @property
     def label(self) -> str:
-        """The name of the hook, or that of its function if the user did not name it."""
+        """The name of the hook, or of its function if the user did not name it."""
         hook, name = self.handle.hook_fn, getattr(self.handle.hook_fn.function, "__name__", "")
         return f"{hook.name if hook.is_given or not name else name}[{self.handle.module_name}]"
 
@@ -438,7 +438,7 @@ _shown: dict[int, tuple[nn.Module, list[str]]] = {}
 
 
 class named:
-    """Set `module.name` temporarily, unless the module has a `name` of its own.
+    """Set `module.name` temporarily, unless the module already has a `name`.
 
     An existing attribute, parameter, buffer, submodule or property `name` is never touched, so that
     other computations of the module, in this thread or another, are not disturbed.

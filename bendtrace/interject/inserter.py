@@ -130,7 +130,7 @@ class LiveInserter:
         function: what is run.
         within: where that is, if it is a part of the model.
         path_of: for a method of the model, gives the paths of modules from qualified names.
-        splicer: what is inserted has no ops of its own where it can be spliced in; None for ops.
+        splicer: splices insertions into known code where it can; None if each insertion is an op.
 
     Attributes:
         plan: as given.
@@ -985,7 +985,7 @@ class States:
 
 
 def _is_held(holder: str | None, here: str) -> bool:
-    """Return whether code uses a parameter as that of a call: the call's own, or that around it."""
+    """Return whether code uses a parameter of its own call, or of a call around it."""
     return holder is None or holder == here or not here or holder.startswith(f"{here}.")
 
 

@@ -61,7 +61,7 @@ class NodePass:
         scope: qualified name of the module whose code runs the node.
         place: the source location, including those of the calls around it: the same text for the
             same node in other processes. "" for parameters and the like.
-        qualified_name: that of the module called; for functions and methods that of the module
+        qualified_name: of the module called; for functions and methods, the name of the module
             around them and their name; "" if `path` is one already.
 
     Example:
@@ -168,7 +168,7 @@ class Interjection:
 
     @property
     def label(self) -> str:
-        """The name in reports and graphs: by default that of the class."""
+        """The name in reports and graphs: by default the name of the class."""
         return type(self).__name__
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
@@ -403,7 +403,7 @@ def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
     """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
-            return "it computes with a tensor that is no plain dense one"
+            return "it computes with a tensor other than a plain dense one"
         return value
     if type(value) is float and like.dtype.is_floating_point and like.shape:
         # torch does the same to a number next to a tensor that has dimensions.

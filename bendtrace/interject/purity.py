@@ -157,7 +157,7 @@ class _Lifting:
             return ("constant", thing), (kind, repr(thing) if kind in _INEXACT else thing)
         if isinstance(thing, Tensor):
             if kind not in (Tensor, nn.Parameter) or thing.layout is not torch.strided:
-                raise _Impure("it reads a tensor that is no plain dense one")
+                raise _Impure("it reads a tensor other than a plain dense one")
             self.tensors.append(thing)
             return ("tensor", len(self.tensors) - 1), "tensor"
         if kind is tuple:

@@ -353,7 +353,7 @@ def _add_codes(
 ) -> None:
     """Add the code of users that may run when something is called, and whether other code calls it.
 
-    The first argument of a helper may be anything; that of the others is the insertion, or a value.
+    The first argument of a helper may be anything; other functions get the insertion or a value.
     """
     if id(thing) in seen or id(thing) in own or depth < 0:
         return

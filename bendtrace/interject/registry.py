@@ -141,7 +141,7 @@ class InsertionRegistry:
         return insertion
 
     def add(self, *insertions: Insertion) -> None:
-        """Activate insertions, all at once.
+        """Activate insertions, all together.
 
         Raises:
             InputError: this thread is in a call of the model.
@@ -633,7 +633,7 @@ class Lookup:
         return any(self._lead_to(path, base))
 
     def _lead_to(self, path: str, base: str) -> Iterable[_Name]:
-        """Yield the names that are not resolved so far, and may be that of a node or in it."""
+        """Yield the unresolved names that may belong to a node, or to a part of it."""
         outer = path.rpartition(".")[0]
         words, others = _words(path), _words(f"{outer}.{base}")
         for name in self._names:
@@ -825,8 +825,8 @@ class Bended(Protocol):
 class InsertionGroup:
     """Insertions of one model that are added and removed together; a context manager.
 
-    Workflows and harvests, which need several insertions at once, reach the model only through this
-    class. All insertions are checked before the first one is inserted.
+    Workflows and harvests, which need several insertions together, reach the model only through
+    this class. All insertions are checked before the first one is inserted.
 
     Args:
         model: a `BendedModule`.
@@ -872,7 +872,7 @@ class InsertionGroup:
         return made
 
     def put_in(self, *order: Insertion) -> None:
-        """Insert all at once, in the order `order` if given."""
+        """Insert all together, in the order `order` if there is one."""
         self._board.add(*(order or self.insertions))
 
     def put_around(self, first: list[Insertion], last: list[Insertion]) -> None:

@@ -143,7 +143,7 @@ def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
     """Raise for a name that depends on which of several paths came first.
 
     Nodes of one name are numbered in the order in which the runs reach them. With only one of the
-    runs known, the name might be that of another node.
+    runs known, the name might belong to another node.
 
     Raises:
         NodePathError: another known run would give the name to another node.
@@ -324,7 +324,7 @@ class _Value(NamedTuple):
         path: the node of the function, or of the module call.
         keys: the keys that lead to the part.
         passes: the selected passes; None for all.
-        scope: path of the enclosing call, "" for that of the model.
+        scope: path of the enclosing call, "" for the call of the model.
         role: the role of the whole value there.
     """
 
@@ -631,7 +631,7 @@ def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:
     """Return what a given value defines at each of the spots of a node.
 
     Raises:
-        InputError: its structure differs from that of the node's value.
+        InputError: its structure differs from the structure of the node's value.
     """
     found = [_dug(text, value, spot) for spot in spots]
     tensors = [item for item in take_apart(value)[1] if isinstance(item, Tensor)]

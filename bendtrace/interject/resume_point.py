@@ -791,7 +791,7 @@ class Suffixes:
         """Return the given values in the form that the code of a rest takes.
 
         Raises:
-            InputError: the structure of one differs from that of its node's value.
+            InputError: one differs in structure from its node's value.
         """
         values: dict[str, Any] = {}
         rest = prepared.rest

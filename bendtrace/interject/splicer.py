@@ -1,6 +1,6 @@
 """Splices what is inserted into the code of runs that were recorded without it.
 
-What is known of a model without insertions is the insertion point: a gate goes into the code of a
+The known code of a model without insertions takes in gates: a gate goes into the code of a
 segment, at the place where the node has its value, and nothing is recorded for it. That is so where
 what follows is the same whatever the value:
 
@@ -102,7 +102,7 @@ class Splicer:
             mine = [s for s in self._splices_in(piece) if s.lies_in(exit.number, piece.stop)]
             unfit = next((s for s in mine if not s.is_fit), None)
             if unfit is not None:
-                raise Unfit(f"{unfit.path!r} is no place where known code can be changed")
+                raise Unfit(f"{unfit.path!r} is not a place where known code can be changed")
             code = exit.write_spliced(mine) if mine else exit.code
         except (Unfit, Unlinked) as error:
             self.is_apart = True

@@ -196,7 +196,7 @@ def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
     """Return whether a tensor can take the place of another in a known run.
 
     Args:
-        kind: that of the other.
+        kind: the kind of the other value.
         given: what takes its place.
         writes: whether the run writes to tensors in place.
     """

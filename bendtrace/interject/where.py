@@ -203,7 +203,7 @@ class Aliases(Mapping[str, Alias]):
         return len(self._names)
 
     def why_not(self, name: str) -> str:
-        """Return why a name has no equal here; "" if there is no entry."""
+        """Return why a name has no equal value here; "" if there is no entry."""
         reasons = (why for pattern, why in self._unequal.items() if re.fullmatch(pattern, name))
         return "" if name in self._names else next(reasons, "")
 
@@ -289,7 +289,7 @@ def alias_of(where: Any, model: Any) -> Alias | None:
     """Return the alias that a location is, or names in TransformerLens's words; None for others.
 
     Raises:
-        NodePathError: it is such a name, and has no equal in the model.
+        NodePathError: it is such a name, and the model has no equal value.
     """
     return _alias_in(transformer_lens_aliases(model), where) if _may_be_alias(where) else None
 
@@ -337,7 +337,7 @@ def require_equal(aliases: Aliases, name: str) -> None:
         NodePathError: it has none; the message says why.
     """
     if why := aliases.why_not(name):
-        raise NodePathError(f"{name!r} has no equal in this model: {why}", name)
+        raise NodePathError(f"{name!r} has no equal value in this model: {why}", name)
 
 
 class _Family(NamedTuple):
@@ -350,7 +350,7 @@ class _Family(NamedTuple):
         attention: the module of attention in a block.
         heads: returns the shape that an axis of all heads has as (heads, size); None if unknown.
         embed: the module of the embedding of tokens.
-        positions: that of positions; "" if there is none.
+        positions: the module of the embedding of positions; "" if there is none.
         norms: the modules of the norms in a block, and after all blocks.
         names: for each hook of a block its place in the block, which part of the value there, and
             why the two are equal.
@@ -449,7 +449,7 @@ _UNEQUAL = {
         "one tensor: use blocks.{i}.hook_resid_pre, or hook_resid_mid"
     ),
     r"blocks\.\d+\.attn\.hook_result": (
-        "it is hook_z @ W_O, head by head, and the output projection is no plain linear layer"
+        "it is hook_z @ W_O, head by head, and the output projection is not a plain linear layer"
     ),
     r".*\.hook_scale": "the norm's scale is inside one operation, and no tensor of the model",
     r"hook_tokens": "that is the input of the model",
@@ -786,7 +786,7 @@ def _place_label(node: TreeNode) -> str:
 def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     """Resolve a string.
 
-    The qualified name of a module selects all its calls, that of a parameter all its uses; other
+    The qualified name of a module selects all its calls, a parameter's name all its uses; other
     names select one place in the source, or the places of a layer.
     """
     meant = resolve_meaning(text, known)

@@ -14,8 +14,8 @@ class Following:
     """Knows the states of a run from the first one on that is in the graph.
 
     From a known state, a known answer leads a run to the known next state. To
-    read it would take far longer, where it lies below many frames. What the run does is compared
-    with the graph all the same, when it is added.
+    read it would take far longer, if it lies below many frames. The run is still compared with the
+    graph when it is added.
 
     Args:
         node_of: gives the node of a key; None if there is none.

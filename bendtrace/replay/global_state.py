@@ -117,7 +117,7 @@ def _other_functions(recorded: Monkeypatches, now: Monkeypatches) -> str:
     other += [patch for patch in now if patch not in recorded]
     names = sorted({patch.name for patch in other})
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    verb = "is another function" if len(names) == 1 else "are other functions"
+    verb = "is a different function" if len(names) == 1 else "are different functions"
     return f"{', '.join(names[:3])}{more} {verb} than when traced"
 
 

@@ -549,7 +549,7 @@ class SteppedRun:
         else:
             found = self._places.values(place, kind)
         if found[0][0] >= len(self._events):
-            raise InputError(f"{describe_where(place)} is no event of the run")
+            raise InputError(f"{describe_where(place)} is not an event of the run")
         if len(found) > 1:
             listed = ", ".join(str(number) for number, _ in found[:8])
             raise InputError(
@@ -853,7 +853,7 @@ class Places:
         for number, event in enumerate(self._events):
             if is_of(step, event, self._tape):
                 return [number]
-        raise InputError(f"{step!r} is no question of this run that can be answered")
+        raise InputError(f"{step!r} is not a question of this run that can be answered")
 
     def _calls(self, place: Any) -> list[int]:
         """Return the first event of each selected call of a module; nothing for other things."""
@@ -888,8 +888,8 @@ class Places:
                 index, element = tree.origin(made.index, made.element)
                 if index not in numbers:
                     raise InputError(
-                        f"{describe_where(place)} is no op of the run: what existed before it, "
-                        "sizes and numbers cannot be gone to, or set"
+                        f"{describe_where(place)} is not an op of the run: one cannot go to, or "
+                        "set, sizes, numbers and values from before the run"
                     )
                 if node.kind == "graph":
                     self._require_last(place, node.module, index)
@@ -938,7 +938,7 @@ class Places:
     def _places_of(self, place: Any) -> Sequence[Any]:
         name = name_of(place, self._known)
         if name is None:
-            raise InputError(f"{place!r} is no place in a run")
+            raise InputError(f"{place!r} is not a place in a run")
         meant = resolve_meaning(name, self._known)
         if meant is None or not meant.places:
             near = near_names(name, self._trace._run.naming.listed())

@@ -400,8 +400,8 @@ def _flat(tree: Tree) -> dict[str, Any]:
 def load(directory: str | os.PathLike[str], *, device: torch.device | str | None = None) -> RunLog:
     """Read a log that was saved. The model is not needed, and no code of its is run.
 
-    Activations and gradients stay on disk: each `entry.tensor_contents` reads one again. What
-    could not be stored is None, and `entry.unsaved` says why.
+    Activations and gradients stay on disk: each `entry.tensor_contents` reads one again. A
+    value that could not be stored is None, and `entry.unsaved` says why.
 
     Args:
         directory: where it was saved to.
@@ -424,7 +424,7 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | None
     try:
         to = None if device is None else torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"{device!r} is no device: {error}") from None
+        raise InputError(f"{device!r} is not a device: {error}") from None
     directory = os.path.abspath(required_path("directory", directory))
     while True:
         opened = open_manifest(directory)
@@ -585,12 +585,12 @@ def _require_ours(directory: str) -> None:
         except LoadError as error:
             if not error.is_newer:
                 raise SaveError(
-                    directory, f"its {MANIFEST} is no save, or damaged; delete it first"
+                    directory, f"its {MANIFEST} is not a save, or is damaged; delete it first"
                 ) from error
     elif others := [n for n in names if not _DATA.fullmatch(n) and not is_streamed(n)]:
         shown = ", ".join(sorted(others)[:3]) + ", ..." * (len(others) > 3)
         raise SaveError(
-            directory, f"it is no save and holds other files ({shown}); choose another directory"
+            directory, f"it is not a save and holds other files ({shown}); choose another directory"
         )
 
 
@@ -666,7 +666,7 @@ def open_manifest(directory: str) -> Opened:
         )
     if names and all(name == LOCK or _DATA.fullmatch(name) for name in names):
         raise LoadError(directory, "the first save to it was interrupted: nothing is complete")
-    raise LoadError(directory, f"it is no save of bendtrace: there is no {MANIFEST}")
+    raise LoadError(directory, f"it is not a save of bendtrace: there is no {MANIFEST}")
 
 
 def _near(directory: str) -> str:

@@ -266,7 +266,7 @@ class DataFile:
         if length == 0:
             raise LoadError(self.path, "it was not finished: writing was interrupted")
         if length > _LARGEST_HEADER:
-            raise LoadError(self.path, "it is no safetensors file")
+            raise LoadError(self.path, "it is not a safetensors file")
         if size < 8 + length:
             raise LoadError(self.path, "the file is truncated")
         raw = bytes_of(self.read(0, 8 + length))
@@ -494,7 +494,7 @@ def read_json(path: str, size: int, sha256: str) -> Any:
     if len(content) < size:
         raise LoadError(path, f"the file is truncated ({len(content)} bytes instead of {size})")
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise LoadError(path, "the file is damaged: its checksum is not that of what was saved")
+        raise LoadError(path, "the file is damaged: its checksum differs from the saved one")
     return json.loads(content)
 
 
@@ -512,7 +512,7 @@ def read_sealed(path: str, form: str, version: int) -> dict[str, Any]:
     try:
         value = json.loads(_read(path))
     except (ValueError, RecursionError):
-        raise LoadError(path, f"{from_here}: it is no complete JSON") from None
+        raise LoadError(path, f"{from_here}: it is not complete JSON") from None
     if not isinstance(value, dict) or value.get("format") != form:
         raise LoadError(path, f"{from_here}: it does not say that it is a {form}")
     found = value.get("version")
@@ -525,7 +525,7 @@ def read_sealed(path: str, form: str, version: int) -> dict[str, Any]:
         )
     seal = value.pop("sha256", None)
     if seal != _seal(value) or type(found) is not int or found < 1:
-        raise LoadError(path, "the file is damaged: its checksum is not that of what was saved")
+        raise LoadError(path, "the file is damaged: its checksum differs from the saved one")
     return value
 
 

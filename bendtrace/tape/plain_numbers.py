@@ -389,7 +389,7 @@ def _all_ask(code: CodeType, named: Iterator[tuple[str, Any]]) -> bool:
 
 
 def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
-    """Return whether what code may look up by name in a module of Python's own asks."""
+    """Return whether code may look up something that asks, by name in a standard module."""
     if not looks_up(code) or module.__name__ not in sys.stdlib_module_names:
         return True
     held = vars(module)

@@ -460,7 +460,7 @@ class SharedArrays:
         reason = f"the array whose memory a tensor shares since {shared.place} {what}"
         if shared.is_resumed:
             raise NondeterminismError(
-                f"{reason}, along a path that a replay has begun with an array of its own: "
+                f"{reason}, along a path that a replay has begun with another array: "
                 "name the function around it with bendtrace.opaque, or copy the array with "
                 "torch.tensor"
             )

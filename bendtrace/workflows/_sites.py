@@ -959,8 +959,8 @@ def _require_heads_in(
     elif not _Heads(log, columns).are_in(entry, is_given=at == "input"):
         raise SiteError(
             f"{said} is neither split into {heads} heads nor joined from them, so its slices mean "
-            "nothing. What the heads return is what their output projection is given: "
-            'at="input" of that',
+            "nothing. The heads' results are the input of their output projection: choose that, "
+            'with at="input"',
             path,
         )
 

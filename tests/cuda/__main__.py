@@ -166,7 +166,7 @@ def _device(name: str | None, parser: argparse.ArgumentParser) -> str:
     try:
         device = torch.device(chosen)
     except RuntimeError:
-        parser.error(f"{chosen!r} is no device: pass --device cuda or --device cpu")
+        parser.error(f"{chosen!r} is not a device: pass --device cuda or --device cpu")
     if device.type not in ("cpu", "cuda"):
         parser.error(f"there is nothing for {chosen!r} here: pass --device cuda or --device cpu")
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -939,7 +939,7 @@ class Sources:
         self.renew()
 
     def renew(self) -> None:
-        """Insert everything anew."""
+        """Remove and insert everything again."""
         for source in self._sources:
             source.lift()
         if self._version is not None:
@@ -1015,7 +1015,7 @@ class Versions(Interjection):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all versions, that of the model first."""
+        """The names of all versions, the model's own first."""
         return ORIGINAL, *self._weights
 
     @property

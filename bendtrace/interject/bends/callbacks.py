@@ -330,7 +330,7 @@ class Chosen(NamedTuple):
 
     Attributes:
         indices: their indices along the last dimension, the highest rank first.
-        shape: as many elements as there are channels: the dimensions up to that of the channels.
+        shape: the dimensions up to the channels, which have an element for each channel.
         wide: the same with dimensions of size one after it, which broadcasts to the tensor.
     """
 
@@ -427,7 +427,7 @@ class Mask(DrawingBend):
             return drawn
         limit = self._limit(drawn, at)
         if type(limit) not in (int, float) or not drawn.dim():
-            return "its share is no number"
+            return "its share is not a number"
         dim, sizes = self.dim, tuple(drawn.shape)
 
         def masked(tensor: Tensor, numbers: Tensor, limit: Tensor) -> Tensor:
@@ -748,7 +748,7 @@ class InterpolateActivation(Bend):
         if weights is None:
             return Effect(as_given, (), InterpolateActivation)
         if not isinstance(weights, Tensor):
-            return "its weights are no tensor"
+            return "its weights are not a tensor"
         softmax = self.softmax
         return effect_of_value(
             lambda tensor, weights: mix_rows(tensor, weights, softmax, self, at), weights, like,

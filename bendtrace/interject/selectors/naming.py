@@ -347,7 +347,7 @@ def _has_parametrizations(node: Candidate) -> bool:
 
 
 def _has_parameters(node: Candidate) -> bool:
-    """Return whether a module has parameters of its own, or a function receives one.
+    """Return whether a module itself has parameters, or a function receives one.
 
     Parameters of submodules are not counted; those that parametrizations compute are.
     """
