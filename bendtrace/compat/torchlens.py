@@ -40,7 +40,7 @@ from torch import Tensor
 from bendtrace._trace import ModelHistory, positional, run_logged
 from bendtrace._trace import load as load_log
 from bendtrace.calls import Call, own_copy
-from bendtrace.compat import _torchlens_debug, _torchlens_selectors, _torchlens_shapes
+from bendtrace.compat import _torchlens_debug, _torchlens_selectors
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
 from bendtrace.compat._torchlens_selectors import *  # noqa: F403
 from bendtrace.compat._torchlens_selectors import Change, Listed, Selector
@@ -170,8 +170,8 @@ debug = types.SimpleNamespace(
     bisect_nan=_torchlens_debug.find_nan, lineage=_torchlens_debug.lineage,
     compare=_torchlens_debug.compare, dead_neurons=_torchlens_debug.dead_neurons,
     hot_path=_torchlens_debug.hot_path, gradient_flow_audit=_torchlens_debug.gradient_flow_audit,
-    infer_input_shape=_torchlens_shapes.infer_input_shape,
-    InferInputShapeResult=_torchlens_shapes.InferInputShapeResult,
+    infer_input_shape=_torchlens_debug.infer_input_shape,
+    InferInputShapeResult=_torchlens_debug.InferInputShapeResult,
 )  # fmt: skip
 
 

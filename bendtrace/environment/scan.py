@@ -36,16 +36,18 @@ from bendtrace.environment.code_facts import (
     other_names_in,
     undetectable_in,
 )
-from bendtrace.environment.content import (
+from bendtrace.environment.executed import functions_of_runs, is_steady_type
+from bendtrace.environment.findings import (
     MOST,
     PYTHONS,
+    WHOLE,
+    Found,
+    Route,
     WatchedContent,
     content_reader,
     is_opaque,
     position_reader,
 )
-from bendtrace.environment.executed import functions_of_runs, is_steady_type
-from bendtrace.environment.findings import WHOLE, Found, Route
 from bendtrace.environment.kinds import (
     code_of,
     container_kind,

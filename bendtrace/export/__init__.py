@@ -10,8 +10,8 @@ Example:
 """
 
 from bendtrace.export.exporting import Exported
-from bendtrace.export.functions import Unseen
 from bendtrace.export.targets import OnnxProgram
+from bendtrace.export.writer import Unseen
 
 __all__ = ["Exported", "OnnxProgram", "Unseen"]
 __dir__ = __all__.copy

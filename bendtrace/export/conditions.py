@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from bendtrace.errors import ExportError
-from bendtrace.export.machine import told
-from bendtrace.export.values import DTYPES
+from bendtrace.export.machine import DTYPES, told
 from bendtrace.history.capture import lazily_copied
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.internals import pytree

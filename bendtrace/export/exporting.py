@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
 from bendtrace.errors import ExportError, InputError
-from bendtrace.export import targets, tracing
+from bendtrace.export import targets
 from bendtrace.export.conditions import (
     Fact,
     arguments_of,
@@ -38,8 +38,7 @@ from bendtrace.export.conditions import (
     sizes_of_one,
 )
 from bendtrace.export.insertions import Insertions
-from bendtrace.export.machine import Machine, lengths_in, refuse, told
-from bendtrace.export.values import parameters_in
+from bendtrace.export.machine import Machine, lengths_in, parameters_in, refuse, told
 from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.history.entries import counted
 from bendtrace.preserved_state import PreservedState
@@ -545,12 +544,12 @@ def _trace_program(
     args, named = separate_copies_of((tuple(args), named))
     shapes = dict(zip(head, map(_open, (*args, *named.values())), strict=True))
     for above, is_fixed in ways:
-        sizes = tracing.open_sizes(not above)
+        sizes = targets.open_sizes(not above)
         module = _module(written, file, common if is_fixed else ())
         try:
             # torch prints what it had traced of a program that it refuses (seen in 2.13).
-            with tracing.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
-                with tracing.each_side_once():
+            with targets.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
+                with targets.each_side_once():
                     program = torch.export.export(
                         module, args, named, dynamic_shapes=shapes, strict=False
                     )

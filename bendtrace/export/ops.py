@@ -14,9 +14,9 @@ from bendtrace.compiled.expressions import Expressions, wide_dtype
 from bendtrace.compiled.probing import why_not_op
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import fact_of
-from bendtrace.export.machine import AnalysedRun, told
-from bendtrace.export.values import (
+from bendtrace.export.machine import (
     DTYPES,
+    AnalysedRun,
     Constant,
     Kind,
     Number,
@@ -28,6 +28,7 @@ from bendtrace.export.values import (
     gives_rows,
     leaves,
     rebuilt,
+    told,
 )
 from bendtrace.recording.effects import makes_anew
 from bendtrace.replay.schedule import Schedule
