@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from bendtrace.interject import beside, compiling, gates, reading
     from bendtrace.interject import splicer as splicing
     from bendtrace.interject.beside import Beside
-    from bendtrace.interject.knowledge import Knowledge
     from bendtrace.interject.plan import Plan
+    from bendtrace.interject.resolver import Knowledge
     from bendtrace.interject.splicer import Splicer
     from bendtrace.paths import nodes
     from bendtrace.paths.nodes import Registry

@@ -47,10 +47,10 @@ if TYPE_CHECKING:
         activations,
         gates,
         inserter,
-        knowledge,
         registry,
         resume_point,
     )  # fmt: skip
+    from bendtrace.interject import resolver as knowledge
     from bendtrace.interject.activations import Activations
     from bendtrace.interject.bends import bending as model_bends
     from bendtrace.interject.bends.bend import Bend, Value
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
     from bendtrace.interject.inserter import LiveInserter, Within
     from bendtrace.interject.insertion import Insertion, What
     from bendtrace.interject.interjection import PassNumbers
-    from bendtrace.interject.knowledge import Knowledge
-    from bendtrace.interject.patches import context
-    from bendtrace.interject.patches.context import PatchContext, Patches
+    from bendtrace.interject.patches import builtin as patches_module
+    from bendtrace.interject.patches.builtin import PatchContext, Patches
     from bendtrace.interject.registry import InsertionRegistry
+    from bendtrace.interject.resolver import Knowledge
     from bendtrace.interject.restricted import Rows
     from bendtrace.interject.where import Where
     from bendtrace.paths.nodes import Text
@@ -84,7 +84,7 @@ else:
     call_forms = LazyModule("bendtrace.calls")
     compiled_settings = LazyModule("bendtrace.compiled.settings")
     compiled_speculation = LazyModule("bendtrace.compiled.speculation")
-    context = LazyModule("bendtrace.interject.patches.context")
+    patches_module = LazyModule("bendtrace.interject.patches.builtin")
     exploring_search = LazyModule("bendtrace.exploring.search")
     outline_coverage = LazyModule("bendtrace.view.outline")
     outline_graph = LazyModule("bendtrace.view.state_graph")
@@ -94,7 +94,7 @@ else:
     hooks_module = LazyModule("bendtrace.hooks")
     gates = LazyModule("bendtrace.interject.gates")
     inserter = LazyModule("bendtrace.interject.inserter")
-    knowledge = LazyModule("bendtrace.interject.knowledge")
+    knowledge = LazyModule("bendtrace.interject.resolver")
     registry = LazyModule("bendtrace.interject.registry")
     resume_point = LazyModule("bendtrace.interject.resume_point")
     run_views = LazyModule("bendtrace.run")
@@ -802,7 +802,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
-        return context.PatchContext(self._board, self._known, patches, rows)
+        return patches_module.PatchContext(self._board, self._known, patches, rows)
 
     @functools.cached_property
     def hooks(self) -> HookManager:

@@ -43,6 +43,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bendtrace.interject.selectors.algebra import (
+    Family,
+    Layers,
     Nth,
     Selector,
     Slice,
@@ -51,7 +53,6 @@ from bendtrace.interject.selectors.algebra import (
     has_following,
     has_preceding,
 )
-from bendtrace.interject.selectors.layers import Family, Layers
 from bendtrace.interject.selectors.naming import (
     has_parameters,
     is_module,

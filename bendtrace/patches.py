@@ -12,12 +12,12 @@ tensor([0., 0.])
 from bendtrace.interject.patches.builtin import (
     AddPatch,
     CustomPatch,
+    Patch,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
     ZeroPatch,
 )
-from bendtrace.interject.patches.context import Patch
 
 __all__ = [
     "AddPatch",

@@ -2,7 +2,7 @@
 
 `python -m tests.mutants` runs tests once for each check, and once for each kind of guard, with that
 one dropped: what is asked of captured values, of the model and the world (`replay/check.py`), of
-words of memory (`source/memory_words.py`), and the kinds of guards in a run (`KINDS`). A mutant
+words of memory (`source/versions.py`), and the kinds of guards in a run (`KINDS`). A mutant
 that *survives* makes no test fail. Each run stops at the first failure.
 
     python -m tests.mutants                     the tests of guards, which takes an hour
@@ -28,7 +28,7 @@ from typing import Any
 from bendtrace.recording.writer import Writer
 from bendtrace.replay.check import GuardCode
 from bendtrace.replay.source import Source
-from bendtrace.source.memory_words import Words
+from bendtrace.source.versions import Words
 from bendtrace.tape.guards import KINDS
 from bendtrace.tape.tape import Guard
 
@@ -37,7 +37,7 @@ MUTANT = os.environ.get("BENDTRACE_MUTANT", "")
 # Where checks are written, and what writes one.
 FILES = {
     "replay/check.py": re.compile(r"\b(self\.note|_questions\.note|fail_if)\("),
-    "source/memory_words.py": re.compile(r"^ +self\.(add_\w+|_expect|_point)\("),
+    "source/versions.py": re.compile(r"^ +self\.(add_\w+|_expect|_point)\("),
 }
 WORDS = re.compile(r"\bwords\.add_\w+\(|map\(words\.add_")
 TESTS = ("guarded", "guards", "check", "memory_words", "scan_cache", "state")

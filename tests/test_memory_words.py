@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.source import memory_words
-from bendtrace.source.memory_words import Reader, Unreadable, Words, offsets
+from bendtrace.source import versions as memory_words
+from bendtrace.source.versions import Reader, Unreadable, Words, offsets
 from tests.promise import bits
 
 readable = pytest.mark.skipif(

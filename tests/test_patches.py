@@ -18,12 +18,12 @@ from bendtrace.interject.interjection import Inputs, NodePass
 from bendtrace.interject.patches.builtin import (
     AddPatch,
     CustomPatch,
+    Patch,
     ProbePatch,
     RecordPatch,
     ReplacePatch,
     ZeroPatch,
 )
-from bendtrace.interject.patches.context import Patch
 from tests.promise import bits
 
 AT = NodePass("mlp.relu")

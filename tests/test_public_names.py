@@ -17,7 +17,7 @@ from bendtrace.history.entries import ModuleEntry
 from bendtrace.history.run_log import Entries
 from bendtrace.interject.bends.bending import Bending
 from bendtrace.interject.bends.catalogue import BendHandle
-from bendtrace.interject.patches.context import PatchContext
+from bendtrace.interject.patches.builtin import PatchContext
 from bendtrace.stepping.run import SteppedRun
 
 LOG = """

@@ -18,7 +18,7 @@ from bendtrace.errors import NondeterminismError
 from bendtrace.recording import effects, states
 from bendtrace.recording.script import Script
 from bendtrace.recording.states import _Reader
-from bendtrace.replay.following import Following
+from bendtrace.replay.program import Following
 from bendtrace.replay.schedule import Schedule
 from bendtrace.replay.stretches import Divergence
 from bendtrace.tape.tape import State, Tape

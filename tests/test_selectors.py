@@ -20,7 +20,7 @@ from torch.nn.utils import parametrizations
 import bendtrace as bt
 from bendtrace import node_selector as ns
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.interject.selectors.layers import ALIASES, FAMILIES, PARTS
+from bendtrace.interject.selectors.algebra import ALIASES, FAMILIES, PARTS
 from bendtrace.interject.selectors.source import branches_around
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.run import Run

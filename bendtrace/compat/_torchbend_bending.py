@@ -48,8 +48,7 @@ from bendtrace.interject.bends.catalogue import (
     compile_pattern,
     near,
 )
-from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.resolver import flat
+from bendtrace.interject.resolver import Knowledge, flat
 from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node, NodePath

@@ -22,8 +22,7 @@ from torch import nn
 from bendtrace import patches
 from bendtrace._checks import free_name
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.patches.builtin import with_numbers
-from bendtrace.interject.patches.context import raise_all
+from bendtrace.interject.patches.builtin import raise_all, with_numbers
 from bendtrace.interject.restricted import Rows
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403

@@ -40,7 +40,7 @@ from torch import Tensor
 from bendtrace._trace import ModelHistory, positional, run_logged
 from bendtrace._trace import load as load_log
 from bendtrace.calls import Call, own_copy
-from bendtrace.compat import _torchlens_debug, _torchlens_selectors
+from bendtrace.compat import _torchlens_logs, _torchlens_selectors
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
 from bendtrace.compat._torchlens_selectors import *  # noqa: F403
 from bendtrace.compat._torchlens_selectors import Change, Listed, Selector
@@ -167,11 +167,11 @@ class CaptureOptions(dict[str, Any]):
 options = types.SimpleNamespace(CaptureOptions=CaptureOptions)
 debug = types.SimpleNamespace(
     find_nan=lambda model, *inputs, **options: trace(model, *inputs, **options).find_nan(),
-    bisect_nan=_torchlens_debug.find_nan, lineage=_torchlens_debug.lineage,
-    compare=_torchlens_debug.compare, dead_neurons=_torchlens_debug.dead_neurons,
-    hot_path=_torchlens_debug.hot_path, gradient_flow_audit=_torchlens_debug.gradient_flow_audit,
-    infer_input_shape=_torchlens_debug.infer_input_shape,
-    InferInputShapeResult=_torchlens_debug.InferInputShapeResult,
+    bisect_nan=_torchlens_logs.find_nan, lineage=_torchlens_logs.lineage,
+    compare=_torchlens_logs.compare, dead_neurons=_torchlens_logs.dead_neurons,
+    hot_path=_torchlens_logs.hot_path, gradient_flow_audit=_torchlens_logs.gradient_flow_audit,
+    infer_input_shape=_torchlens_logs.infer_input_shape,
+    InferInputShapeResult=_torchlens_logs.InferInputShapeResult,
 )  # fmt: skip
 
 

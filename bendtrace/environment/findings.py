@@ -43,8 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bendtrace.environment.code_facts import place_naming
 from bendtrace.environment.provenance import is_users_class
-from bendtrace.source.memory_words import Words
-from bendtrace.source.versions import Depends, all_same, version_of
+from bendtrace.source.versions import Depends, Words, all_same, version_of
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Access,

@@ -102,9 +102,8 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.plain_numbers import asks, is_exact_format
 from bendtrace.tape.structure import cached_results, entries_of, flat, is_heap_type, read_partial
 from bendtrace.torch_rules.collectives import gather_locations, hidden_of, is_joint_hook
-from bendtrace.torch_rules.constructors import LEGACY
 from bendtrace.torch_rules.draws import is_host_generator
-from bendtrace.torch_rules.functions import ScriptModule
+from bendtrace.torch_rules.functions import LEGACY, ScriptModule
 from bendtrace.torch_rules.monkeypatches import monkeypatches
 from bendtrace.torch_rules.owners import named_modules
 

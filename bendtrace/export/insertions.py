@@ -19,10 +19,9 @@ from bendtrace.export.ops import refusal_of
 from bendtrace.interject.gates import Gate, running
 from bendtrace.interject.inserter import LiveInserter, Spot
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.interject.resolver import describe_where
+from bendtrace.interject.resolver import Knowledge, describe_where
 from bendtrace.interject.splicer import record_with_insertions
 from bendtrace.recording.recorder import Recorder, Recording
 from bendtrace.recording.run import Signature, record

@@ -1,4 +1,4 @@
-"""Tracing an exported program by torch, and writing it to a file: for torch, AOTInductor or ONNX."""
+"""Has torch trace an exported program, and writes it to a file for torch, AOTInductor or ONNX."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from bendtrace.interject.gates import AfterGate
 from bendtrace.interject.inserter import LiveInserter, Spot
-from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan, Slot
+from bendtrace.interject.resolver import Knowledge
 from bendtrace.interject.structure import Leaf
 from bendtrace.paths.candidates import Candidate
 from bendtrace.recording.rank_sync import is_joint

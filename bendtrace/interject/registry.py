@@ -21,9 +21,8 @@ from bendtrace.history.names import Names, is_layer_name
 from bendtrace.interject import gates, through
 from bendtrace.interject.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.interject.interjection import Interjection, Passes, PassNumbers
-from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Entry, Location, Plan, State, forms_of
-from bendtrace.interject.resolver import describe_where, name_of
+from bendtrace.interject.resolver import Knowledge, describe_where, name_of
 from bendtrace.interject.restricted import InCalls
 from bendtrace.interject.where import (
     AtPath,

@@ -30,8 +30,8 @@ from bendtrace._lazy import LazyModule
 from bendtrace.interject.gates import AfterGate, Gate, raise_caught
 from bendtrace.interject.inserter import LiveInserter, place_of_node
 from bendtrace.interject.interjection import NodePass
-from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import Plan, Slot, slots_of
+from bendtrace.interject.resolver import Knowledge
 from bendtrace.interject.structure import Leaf
 from bendtrace.interject.through import Through
 from bendtrace.paths.candidates import Candidate, RunNodes

@@ -149,7 +149,7 @@ class Analysis:
         if guard.index in self.computable and guard.other is None:
             return GuardKind.INPUT, 0, 0
         if (
-            counts(guard, self._ops)
+            asks_for_slices(guard, self._ops)
             and all(self._ops[index].is_given for index in op.operands)
             and self._reshaped.isdisjoint(op.operands)
         ):
@@ -195,10 +195,10 @@ def is_read(op: Op) -> bool:
 
 def tested_ops(guard: Guard, ops: list[Op]) -> list[int]:
     """Return the ops whose values an input guard is tested with."""
-    return ops[guard.index].operands if counts(guard, ops) else [guard.index]
+    return ops[guard.index].operands if asks_for_slices(guard, ops) else [guard.index]
 
 
-def counts(guard: Guard, ops: list[Op]) -> bool:
+def asks_for_slices(guard: Guard, ops: list[Op]) -> bool:
     """Return whether a guard is on how many slices a tensor has: a size, and no value."""
     op = ops[guard.index]
     return isinstance(guard, LengthGuard) and op.target in (Tensor.unbind, torch.unbind)

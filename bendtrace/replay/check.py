@@ -17,8 +17,7 @@ from bendtrace.environment.provenance import is_installed
 from bendtrace.recording.recorder import Recording
 from bendtrace.replay.analysis import Analysis, GuardKind, tested_ops
 from bendtrace.replay.source import Source, define, dependencies_of, fails
-from bendtrace.source.memory_words import Entries, Reader, Unreadable, Words, offsets
-from bendtrace.source.versions import version_of
+from bendtrace.source.versions import Entries, Reader, Unreadable, Words, offsets, version_of
 from bendtrace.tape.captured import (
     COPIED,
     PLAIN_TENSORS,

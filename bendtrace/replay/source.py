@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.replay.analysis import counts
+from bendtrace.replay.analysis import asks_for_slices
 from bendtrace.replay.growing import places_of
 from bendtrace.tape.captured import (
     UNSET,
@@ -352,7 +352,7 @@ def gives_nothing(op: Op) -> bool:
 
 def fails(source: Source, guard: Guard, ops: list[Op]) -> str:
     """Return an expression that is true if a guard, tested before the run, does not hold."""
-    if counts(guard, ops):
+    if asks_for_slices(guard, ops):
         return f"{slice_count(source, ops[guard.index])} != {guard.answer}"
     return guard.failure(source)
 

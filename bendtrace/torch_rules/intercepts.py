@@ -41,13 +41,17 @@ from bendtrace.tape.watchers import (
     set_watcher,
 )
 from bendtrace.torch_rules.collectives import entries_of_ddp, joint_functions, layout_properties
-from bendtrace.torch_rules.constructors import GONE, entries_of_constructors
 from bendtrace.torch_rules.draws import (
     entries_of_numpys_draws,
     entries_of_pythons_draws,
     numpys_random,
 )
-from bendtrace.torch_rules.functions import ScriptFunction, ScriptMethod
+from bendtrace.torch_rules.functions import (
+    GONE,
+    ScriptFunction,
+    ScriptMethod,
+    entries_of_constructors,
+)
 from bendtrace.torch_rules.host_io import OFTEN_PATCHED, entries_of_outside
 from bendtrace.torch_rules.transforms import as_one_op, entries_of_transforms
 

@@ -25,9 +25,8 @@ from torch.nn import functional
 
 from bendtrace.errors import InputError
 from bendtrace.source.internals import internal
-from bendtrace.source.memory_words import reader_of_versions
 from bendtrace.source.sites import TORCH
-from bendtrace.source.versions import TELLS_CHANGES, version_of
+from bendtrace.source.versions import TELLS_CHANGES, reader_of_versions, version_of
 from bendtrace.torch_rules.intercepts import REPLACED
 
 # Whether what a mode is asked about may stand in for a function of torch's: these cannot.

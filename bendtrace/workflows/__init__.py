@@ -11,12 +11,6 @@ from bendtrace.calls import Call
 from bendtrace.history.entries import Table
 from bendtrace.interject.where import Alias, Aliases, transformer_lens_aliases
 from bendtrace.workflows.ablation import AblationStudy, ablate, ablation_study
-from bendtrace.workflows.attribution import (
-    Attribution,
-    NodeFunction,
-    attribute,
-    attribution_patching,
-)
 from bendtrace.workflows.autoencoder import (
     LatentEdit,
     SparseAutoencoder,
@@ -39,9 +33,13 @@ from bendtrace.workflows.lenses import (
     probe_data,
 )
 from bendtrace.workflows.patching import (
+    Attribution,
     CausalTrace,
+    NodeFunction,
     Patching,
     activation_patching,
+    attribute,
+    attribution_patching,
     causal_tracing,
     scan,
 )

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from bendtrace._checks import required_choice, required_int, required_number
+from bendtrace._lazy import required
 from bendtrace._trace import Trace, trace
 from bendtrace.calls import Call
 from bendtrace.errors import InputError, SiteError
 from bendtrace.interject.resolver import describe_where
-from bendtrace.interject.structure import assemble, take_apart
+from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.module import bended_of
+from bendtrace.paths.candidates import Candidate
+from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.workflows._sites import (
     Act,
     At,
+    Beyond,
     Columns,
     Exchange,
     Grid,
     Key,
+    Metric,
     Missing,
     NoPart,
     Part,
@@ -32,9 +41,14 @@ from bendtrace.workflows._sites import (
     Seen,
     Sites,
     TwoRuns,
+    aliases_of,
+    as_number,
+    differing,
     position_of,
     required_metric,
+    scalar_of,
     site_list,
+    unlike,
 )
 
 Direction = Literal["denoise", "noise"]
@@ -484,3 +498,558 @@ def _adding(key: Key, drawn: Tensor, subject: Part) -> Act:
         return made
 
     return act
+
+
+# Attribution patching: a first-order estimate of activation patching, at all ops in one pass.
+
+Passes = tuple[Key, int]
+Gradients = dict[Passes, Tensor]
+_ELSEWHERE = "halfway between the two values the model takes another path"
+_WITHOUT = "its output has no gradient (no floating point tensor, detached, or under no_grad)"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Attribution(TwoRuns):
+    """The result of attribution patching: an estimate for each cell.
+
+    Attributes:
+        values: the estimated change of the metric, with shape (sites, positions), or (sites,
+            positions, heads) if heads are separate; float64, nan for positions that a site does not
+            have, and for missing cells.
+        sites: names of the sites.
+        positions: along the axis: ints, slices, groups of ints; (None,) for the whole value.
+        heads: the numbers of the heads; None where they are not separate.
+        clean: the metric of the clean run.
+        corrupted: the metric of the corrupted run.
+        direction: "denoise" or "noise".
+        total: for each site the sum over its whole value, with shape (sites,).
+        tensors: for each site, by name, the estimate for each element of its value, with one tensor
+            for each pass of each of its nodes; None without `keep_tensors`.
+        missing: why cells are nan, by name of the site.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> found = bt.workflows.attribution_patching(
+        ...     lambda x: (x * 2).sin() * 3, torch.full((2,), 0.1), torch.zeros(2), None, torch.sum
+        ... )
+        >>> [(site, round(total, 3)) for site, total in found.top(2)]
+        [('mul', 1.2), ('sin', 1.192)]
+        >>> round(found.clean - found.corrupted, 3)
+        1.192
+    """
+
+    total: Tensor
+    tensors: dict[str, tuple[Tensor, ...]] | None
+
+    _unit = "estimated change of the metric"
+
+    @property
+    def effect(self) -> Tensor:
+        """The estimated change of the metric: `values`."""
+        return self.values
+
+    def top(self, count: int = 10) -> list[tuple[str, float]]:
+        """Return the sites with the largest absolute totals, and these totals."""
+        order = self.total.nan_to_num(0.0).abs().argsort(descending=True)[:count].tolist()
+        return [(self.sites[i], self.total[i].item()) for i in order]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a plain row for each cell."""
+        for row in super().rows():
+            value = row.pop("effect")
+            del row["value"]
+            yield row | {"attribution": value}
+
+
+def attribution_patching(
+    model: Callable[..., Any],
+    clean: Any,
+    corrupted: Any,
+    sites: Any,
+    metric: Callable[[Any], Any],
+    *,
+    positions: Any = None,
+    axis: int = 1,
+    heads: int | None = None,
+    head: Any = None,
+    head_axis: int = -1,
+    direction: Direction = "denoise",
+    at: At = "output",
+    steps: int | None = None,
+    keep_tensors: bool = False,
+    missing: Literal["raise", "nan"] | None = None,
+) -> Attribution:
+    """Estimate activation patching at many nodes from one backward pass.
+
+    To first order, putting the clean value at a node into the corrupted run changes the metric by
+    `((clean - corrupted) * gradient).sum()`, with the gradient of the metric at the node
+    in the corrupted run (Nanda, "Attribution Patching", 2023). It is exact if the metric is a
+    linear function of the node. It takes one run for each of the two inputs, and one backward pass.
+    Two equal infinities, such as those of a mask, differ by 0.
+
+    With `steps` the gradient is the mean of the gradients along the straight line from one value to
+    the other (integrated gradients, Sundararajan et al. 2017, for each node separately, midpoint
+    rule), and the total converges to the true change. It takes a run and a backward pass for each
+    site and step.
+
+    Gradients are recorded in every mode of the caller. Meanwhile frozen parameters and copies of
+    the inputs require gradients. No `.grad` is written to.
+
+    Args:
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
+        clean: inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
+        corrupted: other inputs.
+        sites: as for `activation_patching`; None for every op whose output is a floating point
+            tensor that the metric has a gradient for. Ops without support for insertions are left
+            out. Each output tensor of an op with several is a separate site.
+        metric: a differentiable function from the model's output to a tensor without dimensions.
+        positions: as for `activation_patching`.
+        axis: as for `activation_patching`.
+        heads: as for `activation_patching`.
+        head: as for `activation_patching`.
+        head_axis: as for `activation_patching`.
+        direction: "denoise": gradients in the corrupted run, clean values minus corrupted ones;
+            "noise": the other way round.
+        at: "output" or "input", for the sites.
+        steps: None for one gradient; or the number of points on the line at which to take
+            gradients.
+        keep_tensors: whether to keep the estimate for each element, with the shapes of the values.
+        missing: what to do with sites that the two runs reach differently, and with positions that
+            do not exist: "raise" or "nan". The default is "nan" for `sites=None`, else "raise".
+
+    Returns:
+        An `Attribution`: sums over everything except positions and heads, with shape (sites,
+        positions).
+
+    Raises:
+        SiteError: a value is missing; it names the site.
+        NodePathError: a site matches no node.
+        InputError: an argument is invalid, or no gradient reaches the metric.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     return (x * 2).sin() * 3
+        >>> bt.workflows.attribution_patching(
+        ...     model, torch.full((1, 2), 0.1), torch.zeros(1, 2), None, metric=torch.sum,
+        ...     positions="each",
+        ... )
+        Attribution (denoise): clean 1.192, corrupted 0; estimated change of the metric
+                     0      1
+          mul    0.600  0.600
+          sin    0.596  0.596
+          mul_1  0.596  0.596
+    """
+    in_order(direction)
+    columns = Columns.of(positions, axis, heads, head, head_axis)
+    default = "nan" if sites is None else "raise"
+    measured = required_metric(metric)
+    missed = Missing(default if missing is None else missing, "attribute to")
+    if steps is not None:
+        required_int("steps", steps, 1)
+    if sites is None and at != "output":
+        raise InputError('sites=None selects the outputs of all ops: pass sites for at="input"')
+    bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
+    items = [_every_op] if sites is None else site_list(sites)
+    columns = columns.named(items, bended)
+    # The metric depends on a part that an alias picks only if that is put back.
+    puts = any(alias is not None and alias.pick for alias in aliases_of(items, bended))
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _all_trainable(bended.model),
+        Sites(
+            bended, items, calls, at=at, label="attribution_patching", allow_none=sites is None,
+            observes=steps is None and not puts, every_part=sites is None,
+            columns=None if sites is None else columns,
+        ) as there,
+    ):  # fmt: skip
+        scores = _Scores(there, measured, missed, calls, direction)
+        scores.run(steps, sites is None, puts)
+    names = [row.name for row in scores.rows]
+    grid = columns.grid(names, scores.source, scores.cell)
+    total = torch.tensor([scores.total(name) for name in names], dtype=torch.float64)
+    kept = {name: tuple(scores.found.get(name, ())) for name in names} if keep_tensors else None
+    return Attribution(
+        **grid, clean=scores.base[0], corrupted=scores.base[1], direction=direction, total=total,
+        tensors=kept, missing=missed.reasons,
+    )  # fmt: skip
+
+
+def _every_op(node: Candidate) -> bool:
+    return bool(node.path) and not node.is_module
+
+
+@contextmanager
+def _all_trainable(model: Callable[..., Any]) -> Iterator[None]:
+    """Have frozen parameters require gradients for a while, so that there are some everywhere."""
+    frozen = [
+        parameter
+        for parameter in (model.parameters() if isinstance(model, nn.Module) else ())
+        if not parameter.requires_grad
+        and not parameter.is_inference()
+        and parameter.is_floating_point()
+    ]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+class _Scores:
+    """Differences of two runs times gradients.
+
+    Attributes:
+        rows: the sites.
+        base: the metric of the clean and the corrupted run.
+        source: the values of the run that values would be taken from.
+        found: the estimates for each element, by name of the site.
+    """
+
+    def __init__(
+        self,
+        there: Sites,
+        metric: Metric,
+        missing: Missing,
+        calls: tuple[Call, Call],
+        direction: str,
+    ) -> None:
+        self.rows: list[Row] = []
+        self.base = (math.nan, math.nan)
+        self.source: Seen = {}
+        self.found: dict[str, list[Tensor]] = {}
+        self._there = there
+        self._metric = metric
+        self._missing = missing
+        self._first, self._patched, self._names = in_order(direction)
+        self._calls = calls
+        self._target: Seen = {}
+
+    def run(self, steps: int | None, every_op: bool, puts: bool) -> None:
+        there, patched = self._there, self._calls[self._patched]
+        output, self.source = there.seen(self._calls[self._first], with_gradients=True)
+        start = as_number(scalar_of(self._metric, output))
+        edges: dict[Passes, GradientEdge] = {}
+
+        def note(key: Key, number: int, value: Tensor) -> Tensor | None:
+            # The edge of now: what is written into the tensor later is another op.
+            if value.requires_grad and value.is_floating_point():
+                edges[key, number] = get_gradient_edge(value)
+            return value.view_as(value) if puts else None
+
+        output, self._target = there.seen(patched, note, with_gradients=True)
+        end = scalar_of(self._metric, output)
+        del output
+        base = start, as_number(end)
+        self.base = base[self._first], base[self._patched]
+        there.settle(self.source, self._target)
+        self.rows = there.rows(self.source, self._target)
+        gradients: Gradients = {}
+        if steps is None or every_op:
+            if not isinstance(end, Tensor) or not end.requires_grad:
+                raise InputError(
+                    "metric= returned a value that has no gradient: compute a tensor from the "
+                    "output, without item(), detach() or argmax()"
+                )
+            gradients = _gradients(end, edges)
+        if every_op:
+            reached = {key for key, _ in gradients}
+            self.rows = [row for row in self.rows if reached.issuperset(row.keys)]
+        for row in self.rows:
+            pairs = ((self.source.get(key), self._target.get(key)) for key in row.keys)
+            why = next(filter(None, (differing(*pair, self._names) for pair in pairs)), "")
+            if not why and steps is not None:
+                gradients, why = self._integrated(row, patched, steps)
+            elif not why and not {key for key, _ in edges}.issuperset(row.keys):
+                why = _WITHOUT
+            if why:
+                self._missing.note(row.name, why)
+                continue
+            self.found[row.name] = [
+                _difference(value, self._target[key][number]) * gradients[key, number]
+                if (key, number) in gradients
+                else torch.zeros_like(value)  # nothing leads from there to the metric
+                for key in row.keys
+                for number, value in self.source[key].items()
+            ]
+
+    def total(self, name: str) -> float:
+        return math.fsum(map(_sum, self.found[name])) if name in self.found else math.nan
+
+    def cell(self, number: int, part: Part) -> float:
+        name = self.rows[number].name
+        if name not in self.found:
+            return math.nan
+        try:
+            return math.fsum(
+                _sum(score if (index := part.index(score)) is None else score[index])
+                for score in self.found[name]
+            )
+        except Beyond:
+            return math.nan
+        except NoPart as error:
+            return self._missing.note(name, str(error))
+
+    def _integrated(self, row: Row, call: Call, steps: int) -> tuple[Gradients, str]:
+        """Return the mean gradients along the line, or why there are none."""
+        sums: Gradients = {}
+        for step in range(steps):
+            leaves: Gradients = {}
+            flaws: list[str] = []
+            weight = (step + 0.5) / steps
+
+            def act(
+                key: Key, number: int, value: Tensor,
+                leaves: Gradients = leaves, flaws: list[str] = flaws, weight: float = weight,
+            ) -> Tensor | None:  # fmt: skip
+                if key not in row.keys:
+                    return None
+                given = self.source[key].get(number)
+                before = self._target[key].get(number)
+                if given is None or before is None or unlike(given, value):
+                    flaws.append(_ELSEWHERE)
+                elif not given.is_floating_point():
+                    flaws.append(_WITHOUT)
+                else:
+                    leaf = torch.lerp(before, given, weight).requires_grad_()
+                    leaves[key, number] = leaf
+                    return leaf.clone()
+                return None
+
+            end = scalar_of(self._metric, self._there.run(call, act, with_gradients=True))
+            expected = sum(len(self.source[key]) for key in row.keys)
+            if flaws or len(leaves) != expected:
+                return {}, (flaws or [_ELSEWHERE])[0]
+            if isinstance(end, Tensor) and end.requires_grad:
+                for at, gradient in _gradients(end, leaves).items():
+                    sums[at] = sums.get(at, torch.zeros_like(gradient)) + gradient
+        return {at: gradient / steps for at, gradient in sums.items()}, ""
+
+
+def _gradients(end: Tensor, of: dict[Passes, Any]) -> Gradients:
+    made = torch.autograd.grad(end, list(of.values()), allow_unused=True) if of else ()
+    return {at: gradient for at, gradient in zip(of, made, strict=True) if gradient is not None}
+
+
+def _difference(source: Tensor, target: Tensor) -> Tensor:
+    """Return the difference, which is 0 also for two infinities, such as those of a mask."""
+    equal = source == target
+    if source.dtype.itemsize < 4:  # most of it would be lost in the precision of the model
+        source, target = source.float(), target.float()
+    return (source - target).masked_fill(equal, 0.0)
+
+
+def _sum(score: Tensor) -> float:
+    return score.detach().cpu().sum(dtype=torch.float64).item()
+
+
+# Attribution to the values of nodes, with the methods of captum (an extra).
+
+
+class NodeFunction:
+    """The output of a model as a function of the value of a node, as captum's methods take it.
+
+    Each call runs the model with the inputs that it was made with, and replaces the value of the
+    node. The value may have more rows than the inputs have examples, as when captum puts many
+    points into one batch: then the model runs several times, each time with as many examples as the
+    inputs have. So branches on a batch stay branches on this batch.
+
+    As a context manager, it keeps the insertion in the model from call to call, which is faster.
+
+    Args:
+        model: a module, a function, or a `BendedModule`, whose insertions stay active.
+        where: one node; see `BendedModule.interject`. Its first axis counts the examples.
+        inputs: a tensor, a tuple of arguments, a mapping of keyword arguments, or a `Call`.
+        output: a function from the output of the model to a tensor with a row for each example, or
+            one number; None for the output itself.
+        at: whether the value is the output of the node, or its first input.
+
+    Attributes:
+        value: the value of the node for the inputs: (examples, ...), without gradients.
+        index: the example of each row of `value`: (examples,). Pass it to captum as
+            `additional_forward_args`, so that each row keeps its example if captum repeats rows.
+
+    Raises:
+        NodePathError: `where` matches no node.
+        SiteError: it matches several, or a node that runs several times.
+        InputError: the value has no rows of floating point numbers.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x, factor):
+        ...     return x.exp() * factor
+        >>> function = bt.workflows.NodeFunction(model, "exp", (torch.zeros(2, 1), 3.0))
+        >>> function.value.flatten(), function(torch.tensor([[5.0], [7.0]])).flatten()
+        (tensor([1., 1.]), tensor([15., 21.]))
+    """
+
+    value: Tensor
+    index: Tensor
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        where: Where,
+        inputs: Any,
+        *,
+        output: Callable[[Any], Tensor] | None = None,
+        at: At = "output",
+    ) -> None:
+        self._bended = bended_of(model)
+        self._where = where
+        self._call = Call.of(inputs)
+        self._output = output
+        self._at = at
+        self._open: Sites | None = None
+        self._stack = ExitStack()
+        said = describe_where(where)
+        with torch.no_grad(), self._sites() as there:
+            _, seen = there.seen(self._call)
+            keys = [key for row in there.rows(seen) for key in row.keys]
+        if len(keys) != 1 or len(seen[keys[0]]) != 1:
+            found = ", ".join(f"{path} ({len(seen[n, path])} times)" for n, path in keys)
+            raise SiteError(f"{said} stands for several values: {found}; name one of them", said)
+        self._key = keys[0]
+        (self.value,) = seen[self._key].values()
+        if self.value.dim() == 0 or not self.value.is_floating_point():
+            raise InputError(
+                f"{said} is {describe(self.value)}, but rows of floating point numbers are needed"
+            )
+        self.index = torch.arange(len(self.value), device=self.value.device)
+
+    def __call__(self, value: Tensor, index: Tensor | None = None) -> Tensor:
+        """Return the output of the model with another value at the node.
+
+        Args:
+            value: rows like those of `self.value`.
+            index: the example that each row belongs to; None if there is a row for each example.
+
+        Returns:
+            A row of the output for each row; or, if the output is one number, a number for each
+            run: (runs,).
+
+        Raises:
+            InputError: the rows have another shape, or the output is not a row for each example.
+        """
+        if index is None:
+            index = self.index
+        if value.shape[1:] != self.value.shape[1:] or len(value) != len(index):
+            raise InputError(
+                f"the value has shape {tuple(value.shape)} and {len(index)} examples, but "
+                f"{describe_where(self._where)} is {describe(self.value)}"
+            )
+        if self._open is None:
+            with self:
+                return self(value, index)
+        # The n-th row of an example goes into the n-th run.
+        turns = torch.zeros_like(index)
+        for example in range(len(self.index)):
+            rows = index == example
+            turns[rows] = torch.arange(int(rows.sum()), device=index.device)
+        made: list[Tensor] = []
+        order: list[Tensor] = []
+        for turn in range(int(turns.max()) + 1 if len(turns) else 0):
+            rows = (turns == turn).nonzero().flatten()
+            # A new tensor, which the model may write to.
+            given = self.value.index_copy(0, index[rows], value[rows].to(self.value.dtype))
+            found = self._run(self._open, given)
+            if found.dim():
+                found, order = found[index[rows]], [*order, rows]
+            made.append(found)
+        if not order:
+            return torch.stack(made)  # captum looks for the first of the outputs
+        return torch.cat(made)[torch.cat(order).argsort()]
+
+    def _run(self, there: Sites, given: Tensor) -> Tensor:
+        reached: list[int] = []
+
+        def act(key: Key, number: int, value: Tensor) -> Tensor:
+            why = unlike(given, value) if key == self._key and not reached else "another node"
+            if why:
+                raise SiteError(f"{key[1]}: where the value is replaced, it is {why}", key[1])
+            reached.append(number)
+            return given
+
+        with PreservedState(no_model):  # the generators, which captum draws from between the runs
+            found = there.run(self._call, act)
+        if not reached:
+            raise SiteError(f"the run no longer reached {self._key[1]}", self._key[1])
+        if self._output is not None:
+            found = self._output(found)
+        if not isinstance(found, Tensor) or (found.dim() and len(found) != len(self.index)):
+            raise InputError(
+                f"a row for each of the {len(self.index)} examples is needed, or one number, but "
+                f"the output is {describe(found)}; pass output=, a function of it"
+            )
+        return found
+
+    def _sites(self) -> Sites:
+        return Sites(self._bended, [self._where], [self._call], at=self._at, label="NodeFunction")
+
+    def __enter__(self) -> Self:
+        self._open = self._stack.enter_context(self._sites())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open = None
+        with PreservedState(no_model):
+            self._stack.close()
+
+    def __repr__(self) -> str:
+        return f"<NodeFunction of {self._key[1]}: {describe(self.value)}>"
+
+
+def attribute(
+    model: Callable[..., Any],
+    where: Where,
+    inputs: Any,
+    method: str | Callable[[Any], Any] = "IntegratedGradients",
+    *,
+    output: Callable[[Any], Tensor] | None = None,
+    at: At = "output",
+    **options: Any,
+) -> Any:
+    """Attribute an output of a model to the value of a node, with a method of captum.
+
+    Args:
+        model: as for `NodeFunction`.
+        where: as for `NodeFunction`.
+        inputs: as for `NodeFunction`.
+        method: the name of a class in `captum.attr` that takes a function; or what makes the object
+            from the function, such as a class, or `lambda f: NoiseTunnel(Saliency(f))`.
+        output: as for `NodeFunction`.
+        at: as for `NodeFunction`.
+        **options: of the method's `attribute`, such as `target=` and `baselines=`.
+
+    Returns:
+        What captum returns: a tensor with the shape of the value.
+
+    Raises:
+        InputError: captum has no such method, or it needs the modules of a model.
+        ImportError: captum is not installed.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bt.workflows.attribute(  # doctest: +SKIP
+        ...     lambda x: x.exp().sum(-1), "exp", torch.zeros(1, 3), "InputXGradient"
+        ... )
+        tensor([[1., 1., 1.]])
+    """
+    methods = required("captum.attr", "attribute")
+    make = getattr(methods, method, None) if isinstance(method, str) else method
+    if not callable(make):
+        raise InputError(f"method= has to be the name of a class in captum.attr, not {method!r}")
+    needed = list(inspect.signature(make).parameters) if inspect.isclass(make) else []
+    if {"model", "layer"} & set(needed):
+        raise InputError(
+            f"{make.__name__} needs the modules of a model, and not a function of the value of a "
+            f"node: pass it bended.model, as in captum.attr.{make.__name__}({', '.join(needed)})"
+        )
+    if "additional_forward_args" in options:
+        raise InputError("additional_forward_args are the inputs of the model: pass these")
+    with NodeFunction(model, where, inputs, output=output, at=at) as function:
+        value = function.value.clone().requires_grad_()
+        return make(function).attribute(value, additional_forward_args=(function.index,), **options)

@@ -42,9 +42,8 @@ from bendtrace.interject.bends.catalogue import (
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.knowledge import Knowledge
 from bendtrace.interject.plan import State
-from bendtrace.interject.resolver import describe_where, flat
+from bendtrace.interject.resolver import Knowledge, describe_where, flat
 from bendtrace.interject.where import Where
 from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node

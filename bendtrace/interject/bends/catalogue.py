@@ -24,8 +24,7 @@ from bendtrace.errors import InputError, NeverFiredWarning
 from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.insertion import Insertion, Report
-from bendtrace.interject.knowledge import Knowledge
-from bendtrace.interject.resolver import describe_where, resolve_meaning
+from bendtrace.interject.resolver import Knowledge, describe_where, resolve_meaning
 from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
 from bendtrace.paths.view import Node, Tree

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
+import torch
+from torch import nn
+
 from bendtrace._checks import is_inside
-from bendtrace.errors import InputError
+from bendtrace.errors import InputError, NoLayerError
 from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector, Selectable
+from bendtrace.torch_rules.functions import OpOverload, OpOverloadPacket
 
 
 class Selector(NodeSelector):
@@ -475,3 +481,380 @@ def _steps(within: Any) -> int | None:
             f"within= takes a positive number of steps, or None for any number, not {within!r}"
         )
     return within
+
+
+# Selectors for the layers of torch, called as module, function or method.
+
+# The layers of each family, by their classes in torch.nn.
+_MEMBERS: dict[str, str] = {
+    "Activations": """
+        ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid PReLU ReLU ReLU6
+        RReLU SELU CELU GELU Sigmoid SiLU Mish Softplus Softshrink Softsign Tanh Tanhshrink
+        Threshold GLU Softmin Softmax Softmax2d LogSoftmax AdaptiveLogSoftmaxWithLoss
+        GumbelSoftmax
+    """,
+    "Convolutions": """
+        Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Unfold Fold
+    """,
+    "Pooling": """
+        MaxPool1d MaxPool2d MaxPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d
+        MaxUnpool1d MaxUnpool2d MaxUnpool3d AvgPool1d AvgPool2d AvgPool3d LPPool1d LPPool2d
+        LPPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d FractionalMaxPool2d
+        FractionalMaxPool3d
+    """,
+    "Padding": """
+        CircularPad1d CircularPad2d CircularPad3d ConstantPad1d ConstantPad2d ConstantPad3d
+        ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d
+        ReplicationPad3d ZeroPad1d ZeroPad2d ZeroPad3d
+    """,
+    "Normalization": """
+        BatchNorm1d BatchNorm2d BatchNorm3d SyncBatchNorm GroupNorm InstanceNorm1d
+        InstanceNorm2d InstanceNorm3d LayerNorm LocalResponseNorm CrossMapLRN2d RMSNorm
+        Normalize
+    """,
+    "Recurrent": "RNNBase RNN LSTM GRU RNNCellBase RNNCell LSTMCell GRUCell",
+    "Transformer": """
+        Transformer TransformerEncoder TransformerDecoder TransformerEncoderLayer
+        TransformerDecoderLayer MultiheadAttention ScaledDotProductAttention
+    """,
+    "Linear": "Identity Linear Bilinear",
+    "Dropout": "Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout",
+    "Sparse": "Embedding EmbeddingBag",
+    "Distance": "CosineSimilarity PairwiseDistance",
+    "Loss": """
+        L1Loss MSELoss CrossEntropyLoss LinearCrossEntropyLoss CTCLoss NLLLoss PoissonNLLLoss
+        GaussianNLLLoss KLDivLoss BCELoss BCEWithLogitsLoss MarginRankingLoss HingeEmbeddingLoss
+        MultiLabelMarginLoss HuberLoss SmoothL1Loss SoftMarginLoss MultiLabelSoftMarginLoss
+        CosineEmbeddingLoss MultiMarginLoss TripletMarginLoss TripletMarginWithDistanceLoss
+    """,
+    "Vision": """
+        PixelShuffle PixelUnshuffle Upsample UpsamplingNearest2d UpsamplingBilinear2d GridSample
+        AffineGrid
+    """,
+    "Shuffle": "ChannelShuffle",
+    "Utility": "Flatten Unflatten",
+}
+
+# The functions equivalent to a layer, if they do not have the layer's name in snake case.
+_FUNCTIONS: dict[str, str] = {
+    **{
+        f"{kind}Pad{dims}d": "pad"
+        for kind in ("Circular", "Constant", "Reflection", "Replication", "Zero")
+        for dims in (1, 2, 3)
+    },
+    **{
+        f"{kind}MaxPool{dims}d": f"{name}max_pool{dims}d {name}max_pool{dims}d_with_indices"
+        for kind, name in (("", ""), ("Adaptive", "adaptive_"), ("Fractional", "fractional_"))
+        for dims in (1, 2, 3)
+    },
+    **{f"BatchNorm{dims}d": "batch_norm native_batch_norm" for dims in (1, 2, 3)},
+    **{f"InstanceNorm{dims}d": "instance_norm" for dims in (1, 2, 3)},
+    **{f"Dropout{dims}d": f"dropout{dims}d feature_dropout" for dims in (1, 2, 3)},
+    "LeakyReLU": "leaky_relu", "LogSigmoid": "logsigmoid log_sigmoid", "PReLU": "prelu",
+    "ReLU": "relu", "ReLU6": "relu6", "RReLU": "rrelu", "Sigmoid": "sigmoid expit", "SiLU": "silu",
+    "Softmax2d": "", "AdaptiveLogSoftmaxWithLoss": "", "Unfold": "unfold im2col",
+    "Fold": "fold col2im", "SyncBatchNorm": "batch_norm native_batch_norm",
+    "GroupNorm": "group_norm native_group_norm", "LayerNorm": "layer_norm native_layer_norm",
+    "CrossMapLRN2d": "CrossMapLRN2d", "RNNBase": "", "RNN": "rnn_tanh rnn_relu", "RNNCellBase": "",
+    "RNNCell": "rnn_tanh_cell rnn_relu_cell", "Transformer": "", "TransformerEncoder": "",
+    "TransformerDecoder": "", "TransformerEncoderLayer": "_transformer_encoder_layer_fwd",
+    "TransformerDecoderLayer": "",
+    "MultiheadAttention": "multi_head_attention_forward _native_multi_head_attention",
+    "Identity": "", "Dropout": "dropout native_dropout", "CrossEntropyLoss": "cross_entropy",
+    "LinearCrossEntropyLoss": "linear_cross_entropy", "NLLLoss": "nll_loss nll_loss2d nll_loss_nd",
+    "KLDivLoss": "kl_div", "BCELoss": "binary_cross_entropy",
+    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits",
+    "MultiLabelMarginLoss": "multilabel_margin_loss",
+    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss", "Upsample": "upsample interpolate",
+    "UpsamplingNearest2d": "upsample_nearest", "UpsamplingBilinear2d": "upsample_bilinear",
+    "GridSample": "grid_sample grid_sampler", "AffineGrid": "affine_grid affine_grid_generator",
+    "ChannelShuffle": "channel_shuffle native_channel_shuffle",
+}  # fmt: skip
+
+
+def _snake_case(name: str) -> str:
+    """Return `lp_pool1d` for `LPPool1d`."""
+    name = re.sub(r"([A-Za-z0-9])([A-Z][a-z])", r"\1_\2", name)
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()
+
+
+FAMILIES: dict[str, dict[str, str]] = {
+    family: {name: _FUNCTIONS.get(name, _snake_case(name)) for name in members.split()}
+    for family, members in _MEMBERS.items()
+}
+
+# Other classes of torch.nn that become, or are, one of these.
+ALIASES: dict[str, str] = {
+    **{
+        f"Lazy{name}": name
+        for name in (
+            *(f"Conv{kind}{dims}d" for kind in ("", "Transpose") for dims in (1, 2, 3)),
+            *(f"{kind}Norm{dims}d" for kind in ("Batch", "Instance") for dims in (1, 2, 3)),
+            "Linear",
+        )
+    },
+    "NLLLoss2d": "NLLLoss",
+}
+
+# TorchWatcher's names, other than `is_` and the name of the function. A family is in its own group.
+GROUPS: dict[str, dict[str, str]] = {
+    "Activations": {
+        "is_softmax2d": "Softmax2d",
+        "is_adaptive_log_softmax_with_loss": "AdaptiveLogSoftmaxWithLoss",
+        "is_activation": "",
+    },
+    "Convolutions": {"is_convolution": ""},
+    "Pooling": {"is_pooling": ""},
+    "Padding": {"is_padding": ""},
+    "Normalization": {"is_normalization": ""},
+    "Recurrent": {
+        "is_rnn": "RNN",
+        "is_rnn_cell": "RNNCell",
+        "is_recurrent": "",
+    },
+    "Transformer": {
+        "is__transformer_": "Transformer",
+        "is_transformer_encoder": "TransformerEncoder TransformerEncoderLayer",
+        "is_transformer_decoder": "TransformerDecoder TransformerDecoderLayer",
+        "is_transformer": "",
+    },
+    "Linear": {
+        "is_identity": "Identity",
+        "is_linear_not_bilinear": "Linear",
+        "is_linear": "",
+    },
+    "Dropout": {
+        "is__dropout_": "Dropout",
+        "is_alphadropout": "AlphaDropout",
+        "is_featurealphadropout": "FeatureAlphaDropout",
+        "is_dropout": "",
+    },
+    "Sparse": {"is_sparse": ""},
+    "Distance": {"is_distance": ""},
+    "Loss": {"is_loss": ""},
+    "Vision": {
+        "is_upsampling_nearest": "UpsamplingNearest2d",
+        "is_upsampling_bilinear": "UpsamplingBilinear2d",
+        "is_vision": "",
+    },
+    "Shuffle": {"is_shuffle": ""},
+    "Utility": {"is_utility": ""},
+}
+
+# Methods and operators that share the name of a function and do something else.
+NOT_THE_SAME = frozenset({"Tensor.unfold", "aten::unfold"})
+
+# Functions that layers consist of, in addition to the layer's equivalents.
+PARTS: dict[str, str] = {
+    "Softmax2d": "softmax",
+    "AdaptiveLogSoftmaxWithLoss": "log_softmax",
+    **{f"Conv{dims}d": "pad" for dims in (1, 2, 3)},
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Layers(Selector):
+    """Some layers of torch: calls of their modules, functions and methods.
+
+    The inside of a layer is not selected in addition to the layer: the `F.relu` in the code of an
+    `nn.ReLU` belongs to that module, whose call is selected. A function that several layers share,
+    such as `F.batch_norm`, is selected by each of them.
+
+    Attributes:
+        family: the family they are of.
+        members: their names.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> relu = bt.node_selector.Activations.is_relu
+        >>> relu.family, relu.members, relu.classes
+        ('Activations', ('ReLU',), (<class 'torch.nn.modules.activation.ReLU'>,))
+        >>> trace = bt.trace(torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh()), torch.ones(2))
+        >>> bt.node_selector.find(relu, trace)
+        [<node sub_0: ReLU>]
+        >>> bt.node_selector.find(relu, bt.trace(lambda x: x.relu().tanh(), torch.ones(2)))
+        [<node relu: relu>]
+    """
+
+    family: str
+    members: tuple[str, ...]
+
+    def matches(self, node: Candidate) -> bool:
+        """Return whether the selector selects a node, judged by the node alone."""
+        if node.module is not None:
+            return isinstance(node.module, _classes(self.family, self.members))
+        if node.function is None:
+            return False
+        names = functions_named(node.function) & _names(self.family, self.members)
+        return bool(names) and not isinstance(node.scope, _consisting_of(names))
+
+    @property
+    def classes(self) -> tuple[type[nn.Module], ...]:
+        """The selected classes of modules; their subclasses are selected, too."""
+        return _classes(self.family, self.members)
+
+    @property
+    def functions(self) -> frozenset[Callable[..., Any]]:
+        """The selected functions and methods; operators of `torch.ops` are selected, too."""
+        names = _names(self.family, self.members)
+        return frozenset(found for found, of in _spellings().items() if of & names)
+
+    def __repr__(self) -> str:
+        if self.members == tuple(FAMILIES[self.family]):
+            return self.family
+        if len(self.members) == 1:
+            return f"{self.family}.{self.members[0]}"
+        for name, members in _groups(self.family).items():
+            if members == self.members:
+                return f"{self.family}.{name}"
+        return " | ".join(f"{self.family}.{member}" for member in self.members)
+
+
+class Family(Layers):
+    """A family of layers: itself a selector for all of them, with the members as attributes.
+
+    Args:
+        family: the name of the family: "Activations", "Convolutions", ...
+
+    Raises:
+        NoLayerError: the family does not exist.
+
+    Example:
+        >>> import bendtrace as bt
+        >>> activations = bt.node_selector.Family("Activations")
+        >>> activations.ReLU, activations.is_relu, activations
+        (Activations.ReLU, Activations.ReLU, Activations)
+        >>> bt.node_selector.Family("Normalization").is_batch_norm.members
+        ('BatchNorm1d', 'BatchNorm2d', 'BatchNorm3d', 'SyncBatchNorm')
+    """
+
+    def __init__(self, family: str) -> None:
+        if family not in FAMILIES:
+            near = get_close_matches(str(family), FAMILIES, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"known families: {', '.join(FAMILIES)}"
+            )
+            raise NoLayerError(f"no family of layers is called {family!r}; {hint}")
+        super().__init__(family, tuple(FAMILIES[family]))
+
+    def __getattr__(self, name: str) -> Layers:
+        if name.startswith("_") or name in ("family", "members"):
+            raise AttributeError(name)
+        member = ALIASES.get(name, name)
+        if member in FAMILIES[self.family]:
+            return Layers(self.family, (member,))
+        members = _groups(self.family).get(name)
+        if members is None:
+            raise NoLayerError(_unknown(self.family, name))
+        return self if members == self.members else Layers(self.family, members)
+
+    def __dir__(self) -> list[str]:
+        lazy = [name for name, member in ALIASES.items() if member in self.members]
+        return sorted({*super().__dir__(), *self.members, *lazy, *_groups(self.family)})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Family, (self.family,)
+
+
+@functools.cache
+def _groups(family: str) -> dict[str, tuple[str, ...]]:
+    """Return the members of a family with a common name in TorchWatcher."""
+    groups: dict[str, list[str]] = {}
+    for member, functions in FAMILIES[family].items():
+        for function in functions.split():
+            groups.setdefault(f"is_{function}", []).append(member)
+    found = {name: tuple(members) for name, members in groups.items()}
+    for name, members in GROUPS[family].items():
+        found[name] = tuple(members.split()) or tuple(FAMILIES[family])
+    return found
+
+
+@functools.cache
+def _classes(family: str, members: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
+    # Some are newer than the oldest supported torch, some have no class.
+    return tuple(cls for cls in (getattr(nn, name, None) for name in members) if cls is not None)
+
+
+@functools.cache
+def _names(family: str, members: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name for member in members for name in FAMILIES[family][member].split())
+
+
+@functools.cache
+def _consisting_of(names: frozenset[str]) -> tuple[type[nn.Module], ...]:
+    """Return the classes whose modules consist of calls of some functions."""
+    return tuple(
+        cls
+        for family, members in FAMILIES.items()
+        for member, functions in members.items()
+        if names & {*functions.split(), *PARTS.get(member, "").split()}
+        for cls in _classes(family, (member,))
+    )
+
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+def functions_named(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function, method or operator in the families."""
+    if isinstance(function, OpOverload):
+        return _operators().get(function.name().partition(".")[0], _NOTHING)
+    if isinstance(function, OpOverloadPacket):  # prints as `aten.relu`
+        return _operators().get(str(function).replace(".", "::", 1), _NOTHING)
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return _all_names() & {owner.__name__}
+    try:
+        return _spellings().get(function, _NOTHING)
+    except TypeError:  # not hashable, so none of torch's
+        return _NOTHING
+
+
+@functools.cache
+def _all_names() -> frozenset[str]:
+    return frozenset().union(*(_names(family, tuple(FAMILIES[family])) for family in FAMILIES))
+
+
+@functools.cache
+def _spellings() -> dict[Callable[..., Any], frozenset[str]]:
+    """Return the functions and methods that the families name."""
+    found: dict[Callable[..., Any], frozenset[str]] = {}
+    for name in _all_names():
+        for function in _spelled(name):
+            found[function] = found.get(function, _NOTHING) | {name}
+    return found
+
+
+def _spelled(name: str) -> Iterator[Callable[..., Any]]:
+    # F.linear and its like are those of torch._C._nn; torch's layers call the recurrent functions
+    # by way of torch._VF, whose members torch has as well.
+    places = (nn.functional, torch, torch.Tensor, torch.special, torch._C._nn)
+    for place in places:
+        for spelling in (name, f"{name}_"):
+            if f"{getattr(place, '__name__', '')}.{spelling}" in NOT_THE_SAME:
+                continue
+            function = getattr(place, spelling, None)
+            if callable(function) and not isinstance(function, type):
+                yield function
+
+
+@functools.cache
+def _operators() -> dict[str, frozenset[str]]:
+    found = {}
+    for name in _all_names():
+        for spelling in (f"aten::{name}", f"aten::{name}_"):
+            if spelling not in NOT_THE_SAME:
+                found[spelling] = frozenset({name})
+    return found
+
+
+def _unknown(family: str, name: str) -> str:
+    others = [other for other, members in FAMILIES.items() if ALIASES.get(name, name) in members]
+    others += [other for other in FAMILIES if name in _groups(other)]
+    if others:
+        return f"{family} has no {name}; {others[0]} has: {others[0]}.{name}"
+    known = [*FAMILIES[family], *_groups(family)]
+    folded = {other.lower(): other for other in reversed(known)}
+    near = [folded[one] for one in get_close_matches(name.lower(), folded, n=3)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(FAMILIES[family])}"
+    return f"{family} has no layer {name}; {hint}"
