@@ -63,8 +63,7 @@ if TYPE_CHECKING:
     from bendtrace.interject.patches.builtin import PatchContext, Patches
     from bendtrace.interject.registry import InsertionRegistry
     from bendtrace.interject.resolver import Knowledge
-    from bendtrace.interject.restricted import Rows
-    from bendtrace.interject.where import Where
+    from bendtrace.interject.where import Rows, Where
     from bendtrace.paths.nodes import Text
     from bendtrace.replay.explain import Mismatch
     from bendtrace.stepping import run as stepping_run

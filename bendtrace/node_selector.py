@@ -70,7 +70,7 @@ from bendtrace.interject.selectors.naming import (
     with_shape,
 )
 from bendtrace.interject.selectors.source import at_line, in_loop, under_branch
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector, Selectable
+from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector, Selectable
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace

@@ -30,8 +30,8 @@ from bendtrace.interject.selectors.naming import leaves_in, outside
 from bendtrace.interject.structure import assemble, describe, take_apart, version_of
 from bendtrace.interject.where import Where, near_misses
 from bendtrace.module import BendedModule
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
 from bendtrace.paths.nodes import identifier
+from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector
 from bendtrace.torch_rules.functions import is_torchs_function
 from bendtrace.torch_rules.owners import parts_of
 

@@ -14,10 +14,8 @@ from bendtrace.flow import FlowSteps, steps_of
 from bendtrace.history.entries import layer_type, number_type
 from bendtrace.history.names import Names
 from bendtrace.paths.build import Builder, StepSource, Visit
-from bendtrace.paths.candidates import CandidateGraph, RunNodes, candidates_of
-from bendtrace.paths.events import Events
-from bendtrace.paths.nodes import Registry
-from bendtrace.paths.view import Tree
+from bendtrace.paths.nodes import Events, Registry
+from bendtrace.paths.view import CandidateGraph, RunNodes, Tree, candidates_of
 from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:

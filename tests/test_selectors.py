@@ -22,7 +22,7 @@ from bendtrace import node_selector as ns
 from bendtrace.errors import BendtraceError, InputError
 from bendtrace.interject.selectors.algebra import ALIASES, FAMILIES, PARTS
 from bendtrace.interject.selectors.source import branches_around
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
+from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector
 from bendtrace.run import Run
 from bendtrace.source.sites import Place, Span
 from tests.shares import some

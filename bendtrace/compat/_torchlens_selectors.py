@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.history.entries import OPERATORS, LayerEntry, layer_type_of, torchlens_name
-from bendtrace.paths.candidates import Candidate
+from bendtrace.paths.view import Candidate
 
 __all__ = [
     "clamp", "contains", "func", "in_module", "label", "mean_ablate", "module", "noise",

@@ -20,8 +20,8 @@ from bendtrace.errors import InputError
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.selectors.algebra import Selector
-from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.nodes import identifier
+from bendtrace.paths.view import Candidate
 from bendtrace.source.internals import pytree
 
 __all__ = [

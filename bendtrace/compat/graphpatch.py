@@ -23,7 +23,7 @@ from bendtrace import patches
 from bendtrace._checks import free_name
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.interject.patches.builtin import raise_all, with_numbers
-from bendtrace.interject.restricted import Rows
+from bendtrace.interject.where import Rows
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
 from bendtrace.paths.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in

@@ -22,9 +22,8 @@ from bendtrace.errors import InputError
 from bendtrace.history.building import Log
 from bendtrace.history.entries import Layer, LayerEntry, ModuleEntry, Namer, nbytes_of, tensors_of
 from bendtrace.history.names import is_layer_name
-from bendtrace.paths.candidates import NodeSelector
 from bendtrace.paths.nodes import NodePath
-from bendtrace.paths.view import Node
+from bendtrace.paths.view import Node, NodeSelector
 from bendtrace.recording.names import NodeRef, target_name
 from bendtrace.source.internals import internal
 from bendtrace.tape.captured import gradient_function, is_leaf, requires_grad

@@ -43,9 +43,8 @@ from bendtrace.history.names import (
     near_names,
     passes_of,
 )
-from bendtrace.paths.candidates import OneSelectable
 from bendtrace.paths.nodes import TreeNode
-from bendtrace.paths.view import Node, NodePath, Tree, is_path_only
+from bendtrace.paths.view import Node, NodePath, OneSelectable, Tree, is_path_only
 from bendtrace.recording.names import NodeRef
 
 if TYPE_CHECKING:

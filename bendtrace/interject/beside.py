@@ -29,7 +29,7 @@ from bendtrace.interject.inserter import LiveInserter, Spot
 from bendtrace.interject.plan import Plan, Slot
 from bendtrace.interject.resolver import Knowledge
 from bendtrace.interject.structure import Leaf
-from bendtrace.paths.candidates import Candidate
+from bendtrace.paths.view import Candidate
 from bendtrace.recording.rank_sync import is_joint
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.serving import call_itself

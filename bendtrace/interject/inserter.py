@@ -33,9 +33,8 @@ from bendtrace.interject.interjection import NodePass
 from bendtrace.interject.plan import Entry, Plan, Slot
 from bendtrace.interject.structure import Leaf, refill_value, take_apart, version_of, with_values
 from bendtrace.interject.through import fits, is_shared, kind_of
-from bendtrace.paths.candidates import Candidate
-from bendtrace.paths.events import bound, parameters_of
-from bendtrace.paths.nodes import LiveNames, Registry, dotted, identifier
+from bendtrace.paths.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
+from bendtrace.paths.view import Candidate
 from bendtrace.recording.names import base_name_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Site, user_place

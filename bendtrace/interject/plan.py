@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from bendtrace.floor import Floor
 from bendtrace.interject.interjection import Interjection, NodePass, Passes
-from bendtrace.paths.candidates import Candidate
+from bendtrace.paths.view import Candidate
 from bendtrace.recording.recorder import Recording
 
 if TYPE_CHECKING:

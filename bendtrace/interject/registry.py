@@ -23,10 +23,10 @@ from bendtrace.interject.insertion import Insertion, What, as_interjection, blam
 from bendtrace.interject.interjection import Interjection, Passes, PassNumbers
 from bendtrace.interject.plan import Entry, Location, Plan, State, forms_of
 from bendtrace.interject.resolver import Knowledge, describe_where, name_of
-from bendtrace.interject.restricted import InCalls
 from bendtrace.interject.where import (
     AtPath,
     AtPaths,
+    InCalls,
     LocationText,
     OfModule,
     Target,
@@ -36,9 +36,8 @@ from bendtrace.interject.where import (
     targets_named,
     targets_of,
 )
-from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
-from bendtrace.paths.view import Tree
+from bendtrace.paths.view import Candidate, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature
 from bendtrace.recording.serving import Calls

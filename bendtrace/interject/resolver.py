@@ -17,11 +17,19 @@ from bendtrace.history.entries import LayerEntry, ModuleEntry
 from bendtrace.history.names import Meaning, Names, ambiguity
 from bendtrace.interject.plan import State
 from bendtrace.interject.structure import Leaf, describe, part_of, take_apart
-from bendtrace.paths.candidates import Candidate, NodeSelector, RunNodes
-from bendtrace.paths.events import parameters_of
-from bendtrace.paths.nodes import Chosen, Registry, TreeNode, children_of, identifier
+from bendtrace.paths.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
 from bendtrace.paths.nodes import describe as describe_node
-from bendtrace.paths.view import Node, NodePath, Tree, find, is_path_only, plain_path
+from bendtrace.paths.view import (
+    Candidate,
+    Node,
+    NodePath,
+    NodeSelector,
+    RunNodes,
+    Tree,
+    find,
+    is_path_only,
+    plain_path,
+)
 from bendtrace.recording.names import NodeRef
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import ModuleCall, Op

@@ -34,7 +34,7 @@ from bendtrace.interject.plan import Plan, Slot, slots_of
 from bendtrace.interject.resolver import Knowledge
 from bendtrace.interject.structure import Leaf
 from bendtrace.interject.through import Through
-from bendtrace.paths.candidates import Candidate, RunNodes
+from bendtrace.paths.view import Candidate, RunNodes
 from bendtrace.recording.effects import makes_anew, sets_nothing
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.run import Signature, record

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.flow import FlowStep, LoopFlowStep, steps_of
-from bendtrace.paths.events import Events, items_of, result_type, type_name
 from bendtrace.paths.nodes import (
+    Events,
     Holders,
     Kind,
     Pass,
@@ -26,6 +26,9 @@ from bendtrace.paths.nodes import (
     TreeNode,
     Variant,
     identifier,
+    items_of,
+    result_type,
+    type_name,
 )
 from bendtrace.recording import numbers, recorder, scopes, texts
 from bendtrace.recording.names import base_name, target_name

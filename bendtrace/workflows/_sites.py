@@ -27,8 +27,8 @@ from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import Leaf, Shape, assemble, describe, take_apart
 from bendtrace.interject.where import Alias, alias_of
 from bendtrace.module import BendedModule
-from bendtrace.paths.candidates import Candidate
 from bendtrace.paths.nodes import NodePath
+from bendtrace.paths.view import Candidate
 from bendtrace.preserved_state import PreservedState
 from bendtrace.view.paint import heat_map, plot_numbers, text_table
 

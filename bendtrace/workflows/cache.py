@@ -33,7 +33,7 @@ from bendtrace.interject.where import (
     transformer_lens_aliases,
 )
 from bendtrace.module import BendedModule, bended_of
-from bendtrace.paths.candidates import Candidate, NodeSelector
+from bendtrace.paths.view import Candidate, NodeSelector
 from bendtrace.recording.recorder import Recording
 from bendtrace.torch_rules.mode_queries import unseen
 from bendtrace.torch_rules.writes import storage_of

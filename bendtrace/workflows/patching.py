@@ -23,7 +23,7 @@ from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.module import bended_of
-from bendtrace.paths.candidates import Candidate
+from bendtrace.paths.view import Candidate
 from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.workflows._sites import (
     Act,

@@ -25,9 +25,8 @@ from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.resolver import Knowledge, describe_where, resolve_meaning
-from bendtrace.paths.candidates import Candidate, NodeSelector
 from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
-from bendtrace.paths.view import Node, Tree
+from bendtrace.paths.view import Candidate, Node, NodeSelector, Tree
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.tape import OpKind, TensorMeta
 from bendtrace.torch_rules.owners import is_leaf_module, modules_in, states_of

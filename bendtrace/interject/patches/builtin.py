@@ -30,12 +30,10 @@ from bendtrace.interject.interjection import (
 )
 from bendtrace.interject.registry import InsertionRegistry
 from bendtrace.interject.resolver import Knowledge, describe_where, name_of, resolve_meaning
-from bendtrace.interject.restricted import OfRows, Rows
 from bendtrace.interject.structure import version_of
-from bendtrace.interject.where import Where, alias_of
-from bendtrace.paths.candidates import NodeSelector
+from bendtrace.interject.where import OfRows, Rows, Where, alias_of
 from bendtrace.paths.nodes import Chosen, NodePath, TreeNode
-from bendtrace.paths.view import Node, Tree, find, require_leaf
+from bendtrace.paths.view import Node, NodeSelector, Tree, find, require_leaf
 from bendtrace.tape.tape import TensorMeta
 from bendtrace.torch_rules.owners import modules_in
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from bendtrace._checks import is_inside
 from bendtrace.errors import InputError, NoLayerError
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector, Selectable
+from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector, Selectable
 from bendtrace.torch_rules.functions import OpOverload, OpOverloadPacket
 
 

@@ -20,8 +20,7 @@ from bendtrace.errors import InputError
 from bendtrace.interject.selectors.algebra import Selector
 from bendtrace.interject.selectors.algebra import as_selector as as_selector
 from bendtrace.interject.selectors.algebra import nodes_meant as nodes_meant
-from bendtrace.paths.candidates import Candidate, CandidateGraph, NodeSelector
-from bendtrace.paths.view import Node, dug
+from bendtrace.paths.view import Candidate, CandidateGraph, Node, NodeSelector, dug
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.torch_rules.functions import is_torchs_function, name_of
 from bendtrace.torch_rules.owners import modules_in

@@ -13,7 +13,7 @@ from bendtrace._places import is_file, place_text, read_place
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, FlowSteps, steps_of
 from bendtrace.interject.selectors.algebra import Selector
-from bendtrace.paths.candidates import Candidate
+from bendtrace.paths.view import Candidate
 from bendtrace.recording.recorder import Recording
 from bendtrace.source.sites import Place
 from bendtrace.source.statements import (
