@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -17,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 from bendtrace._compare import same_bits
 from bendtrace._trace import trace
 from bendtrace.errors import AuditError, InputError
-from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.recording.finish import Recording
 from bendtrace.recording.serving import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
-from bendtrace.torch_rules.draws import restorer_of, state_of
+from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import display_name
 from bendtrace.torch_rules.owners import parts_of
 from bendtrace.torch_rules.writes import storage_of
@@ -93,7 +91,7 @@ class Audit:
             for part in (*environment.generators, *environment.host_generators)
             if part.value is not None and id(part.value) not in memo
         ]
-        self._before = self._random_numbers()
+        self._before = RandomStates(self._generators)
 
     def compare(self, recording: Recording, output: Any) -> None:
         """Let the model itself do what a replay has done, and compare.
@@ -105,47 +103,37 @@ class Audit:
         Raises:
             AuditError: something is different.
         """
-        after, wanted = self._random_numbers(), self._copies
-        drawn = _random_states(self._generators)
-        _rewind(self._before)
+        after, wanted = RandomStates(self._generators), self._copies
+        self._before.restore()
         try:
             result = call_itself(*self._copies)
-            random_numbers = _random_states(self._generators)
+            random_numbers = RandomStates(self._generators).states
         except Exception as error:
             raise self._error(recording, f"the model raises {error!r}") from error
         finally:
-            _rewind(after)
+            after.restore()
         model, args, kwargs = self._given
         for what, given, native in (
             ("output", output, result),
             ("arguments", (args, kwargs), wanted[1:]),
             ("state", _state(model), _state(wanted[0])),
-            ("random numbers", drawn, random_numbers),
+            ("random numbers", after.states, random_numbers),
         ):
             if not same_bits(given, native):
                 raise self._error(recording, f"the model's own {what} {_WOULD_BE[what]} different")
         if any(tensor._version != version for tensor, version in self._versions):
             raise self._error(recording, "the model writes to a tensor that the replay left")
 
-    def _random_numbers(self) -> list[Callable[[], object]]:
-        """Return what puts all generators back into the state that they have now."""
-        return [PreservedState(no_model).rewind, *map(restorer_of, self._generators)]
-
     def _error(self, recording: Recording, what: str) -> AuditError:
-        after = self._random_numbers()
-        _rewind(self._before)
+        after = RandomStates(self._generators)
+        self._before.restore()
         try:
             anew = trace(self._spare[0], *self._spare[1], **self._spare[2])._recording
         except Exception as error:
             return AuditError(f"a replay was wrong: {what}; a new recording of it raises {error!r}")
         finally:
-            _rewind(after)
+            after.restore()
         return AuditError(f"a replay was wrong: {what}; {_first_difference(recording, anew)}")
-
-
-def _rewind(restorers: list[Callable[[], object]]) -> None:
-    for restore in restorers:
-        restore()
 
 
 _WOULD_BE = {"output": "is", "arguments": "are", "state": "is", "random numbers": "are"}
@@ -241,16 +229,6 @@ def _has_content(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_has_content, (*value.keys(), *value.values())))
     return isinstance(value, Tensor) or type(value) in PLAIN_TYPES
-
-
-def _random_states(generators: list[Any]) -> list[Any]:
-    numpy = sys.modules.get("numpy")
-    states = [random.getstate(), torch.get_rng_state(), *map(state_of, generators)]
-    if numpy is not None:
-        states.append(numpy.random.get_state())
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state_all())
-    return states
 
 
 def _first_difference(replayed: Recording, anew: Recording) -> str:

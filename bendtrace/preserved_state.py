@@ -7,7 +7,6 @@ import collections
 import operator
 import os
 import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Self
@@ -27,14 +26,10 @@ from bendtrace.source.internals import keeps_version
 from bendtrace.source.results import is_computation
 from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
 from bendtrace.tape.structure import cached_results
-from bendtrace.torch_rules.draws import restorer_of
+from bendtrace.torch_rules.draws import RandomStates, restorer_of
 from bendtrace.torch_rules.functions import ScriptModule
 from bendtrace.torch_rules.owners import modules_in, parts_of
 from bendtrace.torch_rules.writes import storage_of, version_of
-
-
-def no_model() -> None:
-    """Stand for a model that holds nothing."""
 
 
 class PreservedState:
@@ -73,33 +68,18 @@ class PreservedState:
         model = getattr(model, "_bendtrace_model", model)
         modules = parts_of(model) if isinstance(model, nn.Module) else []
         self._modes = [(module, module.training) for module in modules] if modes else []
-        self._generators = [(made, made.get_state()) for made in _generators(loader)]
-        self._state: ModelState | _Buffers | None = None
-        if buffers:
-            self._state = _Buffers(modules)
-        elif model is not no_model:
+        self._state: ModelState | _Buffers = _Buffers(modules)
+        if not buffers:
             self._state = ModelState(model, {}, _refusal)
             self._state.require_restorable()
-        self._random = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
-        self._torch = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._random = RandomStates(_generators(loader))
 
     def rewind(self) -> None:
         """Restore them."""
-        for generator, state in self._generators:
-            generator.set_state(state)
         for module, mode in self._modes:
             module.training = mode
-        random.setstate(self._random)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._torch)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
-        if self._state is not None:
-            self._state.undo()
+        self._random.restore()
+        self._state.undo()
 
     def __enter__(self) -> Self:
         return self

@@ -35,6 +35,7 @@ from bendtrace.interject.structure import assemble, take_apart
 from bendtrace.module import BendedModule
 from bendtrace.preserved_state import PreservedState
 from bendtrace.tape.tape import Op, OpKind, refs_in
+from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.view.difference import Difference
 from bendtrace.view.matching import (
     FlowChange,
@@ -1012,13 +1013,13 @@ class _Recorded:
         refs = [ref.index for ref in refs_in((op.args, op.kwargs))]
         if len(refs) != len(values):
             raise Unable("it reads another number of values")
-        state = torch.get_rng_state()
+        random = RandomStates()
         try:
             made = self._validator.carry_out(op, dict(zip(refs, values, strict=True)))
         except Exception as error:
             raise Unable(f"it raises {type(error).__name__}") from error
         finally:
-            torch.set_rng_state(state)
+            random.restore()
         return _element(made, entry)
 
     def state(self, entry: LayerEntry) -> Tensor | None:

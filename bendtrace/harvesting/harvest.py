@@ -64,7 +64,6 @@ from bendtrace.interject.interjection import PassNumbers
 from bendtrace.interject.resolver import flat
 from bendtrace.interject.where import Where
 from bendtrace.module import BendedModule, bended_of
-from bendtrace.preserved_state import PreservedState, no_model
 from bendtrace.storage.tensors import LOCK, DirectoryLock, sync_directory, writing
 from bendtrace.torch_rules.draws import RandomStates, seed_all
 
@@ -551,7 +550,7 @@ class HarvestRun:
     def _run(self, number: int, content: Any) -> None:
         filling, seed = self._collector.filling, self._settings.seed
         if seed is not None:
-            with PreservedState(no_model):
+            with RandomStates():
                 digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
                 seed_all(int.from_bytes(digest[:8], "little") >> 1)
                 self._called(content)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from bendtrace._compare import same_bits
 from bendtrace.errors import InputError, NondeterminismError
 from bendtrace.history.capture import aligned_copy, lazily_copied, materialize, tensors_in
-from bendtrace.preserved_state import ModelState, PreservedState, no_model
+from bendtrace.preserved_state import ModelState
 from bendtrace.recording.texts import shows
 from bendtrace.source.sites import BEHIND, PACKAGE, TORCH
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.scalars import TRACED, TracedScalar, plain
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Use
 from bendtrace.tape.watchers import StopRun, call_silently
-from bendtrace.torch_rules.draws import restorer_of, state_of, torchs_generators
+from bendtrace.torch_rules.draws import RandomStates, state_of, torchs_generators
 from bendtrace.torch_rules.functions import (
     CONTEXT,
     ESCAPES,
@@ -488,35 +488,17 @@ def cannot(why: str) -> InputError:
     return InputError(f"this run cannot be stepped through: {why}")
 
 
-class Random:
-    """The states of all generators of random numbers that a run can draw from.
-
-    Args:
-        own: the generators that belong to the model or its arguments.
-    """
-
-    def __init__(self, own: list[Any]) -> None:
-        self._common = PreservedState(no_model)
-        self._own = [*map(restorer_of, own)]
-
-    def restore(self) -> None:
-        """Have the same random numbers drawn again."""
-        self._common.rewind()
-        for restore in self._own:
-            restore()
-
-
 class Start(ModelState):
     """Everything that a run can read, as it is before the run."""
 
     def __init__(self, function: Callable[..., Any], bound: dict[str, Any]) -> None:
         super().__init__(function, bound, lambda reasons: cannot("; ".join(reasons)))
         self.require_restorable()
-        self._random = Random(self.generators)
+        self._random = RandomStates(self.generators)
 
-    def random_now(self) -> Random:
+    def random_now(self) -> RandomStates:
         """Return the states of the generators now."""
-        return Random(self.generators)
+        return RandomStates(self.generators)
 
     def begin(self) -> None:
         """Have a run begin here."""

@@ -15,7 +15,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -97,21 +97,40 @@ def seed_all(number: int) -> None:
 
 
 class RandomStates:
-    """The states of the generators that are nobody's own: of torch, Python and numpy."""
+    """The present states of the global generators of torch, Python and numpy, and of others.
 
-    def __init__(self) -> None:
-        self._generators: list[Any] = [*torchs_generators(), *global_generators()]
-        self._states = [*map(state_of, self._generators)]
-        self._restorers = [*map(restorer_of, self._generators)]
+    Also a context manager, which restores them at its end.
+
+    Args:
+        others: further generators.
+
+    Attributes:
+        states: their states, as something that can be compared.
+    """
+
+    def __init__(self, others: Iterable[Any] = ()) -> None:
+        self._others = tuple(others)
+        found = self._generators()
+        self.states: list[Any] = [*map(state_of, found)]
+        self._restorers = [*map(restorer_of, found)]
+
+    def _generators(self) -> list[Any]:
+        return [*torchs_generators(), *global_generators(), *self._others]
 
     def differ(self) -> bool:
         """Return whether something has been drawn since, or a generator has been seeded."""
-        return self._states != [*map(state_of, (*torchs_generators(), *global_generators()))]
+        return self.states != [*map(state_of, self._generators())]
 
     def restore(self) -> None:
         """Have the same numbers drawn again."""
         for restore in self._restorers:
             restore()
+
+    def __enter__(self) -> RandomStates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
 
 def restorer_of(generator: Any) -> Callable[[], object]:

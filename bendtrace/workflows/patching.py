@@ -24,7 +24,7 @@ from bendtrace.interject.structure import assemble, describe, take_apart
 from bendtrace.interject.where import Where
 from bendtrace.module import bended_of
 from bendtrace.paths.view import Candidate
-from bendtrace.preserved_state import PreservedState, no_model
+from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.workflows._sites import (
     Act,
     At,
@@ -973,7 +973,7 @@ class NodeFunction:
             reached.append(number)
             return given
 
-        with PreservedState(no_model):  # the generators, which captum draws from between the runs
+        with RandomStates():  # the generators, which captum draws from between the runs
             found = there.run(self._call, act)
         if not reached:
             raise SiteError(f"the run no longer reached {self._key[1]}", self._key[1])
@@ -995,7 +995,7 @@ class NodeFunction:
 
     def __exit__(self, *error: object) -> None:
         self._open = None
-        with PreservedState(no_model):
+        with RandomStates():
             self._stack.close()
 
     def __repr__(self) -> str:

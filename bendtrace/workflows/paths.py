@@ -23,6 +23,7 @@ from bendtrace.module import BendedModule, bended_of
 from bendtrace.paths.nodes import NodePath, TreeNode
 from bendtrace.preserved_state import PreservedState
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.torch_rules.draws import RandomStates
 from bendtrace.torch_rules.functions import METADATA, SHAPES, VALUES, is_inserted
 from bendtrace.workflows._sites import (
     At,
@@ -832,12 +833,12 @@ class _Aside(Interjection):
                 if ref.index in op.writes
             }
             args, kwargs = _with_changed(recorded, (args, kwargs), copies)
-        before = _random_state()
+        before = RandomStates()
         output = call(*inputs, **inputs.kwargs)
-        after = _random_state()
-        _set_random_state(before)
+        after = RandomStates()
+        before.restore()
         aside = call(*args, **kwargs)
-        _set_random_state(after)
+        after.restore()
         self._require_alike(at.path, aside, output)
         self.values[index] = aside
         return output
@@ -993,14 +994,3 @@ def _pairs(recorded: Any, given: Any) -> list[tuple[Ref, Any]]:
     if type(recorded) is dict:
         return [pair for key, old in recorded.items() for pair in _pairs(old, given[key])]
     return []
-
-
-def _random_state() -> tuple[Tensor, list[Tensor] | None]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), cuda
-
-
-def _set_random_state(state: tuple[Tensor, list[Tensor] | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state_all(state[1])
