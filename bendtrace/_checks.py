@@ -21,9 +21,14 @@ def did_you_mean(
     quotes: bool = True,
 ) -> str:
     """Return the end of a message about a name that does not exist: `; did you mean 'relu'?`."""
-    near = get_close_matches(str(name), list(known), 3, cutoff)
+    near = similar(name, known, 3, cutoff)
     words = " or ".join(map(repr if quotes else str, near))
     return f"; did you mean {words}?" if near else otherwise
+
+
+def similar(name: Any, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return the names that are spelled like one that does not exist, the most similar first."""
+    return get_close_matches(str(name), list(known), most, cutoff)
 
 
 def free_name(wish: str, taken: Container[str], separator: str = "_", first: int = 1) -> str:

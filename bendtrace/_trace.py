@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import json
 import os
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import fx, nn
 
-from bendtrace._checks import required_model
+from bendtrace._checks import required_model, similar
 from bendtrace._lazy import LazyMethod, LazyModule
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
@@ -234,7 +233,7 @@ def run_trace(
         # Say on an error about an unknown argument which option it may have been meant for.
         refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if refused and refused[1] in kwargs:
-            near = difflib.get_close_matches(refused[1], OPTIONS, n=1)
+            near = similar(refused[1], OPTIONS)
             if near:
                 error.add_note(f"{refused[1]}= was passed to the model; did you mean {near[0]}=, "
                                "an option of bendtrace.trace?")  # fmt: skip

@@ -46,10 +46,9 @@ from bendtrace.interject.bends.catalogue import (
     Source,
     activation_table,
     compile_pattern,
-    near,
 )
 from bendtrace.interject.resolver import Knowledge, flat
-from bendtrace.interject.where import Where
+from bendtrace.interject.where import Where, near_misses
 from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node, NodePath
 from bendtrace.tape.structure import Instance
@@ -477,7 +476,7 @@ class BendingModule(ModuleWithMethods):
         found = self.activations(fn)
         known = name if name in found else name.removesuffix("_bended")
         if known not in found:
-            raise InputError(f"{fn} has no activation {name!r}; {near(name, found)}")
+            raise InputError(f"{fn} has no activation {name!r}; {near_misses(name, found)}")
         return found[known].shape
 
     def print_activations(  # type: ignore[override]
@@ -617,7 +616,7 @@ class BendingModule(ModuleWithMethods):
         hint = f" (not traced yet: {', '.join(untraced)})" if untraced else ""
         hint = hint if methods else " (no method was traced yet)"
         raise InputError(
-            f"nothing that can be bent matches {text!r}; {near(text, names)}{hint} "
+            f"nothing that can be bent matches {text!r}; {near_misses(text, names)}{hint} "
             "(allow_none=True waits for a match in later runs)"
         )
 
@@ -748,7 +747,7 @@ class BendingModule(ModuleWithMethods):
         if name is None or name == self.config:
             return BendingConfig(*self._bends(), module=self)
         if name not in configs:
-            raise InputError(f"there is no configuration {name!r}; {near(name, configs)}")
+            raise InputError(f"there is no configuration {name!r}; {near_misses(name, configs)}")
         return BendingConfig(*configs[name], module=self)
 
     def _bends(self) -> BendingConfig:
@@ -773,7 +772,7 @@ class BendingModule(ModuleWithMethods):
         before, left = self.config, self._bends()
         configs = {DEFAULT: BendingConfig(), **self._state["configs"], before: left}
         if name not in configs:
-            raise InputError(f"there is no configuration {name!r}; {near(name, configs)}")
+            raise InputError(f"there is no configuration {name!r}; {near_misses(name, configs)}")
         self.reset_bending()
         try:
             self.bend(configs[name], allow_none=True)
@@ -815,7 +814,9 @@ class BendingModule(ModuleWithMethods):
         sources, versions = bending._sources, bending.versions
         names = [DEFAULT, *versions.names[1:]]
         if unknown := [name for name in mixture if name not in versions]:
-            raise InputError(f"there is no version {unknown[0]!r}; {near(unknown[0], names)}")
+            raise InputError(
+                f"there is no version {unknown[0]!r}; {near_misses(unknown[0], names)}"
+            )
         chosen, before = versions.checked(mixture), versions.mixture
         if len(chosen) > 1 and (self.bended_params or any(bent.get(name) for name in chosen)):
             raise InputError("weights are bent: write(name) saves them as a version to mix")

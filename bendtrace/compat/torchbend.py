@@ -32,9 +32,8 @@ from bendtrace.compat._torchbend_bending import BendingModule
 from bendtrace.compat._torchbend_callbacks import *  # noqa: F403
 from bendtrace.compat._torchbend_callbacks import flat_callbacks, further_arguments, running
 from bendtrace.errors import BendShapeError, InputError
-from bendtrace.interject.bends.catalogue import near
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.where import Where
+from bendtrace.interject.where import Where, near_misses
 from bendtrace.paths.nodes import NodePath
 from bendtrace.source.internals import pytree
 
@@ -159,7 +158,9 @@ class BendedModule(BendingModule):
             over = [k for k in bent if re.match(name, f"{k}_bended") and k in known.by_name]
             after |= {f"{key}_bended": known.by_name[key].name for key in over}
             if not found and not over:
-                raise InputError(f"{fn} has no activation {name!r}; {near(name, known.by_name)}")
+                raise InputError(
+                    f"{fn} has no activation {name!r}; {near_misses(name, known.by_name)}"
+                )
         seen, paths = _Seen(), list(map(NodePath, dict.fromkeys(wanted.values())))
         with running(fn), ExitStack() as stack:
             for path in after.values():
@@ -216,7 +217,7 @@ class BendedModule(BendingModule):
         for name in names:
             if name not in places or name not in inputs:
                 what = "has no activation" if name not in places else "is given no value for"
-                raise InputError(f"{fn} {what} {name!r}; {near(str(name), known.by_name)}")
+                raise InputError(f"{fn} {what} {name!r}; {near_misses(str(name), known.by_name)}")
         values = {NodePath(places[name].name): inputs.pop(name) for name in names}
         given: dict[tuple[int, str], dict[str, Any]] = {}
         used = set[str]()

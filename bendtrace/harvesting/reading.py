@@ -8,7 +8,6 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from bendtrace._checks import required_int, required_path
+from bendtrace._checks import required_int, required_path, similar
 from bendtrace._lazy import required, required_pandas
 from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.harvesting.filling import Path
@@ -175,7 +174,7 @@ class Harvest:
             found = self._columns.get(self._names_by_request.get(name.removesuffix(":1"), name))
         if found is None:
             names = list(self._columns)
-            near = get_close_matches(str(name), names, n=3) or names[:_SHOWN]
+            near = similar(name, names) or names[:_SHOWN]
             hint = near_misses(str(name), names)
             raise NodePathError(
                 f"there is no {name!r} in this harvest; {hint}", str(name), tuple(near)
@@ -297,7 +296,7 @@ class Harvest:
         }
         if not any(found.values()):
             known = {c.text: None for path in self.paths for c in path.conditions}
-            near = get_close_matches(str(branch), known, n=3) or list(known)[:_SHOWN]
+            near = similar(branch, known) or list(known)[:_SHOWN]
             listed = ", ".join(map(repr, near)) or "none"
             raise InputError(f"no batch reached a branch {branch!r}; known branches: {listed}")
         outcomes = dict.fromkeys((type(c.outcome), c.outcome) for cs in found.values() for c in cs)

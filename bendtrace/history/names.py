@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from bendtrace._checks import similar
 from bendtrace.errors import NodePathError
 from bendtrace.history.entries import LayerEntry
 from bendtrace.paths.nodes import Chosen, Pass, TreeNode, children_of, dotted
@@ -257,11 +257,11 @@ def near_names(text: str, names: Iterable[str], most: int = 6) -> list[str]:
     said, text = text, re.sub(r":\d+$", "", text)
     listed = list(dict.fromkeys(name for name in names if name and name != said))
     ends = [name for name in listed if text and name.endswith((f".{text}", f"_{text}"))]
-    close = get_close_matches(text, listed, most, 0.6)
+    close = similar(text, listed, most)
     by_last: dict[str, str] = {}
     for name in listed:
         by_last.setdefault(name.rpartition(".")[2], name)
-    last = get_close_matches(text.rpartition(".")[2], list(by_last), 3, 0.75)
+    last = similar(text.rpartition(".")[2], by_last, 3, 0.75)
     return list(dict.fromkeys([*ends, *close, *(by_last[name] for name in last)]))[:most]
 
 

@@ -6,7 +6,6 @@ to a plain module. It sees all tensors of a call as flat tuples.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import threading
 import types
@@ -16,6 +15,7 @@ from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar, get_args
 
 from torch import Tensor, nn
 
+from bendtrace._checks import similar
 from bendtrace.errors import HookNameError, InputError
 from bendtrace.interject.gradients import ChecksGradients, Gradients
 from bendtrace.interject.insertion import Insertion
@@ -423,7 +423,7 @@ registered: 'layer1'
         self._what = what
 
     def __missing__(self, name: object) -> NoReturn:
-        near = tuple(difflib.get_close_matches(str(name), self, 3))
+        near = tuple(similar(name, self))
         known = near or tuple(self)[:5]
         there = f"registered: {', '.join(map(repr, known))}" if known else "nothing is registered"
         raise HookNameError(f"no {self._what} is registered as {name!r}; {there}", name, near)

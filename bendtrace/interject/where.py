@@ -1039,9 +1039,14 @@ def _is_taken(node: TreeNode) -> bool:
     return base in _TAKEN
 
 
-def near_misses(text: str, paths: Sequence[str]) -> str:
-    """Return a text that suggests names similar to one."""
-    near = near_names(text, paths, 3)
-    listed = near or list(paths[:8])
-    word = "did you mean" if near else "there are"
-    return f"{word} {', '.join(map(repr, listed))}" if listed else "there are no nodes at all"
+_SHOWN = 8  # names in a message
+
+
+def near_misses(text: str, names: Iterable[str]) -> str:
+    """Return a text that suggests names similar to a name, or to a pattern for names."""
+    known = list(dict.fromkeys(names))
+    near = near_names(re.sub(r"[\\^$]", "", text), known, 3)
+    if near:
+        return f"did you mean {', '.join(map(repr, near))}?"
+    listed = ", ".join(map(repr, known[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+    return f"there are {listed or 'none'}"

@@ -37,14 +37,13 @@ from bendtrace.interject.bends.catalogue import (
     compile_pattern,
     is_bendable_dtype,
     kept,
-    near,
     weight_table,
 )
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.plan import State
 from bendtrace.interject.resolver import Knowledge, describe_where, flat
-from bendtrace.interject.where import Where
+from bendtrace.interject.where import Where, near_misses
 from bendtrace.paths.nodes import Text
 from bendtrace.paths.view import Node
 from bendtrace.torch_rules.owners import states_of
@@ -537,7 +536,7 @@ class Bending:
             return
         known = self.controllables
         if name not in known:
-            raise InputError(f"no callback has a parameter {name!r}; {near(name, known)}")
+            raise InputError(f"no callback has a parameter {name!r}; {near_misses(name, known)}")
         if value is None:
             raise InputError(f"pass a value for parameter {name!r}")
         known[name].value = value
@@ -601,7 +600,7 @@ class Bending:
         if not drops:
             keys = self.bended_keys()
             text = item if isinstance(item, str) else getattr(item, "pattern", "")
-            hint = f"; {near(text, keys)}" if keys else ""
+            hint = f"; {near_misses(text, keys)}" if keys else ""
             raise InputError(f"{item!r} matches nothing that is bent{hint}")
         return drops
 
@@ -679,7 +678,9 @@ class Bending:
         if name is None:
             return BendingConfig(*(source.spec for source in self._sources))
         if name not in self.configs:
-            raise InputError(f"there is no configuration {name!r}; {near(name, self.configs)}")
+            raise InputError(
+                f"there is no configuration {name!r}; {near_misses(name, self.configs)}"
+            )
         return BendingConfig(*self.configs[name])
 
     def save_config_as(self, name: str, *, force: bool = False) -> None:
@@ -1052,7 +1053,9 @@ class Versions(Interjection):
         own = dict(states_of(self._model))
         for key, tensor in weights.items():
             if key not in own:
-                raise InputError(f"version {name!r}: the model has no {key!r}; {near(key, own)}")
+                raise InputError(
+                    f"version {name!r}: the model has no {key!r}; {near_misses(key, own)}"
+                )
             if tensor.shape != own[key].shape:
                 raise InputError(
                     f"version {name!r}: {key!r} has shape {tuple(tensor.shape)}, but shape "
@@ -1124,7 +1127,7 @@ class Versions(Interjection):
 
     def _require(self, name: str) -> None:
         if name not in self:
-            raise InputError(f"there is no version {name!r}; {near(str(name), self.names)}")
+            raise InputError(f"there is no version {name!r}; {near_misses(str(name), self.names)}")
 
 
 def _shares(mixture: Mapping[str, Any]) -> dict[str, Any]:

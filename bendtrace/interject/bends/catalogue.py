@@ -25,6 +25,7 @@ from bendtrace.history.names import is_layer_name, near_names
 from bendtrace.interject.bends.bend import Bend
 from bendtrace.interject.insertion import Insertion, Report
 from bendtrace.interject.resolver import Knowledge, describe_where, resolve_meaning
+from bendtrace.interject.where import near_misses
 from bendtrace.paths.nodes import NodePath, Registry, Text, identifier
 from bendtrace.paths.view import Candidate, Node, NodeSelector, Tree
 from bendtrace.recording.recorder import Recording
@@ -163,17 +164,6 @@ def _names_weight(pattern: re.Pattern[str], name: str) -> bool:
 def is_bendable_dtype(dtype: torch.dtype | None) -> bool:
     """Return whether tensors of a dtype can be bent."""
     return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
-
-
-def near(pattern: str, names: Iterable[str]) -> str:
-    """Return a text that suggests names similar to a pattern."""
-    known = list(dict.fromkeys(names))
-    close = near_names(re.sub(r"[\\^$]", "", pattern), known, 5)
-    if close:
-        return "did you mean " + ", ".join(map(repr, close)) + "?"
-    if not known:
-        return "there are none"
-    return "there are " + ", ".join(map(repr, known[:10])) + (", ..." if len(known) > 10 else "")
 
 
 Filter: TypeAlias = str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None
@@ -422,7 +412,7 @@ class Catalogue:
                 names = others if near_names(pattern.pattern, others) else names
             text = (
                 f"nothing that can be bent matches {pattern.pattern!r}; "
-                f"{near(pattern.pattern, names)}"
+                f"{near_misses(pattern.pattern, names)}"
             )
             if not self.is_traced:
                 text += " (nothing has been traced yet, so only modules and weights are known)"

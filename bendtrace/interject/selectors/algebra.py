@@ -6,13 +6,12 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from bendtrace._checks import is_inside
+from bendtrace._checks import did_you_mean, is_inside, similar
 from bendtrace.errors import InputError, NoLayerError
 from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector, Selectable
 from bendtrace.torch_rules.functions import OpOverload, OpOverloadPacket
@@ -730,11 +729,10 @@ class Family(Layers):
 
     def __init__(self, family: str) -> None:
         if family not in FAMILIES:
-            near = get_close_matches(str(family), FAMILIES, n=1)
-            hint = (
-                f"did you mean {near[0]!r}?" if near else f"known families: {', '.join(FAMILIES)}"
+            hint = did_you_mean(
+                family, FAMILIES, otherwise=f"; known families: {', '.join(FAMILIES)}"
             )
-            raise NoLayerError(f"no family of layers is called {family!r}; {hint}")
+            raise NoLayerError(f"no family of layers is called {family!r}{hint}")
         super().__init__(family, tuple(FAMILIES[family]))
 
     def __getattr__(self, name: str) -> Layers:
@@ -855,6 +853,6 @@ def _unknown(family: str, name: str) -> str:
         return f"{family} has no {name}; {others[0]} has: {others[0]}.{name}"
     known = [*FAMILIES[family], *_groups(family)]
     folded = {other.lower(): other for other in reversed(known)}
-    near = [folded[one] for one in get_close_matches(name.lower(), folded, n=3)]
+    near = [folded[one] for one in similar(name.lower(), folded)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(FAMILIES[family])}"
     return f"{family} has no layer {name}; {hint}"
