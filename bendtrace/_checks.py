@@ -31,6 +31,11 @@ def similar(name: Any, known: Iterable[str], most: int = 3, cutoff: float = 0.6)
     return get_close_matches(str(name), list(known), most, cutoff)
 
 
+def several(value: Any) -> list[Any]:
+    """Return the items of a list, tuple or set as a list; anything else as the only item."""
+    return list(value) if isinstance(value, (list, tuple, set, frozenset)) else [value]
+
+
 def free_name(wish: str, taken: Container[str], separator: str = "_", first: int = 1) -> str:
     """Return a name, with a number after it if it is taken.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from bendtrace._checks import several
 from bendtrace._lazy import required
 from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.values import data_frame
@@ -401,7 +402,7 @@ def _watch_natively(
             "train the model as a BendedModule"
         )
     found: dict[str, nn.Module] = {}
-    for item in where if isinstance(where, (list, tuple, set, frozenset)) else [where]:
+    for item in several(where):
         matching = dict(_matching(model, item))
         if not matching and not allow_none:
             raise InputError(

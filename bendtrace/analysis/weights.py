@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.prune import BasePruningMethod
 
+from bendtrace._checks import several
 from bendtrace.analysis.analyser import Analyser
 from bendtrace.analysis.spectra import Spectrum, check_tolerances, epsilon
 from bendtrace.analysis.streaming import Statistic
@@ -331,7 +332,7 @@ def _choose(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
         raise InputError(
             f"weights are read from modules and mappings of tensors, not from {root!r}"
         )
-    items = where if isinstance(where, (list, tuple, set, frozenset)) else [where]
+    items = several(where)
     named = {item for item in items if isinstance(item, str)}
     chosen = [weight for weight in weights if not weight.is_part]
     if where is not None:

@@ -20,6 +20,7 @@ from bendtrace.errors import InputError
 from bendtrace.interject.gates import of_this_run
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.selectors.algebra import Selector
+from bendtrace.interject.structure import tensors_of
 from bendtrace.paths.nodes import identifier
 from bendtrace.paths.view import Candidate
 from bendtrace.source.internals import pytree
@@ -140,7 +141,7 @@ class WrappedForwardInterjection(ModuleInterjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call `process`."""
-        given = tuple(filter(_has_tensor, (*inputs, *inputs.kwargs.values())))
+        given = tuple(filter(tensors_of, (*inputs, *inputs.kwargs.values())))
         return self.process(self._meet(at), at.module, _unpack(given), output)
 
 
@@ -198,14 +199,6 @@ class WrappedForwardBackwardInterjection(WrappedForwardInterjection):
             return self.backward(replace(at, path=name, qualified_name=""), *gradients)
 
         return backward
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_has_tensor, value))
-    if isinstance(value, dict):
-        return any(map(_has_tensor, value.values()))
-    return isinstance(value, Tensor)
 
 
 def _unpack(values: Sequence[Any]) -> Any:

@@ -231,11 +231,9 @@ class Candidate:
 
 
 def _note_copies(value: Any, memo: dict[int, Any]) -> None:
-    if isinstance(value, Tensor):
-        memo[id(value)] = value.detach().clone().requires_grad_(value.requires_grad)
-    elif type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
-            _note_copies(item, memo)
+    for leaf in leaves_in(value):
+        if isinstance(leaf, Tensor):
+            memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 class Space:

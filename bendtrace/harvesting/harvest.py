@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import TqdmWarning
 
-from bendtrace._checks import required_path, shown
+from bendtrace._checks import required_path, several, shown
 from bendtrace.calls import Call
 from bendtrace.errors import BendtraceError, HarvestError, InputError, SaveError
 from bendtrace.harvesting.collecting import (
@@ -231,7 +231,7 @@ def _name_keys(keep: Any) -> Mapping[str, Any]:
         return {}
     if isinstance(keep, Mapping):
         return dict(keep)
-    keys = list(keep) if isinstance(keep, (list, tuple, set, frozenset)) else [keep]
+    keys = several(keep)
     wrong = [key for key in keys if type(key) not in (str, int)]
     if wrong:
         raise InputError(

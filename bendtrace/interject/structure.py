@@ -474,7 +474,7 @@ class Exchange:
     def undo(self) -> None:
         """Restore the replaced tensors that are still in place."""
         for container in self._touched:
-            for key, item in list(_contents(container)):
+            for key, item in list(contents(container)):
                 found = self._originals.get(id(item))
                 if found is not None:
                     _set(container, key, found[1])
@@ -507,23 +507,37 @@ def _map_tensors(
     inside = (*around, id(value))
     changed = [
         (key, other)
-        for key, item in _contents(value)
+        for key, item in contents(value)
         if (other := _map_tensors(item, new, changeable, note, inside)) is not item
     ]
     if not changed:
         return value
+    made = with_items(value, changed, changeable)
+    if note is not None and isinstance(value, tuple):
+        note(value, made)
+    return made
+
+
+def with_items(
+    value: Any, changed: Iterable[tuple[Any, Any]], changeable: Callable[[Any], Any] = copy.copy
+) -> Any:
+    """Return a container with other items under some keys.
+
+    Args:
+        value: a tuple, list, dict or dataclass.
+        changed: keys, indices or names of fields, with the new items.
+        changeable: returns the list, dict or dataclass to change.
+    """
     if isinstance(value, tuple):
-        made = _tuple_with(value, dict(changed))
-        if note is not None:
-            note(value, made)
-        return made
+        return _tuple_with(value, dict(changed))
     made = changeable(value)
     for key, other in changed:
         _set(made, key, other)
     return made
 
 
-def _contents(value: Any) -> Iterable[tuple[Any, Any]]:
+def contents(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a tuple, list, dict or dataclass with their keys; () for others."""
     if isinstance(value, (tuple, list)):
         return enumerate(value)
     if isinstance(value, dict):

@@ -55,6 +55,7 @@ from bendtrace.storage.tensors import (
     write_json,
     writing,
 )
+from bendtrace.tape.tape import map_leaves
 
 T = TypeVar("T")
 
@@ -280,13 +281,7 @@ class StoredValue:
 
 def _replace(value: Any, kind: type[T], replacement: Callable[[T], Any]) -> Any:
     """Return a value with something else for each thing of a kind in it."""
-    if isinstance(value, kind):
-        return replacement(value)
-    if type(value) is dict:
-        return {key: _replace(item, kind, replacement) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_replace(item, kind, replacement) for item in value)
-    return value
+    return map_leaves(value, lambda leaf: replacement(leaf) if isinstance(leaf, kind) else leaf)
 
 
 def save(history: RunLog, directory: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from bendtrace._checks import required_choice, required_int
+from bendtrace._checks import required_choice, required_int, several
 from bendtrace._lazy import required_pandas
 from bendtrace.calls import Call, differentiable, own_copy
 from bendtrace.errors import InputError, NodePathError, SiteError
@@ -486,7 +486,7 @@ class Row:
 
 def site_list(sites: Any, name: str = "sites") -> list[Any]:
     """Return sites as a list; a single site becomes a list of one."""
-    listed = list(sites) if isinstance(sites, (list, tuple, set, frozenset)) else [sites]
+    listed = several(sites)
     if not listed:
         raise InputError(f"{name}= is empty: pass at least one node")
     return listed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 import numbers
@@ -21,6 +20,7 @@ from bendtrace.interject.interjection import (
     as_given,
     chain_effects,
 )
+from bendtrace.interject.structure import contents, with_items
 from bendtrace.paths.nodes import identifier
 from bendtrace.source.internals import pytree
 from bendtrace.tape.tape import TensorMeta
@@ -282,38 +282,12 @@ def _replace(value: Any, path: str, change: _Change) -> Any:
     if isinstance(value, Tensor):
         return change(value, path) if _is_bendable(value) else value
     new = {}
-    for key, item in _items(value):
+    for key, item in contents(value):
         joint = "." if "|" in path else "|"
         made = _replace(item, f"{path}{joint}{identifier(str(key))}", change)
         if made is not item:
             new[key] = made
-    return _with(value, new) if new else value
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, (tuple, list)):
-        yield from enumerate(value)
-    elif isinstance(value, dict):
-        yield from value.items()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield field.name, getattr(value, field.name)
-
-
-def _with(value: Any, new: dict[Any, Any]) -> Any:
-    """Return a copy of a container in which some items are others."""
-    if isinstance(value, tuple):
-        items = [new.get(number, item) for number, item in enumerate(value)]
-        if hasattr(value, "_make"):  # a named tuple
-            return value._make(items)
-        return tuple(items) if type(value) is tuple else type(value)(items)
-    made = copy.copy(value)
-    for key, item in new.items():
-        if isinstance(made, (list, dict)):
-            made[key] = item
-        else:
-            object.__setattr__(made, key, item)
-    return made
+    return with_items(value, new.items()) if new else value
 
 
 # Numbers that can be changed while a model runs, and arithmetic on them.
