@@ -223,11 +223,11 @@ def how(before: Any, after: bt.Stats) -> str:
 
 ONCE = ["traces", "replays", "replays", "replays"]
 SERVED = {
-    "traced anew": ["traces", "replays", "traces", "replays"],
+    "retraced": ["traces", "replays", "traces", "replays"],
     "live once": ["live", "traces", "replays"],
     "resumes": ["traces", "replays", "resumes", "replays"],
     "an input": ["traces"] * 3 + ["replays"] * 5,
-    **dict.fromkeys(("read anew", "done again", "switched again", "one op", "not seen"), ONCE),
+    **dict.fromkeys(("read again", "done again", "switched again", "one op", "not seen"), ONCE),
 }
 
 

@@ -53,7 +53,7 @@ _ROUNDING = {
 }
 _WIDEST = 60
 _ALIKE = 0.6  # of the ops, if runs are aligned op by op
-_PARTED = "the other run has what it reads, and nowhere what it gives"
+_PARTED = "the other run has its inputs, but nowhere its result"
 
 
 def bisect(

@@ -561,7 +561,7 @@ def export_command(options: argparse.Namespace) -> str:
 
         def tell(step: str) -> None:
             if step == "record" and bar.n >= len(calls):
-                bar.reset()  # it begins anew, with what the first attempt has shown
+                bar.reset()  # it begins again, with what the first attempt has shown
             bar.set_description(step)
             bar.update()
 

@@ -372,7 +372,7 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
             now, before = ours.of(op), theirs.of(known)
             if now == before:
                 continue
-            if " at 0x" in now:  # an object that each run creates anew
+            if " at 0x" in now:  # an object that each run creates
                 return False
         if not _ask_alike(one, after, until, other, exit.number):
             return False

@@ -91,7 +91,7 @@ class Stretch(Path):
     # Read without a lock: the tuples are exchanged, not changed.
     sides: dict[Stop, tuple[Side, ...]] = field(default_factory=dict)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
-    # Made where there are many sides, and anew where one is gone.
+    # Made where there are many sides, and again where one is gone.
     _by_outcome: dict[Stop, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
 
     def side(self, number: Stop, outcome: Any) -> Side | None:

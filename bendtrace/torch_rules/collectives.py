@@ -775,7 +775,7 @@ def _reason(chain: Sequence[int], places: Mapping[int, Mapping[str, Any]], last:
 
 _lock = threading.Lock()
 _known: dict[str, Any] = {}
-_events: dict[str, int] = {}  # go on counting if the process group is made anew
+_events: dict[str, int] = {}  # go on counting if the process group is made again
 
 
 def ranks(timeout: float) -> Ranks:
