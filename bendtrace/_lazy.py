@@ -66,6 +66,7 @@ class LazyModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         module = imported(self.__name__)
+        # The globals of the code that asks: each file that imports the proxy has a name for it.
         space = sys._getframe(1).f_globals
         for key, value in [*space.items()]:
             if value is self:

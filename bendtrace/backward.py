@@ -641,6 +641,8 @@ class _Watch:
 
     def _is_own(self) -> bool:
         """Return whether this is the pass, not another one that a node of it runs."""
+        # The thread does not tell: reentrant checkpoints run their pass in the thread of the outer
+        # one or in another. torch has no public name for this id (2.13).
         task = torch._C._current_graph_task_id()
         if self._task is None:
             self._task = task

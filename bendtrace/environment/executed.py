@@ -331,6 +331,9 @@ class Ran:
 
     def begin(self) -> None:
         """Note what the calling thread runs from now on."""
+        # A profiler learns of calls of C functions, which `sys.settrace` does not report, and
+        # which cannot be wrapped one by one. It replaces the user's own, so that Python 3.12 and
+        # later use `sys.monitoring` (`_Monitored`), which has room for several tools.
         self._outer = sys.getprofile()
         self._away = 0
         sys.setprofile(self._profile)
@@ -413,6 +416,7 @@ class _Monitored(Ran):
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         self._thread = threading.get_ident()
         self._away = 0
+        # From the last id down: 0 to 2 are for debuggers, coverage and profilers by convention.
         self._tool = next((n for n in range(5, -1, -1) if monitoring.get_tool(n) is None), None)
         if self._tool is None:
             self.called["sys", "monitoring"] = _NOWHERE
@@ -573,6 +577,8 @@ def _functions_of(
 ) -> dict[types.CodeType, tuple[types.FunctionType, ...]]:
     """Return the functions that have some code; one made of it where there is none any more."""
     found: dict[types.CodeType, list[types.FunctionType]] = {code: [] for code in codes}
+    # A frame knows its code, but not its function (Python 3.11 to 3.14), and code does not know who
+    # has it. The collector goes through all objects once, however many codes are asked for.
     for holder in gc.get_referrers(*codes):
         if isinstance(holder, types.FunctionType) and holder.__code__ in found:
             found[holder.__code__].append(holder)

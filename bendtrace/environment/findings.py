@@ -334,6 +334,7 @@ _TRANSPARENT = frozenset({types.SimpleNamespace, BaseException, Exception, prope
 
 def table_of(cls: type) -> dict[Any, Any]:
     """Return the dict that a class keeps its attributes in, past the proxy that it shows."""
+    # `vars` gives a proxy, whose only referent is the dict (Python 3.11 to 3.14).
     table = gc.get_referents(vars(cls))[0]
     assert type(table) is dict
     return table

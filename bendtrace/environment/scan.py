@@ -816,6 +816,7 @@ class Scan(CodeScan):
             part = self._add(
                 value, Route(None, Access.FIXED, None, route.label, False), CaptureKind.IDENTITY
             )
+            # A `ContextVar` shows its default to nobody but the collector (Python 3.11 to 3.14).
             for default in gc.get_referents(value):
                 found.watched_objects.add(default, f"the default of {value.name}")
             held = found.held[part.index] = {value.name: value.get(UNSET)}

@@ -1008,6 +1008,8 @@ class Gradients:
 
     def _keep(self, key: MemoryKey, gradient: Tensor, is_leaf: bool) -> None:
         """Keep a gradient, unless it belongs to a leaf from outside the run."""
+        # A checkpoint with `use_reentrant=True` runs another pass inside, which fires hooks of
+        # leaves, too. torch tells passes apart by this id alone (2.13).
         task = torch._C._current_graph_task_id()
         if not is_leaf:
             self._task = task

@@ -386,6 +386,8 @@ class _Run:
         calls: list[tuple[nn.Module, FrameType]] = []
         inner, begun = module, frame
         while frame is not None and frame.f_code is not _OUTERMOST:
+            # The frames are read in full for a new place only. Hooks on all modules around would
+            # know the callers as well, but would run in each call.
             called = frame.f_locals["self"] if frame.f_code is _WRAPPED else None
             frames.append(_Around(frame.f_code, frame.f_lasti, called))
             frame = frame.f_back

@@ -40,6 +40,8 @@ from bendtrace.source.internals import internal, keeps_version
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.tape import meta_of
 
+# `queue_callback` runs a function when the whole backward pass has ended. Hooks on nodes cannot:
+# the last one of a call may never run, if its gradient is not needed (DDP uses it, too; 2.13).
 _engine = internal("torch.autograd.Variable._execution_engine")
 
 

@@ -227,6 +227,8 @@ class InsertionRegistry:
 
     def _refuse_call_of_insertion(self) -> None:
         """Raise if the innermost gate around this call has called one of the insertions."""
+        # By the frames, not by a list of the active gates: keeping one would cost each gate in each
+        # call, and this is asked only where calls are nested deeply.
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not _OF_NODE:  # which calls the model's code
             is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(through)

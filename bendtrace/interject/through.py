@@ -237,6 +237,8 @@ def _uses_of(tensor: Tensor) -> int:
     return _uses(tensor.untyped_storage()._cdata)
 
 
+# `sys.getrefcount` counts Python's references only, and a view has a storage object of its own over
+# the same memory. Without the count of torch (2.13), all memory is taken to be shared.
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
 _probe = torch.empty(1, device="cpu")
 _ONE = _uses_of(_probe)

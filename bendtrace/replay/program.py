@@ -615,6 +615,8 @@ ENDS.add(Program._agreed.__code__)
 
 def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
     """Turn what an op raised into a departure; None if it was not an op that raised it."""
+    # The traceback has the frame of the replay with all values so far. A `try` around each op in
+    # the generated code would have to list the values that are alive there.
     place = place_of(error, code)
     if place is None:
         return None

@@ -396,6 +396,8 @@ def assign(frame: FrameType, name: str, value: Any) -> None:
     """
     variables = frame.f_locals
     variables[name] = value
+    # Before 3.13, writing to the copy changes nothing until this function of CPython's C API puts
+    # the copy back; debuggers do the same. 3.13 removed the copy, and the function does nothing.
     if _COPIES:
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
         variables.clear()

@@ -49,6 +49,7 @@ BEHIND: set[types.CodeType] = set()
 
 def outside_scalars() -> FrameType:
     """Return the frame that used a traced scalar, even if the tracer did so on its behalf."""
+    # `inspect.stack` and `traceback` read source files for each frame, which takes milliseconds.
     frame = sys._getframe(2)
     while frame.f_code.co_filename.startswith(TRACER) and frame.f_back is not None:
         frame = frame.f_back

@@ -274,6 +274,7 @@ class Words:
     def add_version(self, table: Mapping[Any, Any]) -> None:
         """Add that nothing was written to a dict, or to the namespace of a class."""
         if type(table) is types.MappingProxyType:
+            # The version is in the dict behind the proxy, which nothing else leads to.
             (table,) = gc.get_referents(table)
         if type(table) is not dict:
             raise Unreadable
@@ -498,6 +499,8 @@ def _of_classes() -> int:
 
     class Derived(One): ...
 
+    # New bases, of a class or of one above it, make a new `__mro__`. The dict of the class, and so
+    # its version, stays the same.
     classes = (One, Derived, _Thing)
     offset = _find_offset(
         range(_HEADER, _size_of(type), _WORD),

@@ -239,7 +239,7 @@ class Visit:
         """Return the answer to a question of the model, which may be another than its own."""
         if guard.use not in _QUESTIONS or guard.site is None:
             return answer
-        self._arrive(sys._getframe(1))
+        self._arrive(sys._getframe(1))  # from here outwards: the frame that asks is among them
         number, tape = len(self.events), self._stage.tape
         self.events.append(Event("question", len(tape.guards) - 1, len(tape.ops)))
         edit = self._edits.get(number)

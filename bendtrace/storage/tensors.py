@@ -235,6 +235,7 @@ class DataFile:
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if not nbytes:
             return buffer
+        # Reads into the tensor's memory: `torch.frombuffer` of bytes would warn, or copy once more.
         raw = memoryview((ctypes.c_char * nbytes).from_address(buffer.data_ptr())).cast("B")
         done = 0
         while done < nbytes:
@@ -421,6 +422,8 @@ def bytes_of(tensor: Tensor) -> bytes:
     """Return the content of a tensor of uint8."""
     if not tensor.numel():
         return b""
+    # By the address: `tensor.numpy()` needs numpy, which is optional, and `bytes(tensor)` makes a
+    # tensor of each element.
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 

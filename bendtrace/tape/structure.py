@@ -187,6 +187,8 @@ _ALONE = _holders((object(),))[0]
 
 
 def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
+    # `lru_cache` is written in C, and shows counts only. To the collector it shows its dict, and
+    # the links between the entries if it has a `maxsize` (CPython 3.11 to 3.14).
     own = getattr(cache, "__dict__", None)
     waiting = [
         held
