@@ -451,11 +451,11 @@ class _Header:
 
     @property
     def is_complete(self) -> bool:
-        """True if all that the header can consume has been seen."""
+        """True if the header has consumed everything that it can."""
         return self.loop.length(self.taken) is not None
 
     def take(self, mark: Mark, value: Any, steps: list[FlowStep], iterations: Iterations) -> None:
-        """Add what was consumed, and bring the steps of the header up to date."""
+        """Add a consumed value, and bring the steps of the header up to date."""
         self.last = mark
         self.taken.setdefault(mark.place.span, []).append(int(value))
         bound = self.loop.length(self.taken)
@@ -569,7 +569,7 @@ class _Governing:
         self._in_force: dict[object, dict[tuple[str, Span], tuple[int, tuple[Span, ...]]]] = {}
 
     def at(self, position: int, scope: ModuleCall, site: Site | None) -> tuple[int, ...]:
-        """Return the numbers of the steps that led to something, outermost first."""
+        """Return the numbers of the steps that led to an op or call, outermost first."""
         while self._coming and self._coming[-1][0] <= position:
             _, number, step, activation, spans = self._coming.pop()
             at = (step.file, step.place.span)

@@ -287,7 +287,7 @@ class HookManager:
     def _known(
         self, category: Category, function: Function, name: str | None
     ) -> tuple[HookFunction | None, str | None]:
-        """Return what a function is registered as, if it is, and the name to give to it."""
+        """Return the registered form of a function, if it has one, and its name."""
         hooks = (hook for hook in self._functions if hook.hook_type == category)
         hook = next((hook for hook in hooks if is_same(hook.function, function)), None)
         if name is None:
@@ -301,13 +301,13 @@ class HookManager:
         return hook, name
 
     def _second_name(self, known: str, wish: str, what: str) -> str:
-        """Return the name of what has one already."""
+        """Return the name of an object that already has one."""
         raise InputError(
             f"{wish} is already registered as {known!r}: use that name, or remove {what} first"
         )
 
     def _free_name(self, wish: str, by: str, taken: Container[str]) -> str:
-        """Return a name for what is to have one that is taken."""
+        """Return a free name in place of one that is taken."""
         raise InputError(
             f"the name {wish!r} is taken by {by}: choose another name, or remove it first"
         )

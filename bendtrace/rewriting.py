@@ -150,7 +150,7 @@ def remove(
         where: the nodes, as for `replace`.
         keep: the input: its position, its name if it is a keyword argument, or a function of the
             `Inputs`. By default the first one: `x` in `x.view(2, 3)`, and in `self.dropout(x)`.
-        passes: the passes of each node to apply to; the others stay what they are.
+        passes: the passes of each node to apply to; the others stay as they are.
         every: apply only in every n-th pass.
         allow_none: whether to accept that no node is selected.
 
@@ -186,7 +186,7 @@ def between(
     passes: PassNumbers = None,
     every: int | None = None,
 ) -> Between:
-    """Insert something on the edge between two nodes; other users of the first node do not see it.
+    """Insert something between two nodes; other users of the first node do not see it.
 
     Values are tracked by identity: each tensor that `a` has output in this call of the model, and
     that is among the arguments of `b`, unchanged since, is replaced there by what `what` returns
@@ -826,7 +826,7 @@ def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Cr
 
 
 def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield a module and all in it, each after all that is in it."""
+    """Yield a module and its submodules, inner ones first."""
     if id(module) in seen:
         return
     seen.add(id(module))

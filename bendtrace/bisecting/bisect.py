@@ -68,11 +68,11 @@ def bisect(
 
     Both are run on the same inputs, with the same random numbers, and every value is compared.
     Each op whose results differ is run again on the values that the other run gave it: if it
-    then gives what the other run has, it only passes a difference on.
+    then returns the value of the other run, it only passes a difference on.
 
     Args:
         a: a model or function, or a log of one.
-        b: what it is compared with: another version of the model, or the model in another dtype or
+        b: the other side: another version of the model, or the model in another dtype or
             on another device; a `BendedModule` without insertions, whose replay is looked at;
             what `torch.compile` made of a module; or a log, such as one that another version of
             torch saved (`save="all"`).
@@ -89,7 +89,7 @@ def bisect(
     Raises:
         InputError: inputs are missing or one too many, a tolerance is negative, a log holds no
             values, or a call that should be replayed or compiled cannot be.
-        Exception: whatever a model raises, as it is.
+        Exception: an error of a model, unchanged.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -124,14 +124,14 @@ def bisect(
 
 @dataclass(frozen=True)
 class Culprit:
-    """Something that is by itself a cause of a difference.
+    """An op or a part of the state that alone causes a difference.
 
     Attributes:
         kind: "op" (on the same values it gives something else), "state" (a parameter or buffer
             differs), "input" (an argument differs), or "path" (only one of the runs has this op).
         a: the entry in the first run; None if it is not there.
         b: the entry in the second run.
-        why: what is known of it, as text.
+        why: the known facts about it, as text.
         value: how far the results differ; None if they cannot be compared.
     """
 
@@ -177,10 +177,10 @@ class Bisection:
     Attributes:
         a: the log of the first run, with all values.
         b: the log of the second run.
-        difference: all that differs, op by op or not (see `diff`).
+        difference: all differences, op by op or not (see `diff`).
         rtol: relative tolerance that values were compared with.
         atol: absolute tolerance.
-        culprits: what is by itself a cause, in the order of the first run.
+        culprits: the causes, in the order of the first run.
         passing: labels (of the first run) of what only passes a difference on.
         unknown: why others could not be run again, by label: they may be either.
         path: the first condition or loop that went otherwise; None if the runs took one path.
@@ -361,7 +361,7 @@ class Bisection:
         return ""
 
     def _reads_the_same(self, a: LayerEntry, b: LayerEntry) -> bool:
-        """Return whether all that an op reads, as far as the logs know it, is the same."""
+        """Return whether an op reads the same values in both runs, as far as the logs show."""
         pairs = zip(a.parents, b.parents, strict=False)
         return len(a.parents) == len(b.parents) and all(
             _value(self._entries_a[x]) is not None
@@ -417,7 +417,7 @@ class Bisection:
             self.culprits.append(culprit)
 
     def _add_rest(self) -> None:
-        """Add what one run has only, where nothing else explains that the runs part."""
+        """Add the entries of one run alone, if nothing else explains that the runs part."""
         first: Parting | None = self.difference.first
         if self.culprits or self.unknown or first is None or first.kind != "layers":
             return
@@ -593,7 +593,7 @@ def _first_unmatched(label: str, entries: dict[str, LayerEntry], known: Any) -> 
 
 
 def _bare(value: Any) -> Any:
-    """Return a result without what belongs to autograd."""
+    """Return a result without its autograd graph."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):
@@ -704,7 +704,7 @@ def _first(side: Side, found: set[str]) -> tuple[LayerEntry | None, list[LayerEn
 
 
 def _read_by(side: Side, entry: LayerEntry) -> list[str]:
-    """Return the labels of what an entry was computed from, state included."""
+    """Return the labels of an entry's inputs, state included."""
     if entry.kind != "op":
         return entry.parents
     try:
@@ -722,9 +722,9 @@ class Side:
 
     Attributes:
         log: its log, with all values.
-        again: what runs its ops again.
+        again: runs its ops again.
         kind: "traced", "replayed", "compiled" or "loaded".
-        output: what the model returned when nobody looked on; None for a log.
+        output: the output of an unrecorded call of the model; None for a log.
     """
 
     log: RunLog
@@ -818,7 +818,7 @@ def _traced(model: Callable[..., Any], call: Call) -> Trace:
 
 
 class _Seen(Interjection):
-    """Keeps what each node gives."""
+    """Keeps the output of each node."""
 
     observes = True
     self_contained = True
@@ -973,7 +973,7 @@ class Again(Protocol):
 
 
 def again_of(log: RunLog, kept: Kept | None = None) -> Again:
-    """Return what runs the ops of a log again."""
+    """Return an object that runs the ops of a log again."""
     if isinstance(log, Trace):
         capture = kept if kept is not None else log._capture
         if capture is not None:

@@ -217,7 +217,7 @@ def read(text: str) -> Any:
 
 
 class _Reader:
-    """Gives the value of each kind of node; what is not listed here is refused."""
+    """Returns the value of each kind of node, and refuses all kinds that are not listed here."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -353,7 +353,7 @@ _FORM = "write a target as package.module:name or path/to/file.py:name"
 
 
 def find(text: str) -> Any:
-    """Import what a target names."""
+    """Import the object that a target names."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise InputError(f"{text!r} does not name a target: {_FORM}")
@@ -503,7 +503,7 @@ def _import_file(name: str) -> ModuleType:
 
 
 def _callables(holder: Any, *, own: bool = False) -> list[str]:
-    """Return what can be called in a module or class; if `own`, without what it imported."""
+    """Return the names of callables in a module or class; if `own`, without imported ones."""
     return [
         name
         for name, value in getattr(holder, "__dict__", {}).items()

@@ -99,8 +99,8 @@ class CommandRun:
     """The results for a model.
 
     Attributes:
-        target: what was traced, as written.
-        fx_error: what goes wrong with torch.fx; None if nothing does.
+        target: the traced object, as written.
+        fx_error: the error of torch.fx; None if there is none.
         trace: the first call.
         calls: all calls, including the first.
         stats: how they were served.
@@ -262,7 +262,7 @@ def _make_inputs(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def _after(model: Callable[..., Any], output: Any, args: Any, kwargs: Any) -> Any:
-    """Return all that a call could have left its mark on."""
+    """Return everything that a call could have changed."""
     state: list[Any] = []
     if isinstance(model, nn.Module):
         state = [list(model.named_parameters()), list(model.named_buffers())]

@@ -173,7 +173,7 @@ class ModuleWithMethods(core.BendedModule):
         return bool(self._bending.versions.needed)
 
     def _part(self, fn: str, *, align: bool = True) -> core.BendedModule:
-        """Return what a method is called through, with the bends of the weights."""
+        """Return the model that calls a method, with the bends of the weights."""
         if fn == "forward":
             return self
         part: core.BendedModule | None = self._parts.get(fn)
@@ -376,7 +376,7 @@ class Scripted:
         self._programs.clear()
 
     def _call(self, fn: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the program of a method, with what was named in the trace by name."""
+        """Call the program of a method; arguments that the trace named are passed by name."""
         program, (first, *_) = self._program(fn), self._inputs[fn]
         if isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], dict):
             method = getattr(self._bended.module, fn)
@@ -510,7 +510,7 @@ class BendingModule(ModuleWithMethods):
         return weights + acts
 
     def _keys_of(self, bend: BendSpec, fn: str | None = None) -> list[str]:
-        """Return the names of all that a bend of a configuration bends."""
+        """Return the names of all values that a bend of a configuration bends."""
         found = [] if bend.weights is False else self.resolve_parameters(*bend.where)
         for name in ([fn] if fn else self._methods()) if bend.activations else []:
             found += [f"{name}:{a}" for a in self.resolve_activations(*bend.where, fn=name)]
@@ -915,7 +915,7 @@ def _version(name: str | None) -> str:
 
 @dataclass(frozen=True)
 class At:
-    """Something in one method of a model.
+    """A named value in one method of a model.
 
     Attributes:
         fn: the name of the method.
@@ -970,7 +970,7 @@ class Names:
         self.by_path = {found.name: name for name, found in self.by_name.items()}
 
     def _repeated(self, whole: dict[str, Activation]) -> dict[str, list[tuple[str, Activation]]]:
-        """Return the names of what the latest run has called again, for all of one kind."""
+        """Return the names of repeated calls of one kind in the latest run."""
         recordings = self._known.recordings()
         runs = self._known.run(recordings[0]).nodes.executions if recordings else []
         order = [path for path in runs if path in whole]
@@ -988,7 +988,7 @@ class Names:
         return found
 
     def at(self, path: str) -> list[str]:
-        """Return the names of what is at a node path, in all its passes."""
+        """Return the names of all passes of a node."""
         path = path.strip("'")  # as a node is described
         names = [name for name, _ in self._passes.get(path, ())]
         return names or [self.by_path.get(path, path)]
@@ -1009,7 +1009,7 @@ class Names:
         return found or [item]
 
     def matching(self, pattern: str | re.Pattern[str]) -> Iterator[tuple[str, Activation]]:
-        """Yield what a pattern matches from the start of a name, as torchbend does, by name."""
+        """Yield by name the values whose names begin with a match of a pattern, as in torchbend."""
         expression = compile_pattern(pattern)
         done = set()
         for name, found in (*self.by_name.items(), *self.aliases.items()):
@@ -1019,7 +1019,7 @@ class Names:
                 yield (name if name == pattern else self.by_path[found.name]), found
 
     def patterns(self, pattern: str | re.Pattern[str]) -> list[Any]:
-        """Return what selects in a `bendtrace.BendedModule` what a pattern means here."""
+        """Return patterns for a `bendtrace.BendedModule` with the meaning of a pattern here."""
         expression = compile_pattern(pattern)
         selector = NamedActivations((expression,), frozenset())
         means = [found for found in self.every if selector.means(found.level, found.names)]
@@ -1044,7 +1044,7 @@ class Names:
 
 
 def _base(found: Activation) -> str:
-    """Return what torch.fx calls the first activation of a kind."""
+    """Return the name that torch.fx gives to the first activation of a kind."""
     if found.op == "call_module":
         return found.names[-1].replace(".", "_")
     return re.sub(r"_\d+$", "", found.name.rpartition(".")[2])

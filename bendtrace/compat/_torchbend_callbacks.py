@@ -194,7 +194,7 @@ class BendingCallback(bends.Bend):
         return name
 
     def get_cache(self, index: int) -> Tensor:
-        """Return a weight as it was when it came first, by its number."""
+        """Return the first value of a weight, by its number."""
         return self._cache[index]
 
     def update(self) -> None:
@@ -274,7 +274,7 @@ class _Drawing(bends.Bend):
         return super().bend(tensor.reshape(sizes), _in_method(at)).reshape(())
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
+        """Return its effect on a tensor."""
         if self.dim is not None and not len(like.shape):
             return "it treats a tensor without dimensions by itself"
         return super().effect_of_bend(_in_method(at), like)
@@ -346,7 +346,7 @@ class InterpolateActivation(bends.InterpolateActivation, BendingCallback):
         return self.forward(tensor, at.path, **{"softmax": self.softmax, **given})
 
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
+        """Return its effect on a tensor."""
         return "it is given weights" if arguments_at(self, at) else super().effect_of_bend(at, like)
 
 
@@ -387,7 +387,7 @@ class _ByMethod(bends.Capture, BendingCallback):
         self.reset()
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
-        """Keep a tensor under the method that runs, or return what is made of those kept."""
+        """Keep a tensor under the method that runs, or return the tensor made of the kept ones."""
         return super().bend(tensor, dataclasses.replace(at, path=f"{RUNNING.get()}:{at.path}"))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def lineage(
     direction: Literal["ancestors", "descendants", "both"] = "ancestors",
     max_depth: int | None = None,
 ) -> Lineage:
-    """Return what the value of an entry was computed from, or what was computed from it."""
+    """Return the entries that an entry was computed from, or that were computed from it."""
     sides = {"ancestors": ["parents"], "descendants": ["children"]}
     ways = sides.get(direction, ["parents", "children"])
     try:
@@ -183,7 +183,7 @@ def dead_neurons(log: Any, *, dim: int = 1, threshold: float = 0.0) -> Any:
 
 
 def hot_path(log: Any, by: Literal["flops", "memory", "duration"] = "flops") -> Any:
-    """Return a data frame of what the lines of the source cost, the costliest first."""
+    """Return a data frame of the costs of source lines, the costliest first."""
     if by not in _COSTS:
         raise InputError(f"by= has to be one of {', '.join(_COSTS)}, not {by!r}")
     sums: dict[str, list[float]] = {}
@@ -281,7 +281,7 @@ def op_label(entry: Any) -> str:
 
 
 def _near(log: Any, start: Any, way: str) -> dict[Any, int]:
-    """Return what is reached from an entry in one direction, with its distance; first itself."""
+    """Return the entries on one side of an entry with their distances, itself first."""
     found, waiting = {start: 0}, [start]
     for entry in waiting:
         for label in getattr(entry, way):
@@ -823,7 +823,7 @@ class Module(ModuleEntry):
     """One call of a module.
 
     Attributes:
-        ops: the labels of what is computed in it.
+        ops: the labels of the values computed in it.
     """
 
     ops: Sequence[str] = ()
@@ -1032,16 +1032,16 @@ class Log(ModelHistory):
         return other
 
     def attach_hooks(self, where: Any, *what: Any, **_: Any) -> Log:
-        """Let the next run replace what a selector finds, by helpers or functions of the value."""
+        """Let the next run replace the selected values, by helpers or functions of the value."""
         self._changes = (*self._changes, *((where, each) for each in what))
         return self
 
     def set(self, where: Any, value: Any, **_: Any) -> Log:
-        """Let the next run replace what a selector finds by a value."""
+        """Let the next run replace the selected values by another value."""
         return self.attach_hooks(where, lambda _: value)
 
     def do(self, where: Any, what: Any, **_: Any) -> Log:
-        """Replace what a selector finds, and run the model again."""
+        """Replace the selected values, and run the model again."""
         return self.attach_hooks(where, what).replay()
 
     def replay(self) -> Log:

@@ -92,7 +92,7 @@ def func(name: str) -> Selector:
 
 @Listed
 def in_module(address: str) -> Selector:
-    """Select what is computed in a module, also in modules inside of it."""
+    """Select the values computed in a module, also in modules inside of it."""
 
     def is_inside(path: str) -> bool:
         return path == address or path.startswith(f"{address}.")

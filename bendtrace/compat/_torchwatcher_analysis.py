@@ -347,7 +347,7 @@ class AnalyserState:
 
 
 class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
-    """Accumulates something of each node that it is inserted at.
+    """Accumulates statistics of each node that it is inserted at.
 
     Subclasses override `process_batch_state(name, state, working_results)`, which returns the new
     working results of a node; the first ones are None. `state` has the `inputs` and `outputs` of
@@ -360,7 +360,7 @@ class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
 
     Attributes:
         enabled: whether it accumulates anything.
-        working_results: what it has accumulated, by the name of the node.
+        working_results: the accumulated values, by the name of the node.
 
     Example:
         >>> import torch, bendtrace as bt

@@ -126,7 +126,7 @@ _WHOLE = frozenset({"int", "long", "to", "type", "short", "index"})
 
 
 class Asked(Protocol):
-    """A truth, in terms of what was recorded."""
+    """A truth, in terms of recorded values."""
 
     @property
     def roots(self) -> tuple[int, ...]:
@@ -185,7 +185,7 @@ class Course:
         return self._values[index]
 
     def applied(self, function: Callable[..., Any], operands: list[Any], is_whole: bool) -> Any:
-        """Return what a function of Python's gives, with gradients as far as possible."""
+        """Return the result of a Python function, with gradients as far as possible."""
         name = function.__name__.strip("_")
         if not any(isinstance(value, (Tensor, Margin, Index)) for value in operands):
             return function(*operands)
@@ -447,7 +447,7 @@ _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.
 
 
 class _Unknown(Exception):
-    """Something in the source is not read."""
+    """Raised for an expression in the source that cannot be read."""
 
 
 class Value(NamedTuple):
@@ -464,7 +464,7 @@ Recorded = dict[str, dict[Span, Value]]
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """The condition of a branch, in terms of what was recorded.
+    """The condition of a branch, in terms of recorded values.
 
     Attributes:
         roots: the ops whose values it uses.

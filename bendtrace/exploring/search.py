@@ -68,7 +68,7 @@ class Domain:
             several tensors keep the same size.
 
     Raises:
-        InputError: something makes no sense.
+        InputError: an argument makes no sense.
 
     Example:
         >>> import bendtrace as bt
@@ -573,7 +573,7 @@ class _Search:
         return answer in self._reached[key]
 
     def _run(self, candidate: Candidate, is_given: bool = False) -> CandidateRun:
-        """Run the model, and note all that is new."""
+        """Run the model, and note everything new."""
         if not is_given and (
             (self._tries is not None and self._runs >= self._tries)
             or (self._seconds is not None
@@ -842,7 +842,7 @@ def _place_of(taken: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _numeric(value: Any, has_slope: bool) -> Any:
-    """Return numbers that can have gradients in place of what has none."""
+    """Return numbers that can have gradients in place of values without any."""
     if isinstance(value, Tensor):
         if value.dtype is torch.bool:
             return value
@@ -973,7 +973,7 @@ class Exploration(Sequence[Find]):
 
     @property
     def _foot(self) -> list[str]:
-        """Say in a line what is not listed."""
+        """Return a line about the rows that are not listed."""
         count = sum(not left.watched for left in self.not_found)
         which = "that plain Python values decide, or that no run has come to"
         return [f"not found either: {counted(count, 'side')} {which}"] if count else []

@@ -138,7 +138,7 @@ class _Writer:
         return module
 
     def _check_arguments(self) -> None:
-        """Test what the path can depend on besides tensors and traced numbers."""
+        """Test the values besides tensors and traced numbers that the path can depend on."""
         parts = [
             part for part in self.mirror.graph["recording"].environment.parts if part.is_argument
         ]
@@ -304,7 +304,7 @@ def _is_at(root: nn.Module, target: str, tensor: Any) -> bool:
 
 
 def _put(holder: nn.Module, target: str, value: Any) -> None:
-    """Give a module something of the model's, by the name it has there."""
+    """Give a module an attribute of the model, under its name."""
     *path, last = target.split(".")
     for step in path:
         if not hasattr(holder, step):
@@ -319,7 +319,7 @@ def _put(holder: nn.Module, target: str, value: Any) -> None:
 
 
 def _check_part(part: Captured, arguments: tuple[Any, ...]) -> None:
-    """Raise `DivergenceError` if something among the arguments is not as it was."""
+    """Raise `DivergenceError` if a part of the arguments has changed."""
     if part.kind in (CaptureKind.NUMBER, CaptureKind.ALIAS):
         return
     try:

@@ -313,7 +313,7 @@ class Capture:
     def entered(
         self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
     ) -> None:
-        """Keep what a module receives, where it differs from what ops returned."""
+        """Keep the inputs of a module that differ from the results of ops."""
         if self.chosen is not None:
             for tensor in tensors_in(given):
                 wanted = self.chosen is True or self._waiting is not None

@@ -713,7 +713,7 @@ COLUMNS = (
 
 
 def facts_of(entry: LayerEntry, view: View) -> dict[str, Any]:
-    """Return what a view shows of an entry, by the names of its columns."""
+    """Return the cells of an entry in a view, by the names of the columns."""
     return {column.name: column.value(entry) for column in COLUMNS if view in column.views}
 
 

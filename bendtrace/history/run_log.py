@@ -112,7 +112,7 @@ class RunLog:
 
     @property
     def name(self) -> str:
-        """The name of what was run: the class of the model, or the name of the function."""
+        """The name of the run: the class of the model, or the name of the function."""
         return self._log.name
 
     @property

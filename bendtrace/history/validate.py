@@ -205,7 +205,7 @@ class Validator:
         return MISSING if not parts else _meta_at(source.meta, dict(parts), ())
 
     def carry_out(self, op: Op, given: dict[int, Any]) -> Any:
-        """Run an op on copies of what it is given; return what it gave, or wrote to."""
+        """Run an op on copies of its inputs; return its result, or the tensor that it wrote to."""
         records = op.context.grad and not op.context.inference
         copies = {
             index: _copy(value, records and self._had_graph(index))

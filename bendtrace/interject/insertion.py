@@ -1,4 +1,4 @@
-"""An insertion: what is inserted, where, and its handle."""
+"""An insertion: the interjection, its location, and its handle."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Function(Interjection):
         return self.function(output, at) if self._takes_pass else self.function(output)
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what the function does, if a check finds that it does nothing else."""
+        """Return the function's effect, if a check finds that it has no other."""
         if self._takes_pass:
             return "it is given the pass as well"
         return purity.effect_of_function(self.function)
@@ -120,7 +120,7 @@ def as_interjection(what: What) -> Interjection:
 
 
 def _refuse(what: Any) -> NoReturn:
-    """Raise for an object that cannot be inserted, with what may have been meant."""
+    """Raise for an object that cannot be inserted, with a suggestion."""
     hint = ""
     if isinstance(what, Tensor):
         hint = "; bended.patch({where: bt.patches.ReplacePatch(value)}) puts a tensor there"
@@ -434,7 +434,7 @@ class Tally:
             self._count()
 
     def limit(self) -> None:
-        """Count what was noted, if that is much."""
+        """Count the noted calls, if there are many."""
         if len(self.noted) > _MOST_NOTED:
             self._count()
 

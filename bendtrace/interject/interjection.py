@@ -201,7 +201,7 @@ class Interjection:
 
         Args:
             at: the pass.
-            like: what the tensor is like.
+            like: the metadata of the tensor.
 
         Returns:
             The effect; why there is none; or None if that is not known.

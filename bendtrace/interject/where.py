@@ -114,7 +114,7 @@ class InCalls(Restricted):
 
 
 class OfRows(Restricted):
-    """Has an interjection called with some rows of a tensor, and puts what it returns there.
+    """Has an interjection called with some rows of a tensor, which its result replaces.
 
     Args:
         what: the interjection.
@@ -176,8 +176,8 @@ class Alias:
         heads: the axis of the named value along which each index is a head; `heads=` of the
             workflows uses it.
 
-    Wherever `interject` takes a location, it takes an alias, too: what is inserted there receives
-    the named value, and what it returns is put in its place.
+    Wherever `interject` takes a location, it takes an alias, too: an insertion there receives the
+    named value, which its result replaces.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -756,7 +756,7 @@ class Known(Runs, Protocol):
         """The trees of the runs without insertions, the preferred one first."""
 
     def hint(self, name: str) -> str:
-        """Return the untaken branch in which something with a name may be."""
+        """Return the untaken branch that may contain a node with a name."""
 
 
 class LocationText(str):
@@ -931,7 +931,7 @@ def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
 
 
 def targets_named(text: str, known: Known) -> tuple[Target, ...]:
-    """Resolve a string in what a run has shown so far; return nothing if it has no such name.
+    """Resolve a string in the known part of a run; return nothing if it has no such name.
 
     Raises:
         NodePathError: the string is ambiguous, or names something without a value.
@@ -961,7 +961,7 @@ def _targets_meant(meant: Meant, text: str, said: Any) -> tuple[Target, ...]:
 
 
 def _foreign(text: str) -> str:
-    """Return what to pass for a string that looks like something else than a name; or ""."""
+    """Return a hint for a string that does not look like a name; otherwise ""."""
     if re.search(r"(^|\.)hook_\w+$", text):
         return (
             "bendtrace.workflows.transformer_lens_aliases(model) lists the names of "

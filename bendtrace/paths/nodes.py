@@ -180,7 +180,7 @@ class Events:
             self.origins[op.index] = root, (*keys, op.args[1])
 
     def _find_root(self) -> ModuleCall:
-        """The outermost call: the module's own, or what a function was run in."""
+        """Return the outermost call: the module's own, or the call that a function ran in."""
         recording = self.recording
         calls = recording.tape.calls
         if calls and calls[0].parent is not None:
@@ -984,7 +984,7 @@ class LiveNames:
         registry: the registry of node names, shared with the trees of other runs.
         function: the function that is run.
         root: the scope around the run.
-        prefix: path of what is run, where that is a part of a model.
+        prefix: path of the running part, if it is a part of a model.
         path_of: for a method of a model, gives the paths of the modules that it calls, from their
             qualified names: those that they have in runs of the model.
     """

@@ -60,7 +60,7 @@ def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
 
     Args:
         root: the start of the path.
-        path: names joined by dots, `|` before what is inside a container, `:2` for a pass.
+        path: names joined by dots, `|` before a part of a container, `:2` for a pass.
             Items of lists of modules can be written `layers_8`, `layers.8` or `layers[8]`.
         chosen: the passes of `root` to consider.
 
@@ -127,7 +127,7 @@ class _Search:
         self._failure: tuple[TreeNode, Chosen, str, str] | None = None
 
     def matches(self, node: TreeNode, chosen: Chosen, rest: str, depth: int) -> Iterator[Found]:
-        """Yield what the rest of a path can mean below a node, likeliest first."""
+        """Yield the meanings of the rest of a path below a node, likeliest first."""
         if not rest:
             yield node, chosen
             return
@@ -199,7 +199,7 @@ class _Search:
 
 
 def _spellings(node: TreeNode) -> dict[str, list[TreeNode]]:
-    """Return what the children of a node can be called, likeliest first.
+    """Return the names that children of a node can have, likeliest first.
 
     A name stands for its child. It can stand for another one besides, whose own name was taken,
     if there is nothing below the child: `output.dense`. `input` stands for the first argument of a
@@ -264,7 +264,7 @@ class Tree:
         """Return the node at a path.
 
         Args:
-            path: names joined by dots, `|` before what is inside a container, `:2` for the
+            path: names joined by dots, `|` before a part of a container, `:2` for the
                 second pass; items of lists of modules as `layers_8`, `layers.8` or `layers[8]`.
             leaf: whether it has to be a single value, not a graph or a container.
 
@@ -447,10 +447,10 @@ class Node:
     def _show(
         self, *, flow: bool = False, depth: int | None = None, limit: int | None = LIMIT
     ) -> Text:
-        """Return the node and what is below it as text.
+        """Return the node and the nodes below it as text.
 
         Args:
-            flow: whether to show where the flow steps happened, and what they came to.
+            flow: whether to show the flow steps, with their answers.
             depth: how many levels below it to show; None for all.
             limit: how many lines at most; None for any number.
         """
@@ -923,7 +923,7 @@ class _Flow:
     def _connect(
         self, source: int, path: str | None, scope: ModuleCall
     ) -> Iterator[tuple[str, str]]:
-        """Yield the edges from all that gives a value to what uses it."""
+        """Yield the edges from each node to the nodes that use its value."""
         given = self._nodes.of_op.get(source)
         if given is not None:
             giving, using = self._between(self._ops[source].scope, scope)
@@ -972,7 +972,7 @@ def _first_tensor(meta: Any) -> TensorMeta | None:
 
 
 def _can_be_cut_into(op: Op) -> bool:
-    """Return whether something can be inserted at an op that the tree shows.
+    """Return whether an op that the tree shows accepts insertions.
 
     Sizes and arithmetic on numbers cannot, nor can values that Python reads right away, such as
     the truth of a tensor, and for what is an insertion itself.

@@ -1,1 +1,1 @@
-"""A run to experiment in: go to any op, question or line, look, change something, and go on."""
+"""Stepped runs: go to any op, question or line, look, change values, and continue."""

@@ -50,7 +50,7 @@ class SteppedRun:
     values (`if x.sum() > 0`). Its *position* is the event that comes next. The run can be moved to
     any position; there, the variables of the model's Python can be looked at. `set` replaces the
     value of an op and `answer` the answer of a question, and the rest of the run is repeated;
-    what came before is not computed again, as far as it is kept.
+    earlier values are not computed again, as far as they are kept.
 
     The model, its inputs and the random generators are left as they are, until `finish`.
 
@@ -215,7 +215,7 @@ class SteppedRun:
         """Return a copy of the value that an op returned, or the answer to a question.
 
         Args:
-            place: as for `goto`; what happens several times has to be named with its pass.
+            place: as for `goto`; a place with several passes needs the number of the pass.
         """
         number, element = self._one(place)
         edit = self._edits.get(number)
@@ -243,7 +243,7 @@ class SteppedRun:
 
     @property
     def output(self) -> Any:
-        """The output of the run as it is now; a run that raises, raises here.
+        """The output of the run with the present changes; its error is raised here.
 
         Where it is in memory that existed before the run, it is a copy.
         """
@@ -254,7 +254,7 @@ class SteppedRun:
 
     @property
     def trace(self) -> Trace:
-        """The record of the run as it is now, with what was changed as ops called `given`."""
+        """The record of the run with the present changes, which are ops called `given`."""
         if self._trace is None:
             recording = self._complete()
             if self._edits:
@@ -286,7 +286,7 @@ class SteppedRun:
 
         Args:
             place: the op, as for `goto`, or a module whose output one of its last ops computes.
-                What happens several times has to be named with its pass.
+                A place with several passes needs the number of the pass.
             value: a tensor; the model receives a copy.
 
         Raises:
@@ -456,7 +456,7 @@ class SteppedRun:
         self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False,
         looks: Looks | None = None,
     ) -> Visit:  # fmt: skip
-        """Run the model's Python up to some event, with what is known handed over."""
+        """Run the model's Python up to some event, with known values handed over."""
         if self._is_finished:
             raise InputError("this run is finished: begin a new one to look at it again")
         before = self._recording
@@ -618,8 +618,8 @@ class Version(NamedTuple):
         recording: its record.
         events: its events.
         edits: its changes, by the number of the event.
-        own_answers: what the values would answer to the questions that are answered by hand.
-        looks: what was seen.
+        own_answers: the values' own answers to the questions that are answered by hand.
+        looks: the visible state at each event.
         output: its output.
     """
 
@@ -640,7 +640,7 @@ class Version(NamedTuple):
 def step_data(
     version: Version, steps: Sequence[FlowStep], sides: Mapping[int, Sequence[Version]], budget: int
 ) -> dict[str, Any]:
-    """Return what the viewer needs, besides the log, to go through a run."""
+    """Return the data that the viewer needs, besides the log, to step through a run."""
     rows = _Rows(steps)
     events = rows.of(version, 0, {})
     others = [
@@ -913,7 +913,7 @@ class Places:
         )
 
     def _require_unwritten(self, place: Any, data: TreeNode, made: Pass) -> None:
-        """Raise if what a call received or returned is no longer what the op had returned."""
+        """Raise if an input or output of a call has been written to since its op returned."""
         tape, tree, index = self._tape, self._trace._run.tree, made.index
         number = call_around(holders_of(tree.data), data, made)
         assert index is not None

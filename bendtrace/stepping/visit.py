@@ -54,7 +54,7 @@ _UNCOUNTED = ("batch_norm", "instance_norm")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a run does, and can be stopped before.
+    """A step of a run, before which the run can stop.
 
     Attributes:
         kind: "op" or "question".
@@ -99,7 +99,7 @@ class Edit:
         self.element = element
 
     def __call__(self, old: Tensor) -> Tensor:
-        """Return the value; what the model writes to it reaches a copy."""
+        """Return the value as a copy, which the model may write to."""
         made: Tensor = self.value.clone()
         return made
 
@@ -111,18 +111,18 @@ class Visit:
         start: the start of the run.
         kept: the values that are known already.
         known: what earlier visits have seen: the events and the recording's ops and guards.
-        edits: what is changed, by the number of the event.
+        edits: the changes, by the number of the event.
         stop: the event to stop before; None to run to the end.
         wanted: the ops whose values are asked for.
-        looks: receives what is seen at each event; None if nobody looks.
+        looks: receives the visible state at each event; None if nobody looks.
 
     Attributes:
-        events: what the run did.
+        events: the steps of the run.
         own_answers: the answers that the values gave to questions that are answered by hand.
         frames: the frames that it had when it stopped, innermost first; None if it did not.
         found: the values asked for.
         refusal: why the run cannot be stepped through.
-        went_astray: what it did differently from an earlier visit.
+        went_astray: the first step that differs from an earlier visit.
     """
 
     refusal: str
@@ -158,7 +158,7 @@ class Visit:
     # What a recorder asks an inserter
 
     def begins(self, stage: Any) -> None:
-        """Hand over what is known (see `Inserter`)."""
+        """Hand over the known values (see `Inserter`)."""
         self._stage = stage
         self._ops: list[Op] = stage.tape.ops
         stage.answer_with(self._question)
@@ -276,7 +276,7 @@ class Visit:
             raise StopRun
 
     def _compare(self, number: int, now: Op | Guard) -> None:
-        """End a run that does something else than before."""
+        """End a run that takes another step than before."""
         events, ops, guards = self._known
         if number >= len(events):
             return
@@ -292,7 +292,7 @@ class Visit:
             raise StopRun
 
     def require_same(self) -> None:
-        """Raise if the run did something else than before."""
+        """Raise if the run took another step than before."""
         if self.went_astray:
             raise NondeterminismError(
                 "the model did not do the same again that it did before from the same start: "
@@ -313,7 +313,7 @@ class Visit:
     # Looking
 
     def _copies(self, value: Any, memo: dict[int, Any]) -> Any:
-        """Return what is seen of a value: tensors as they are now, and numbers that are plain."""
+        """Return the visible form of a value: with copies of tensors, and plain numbers."""
         if type(value) in TRACED:
             return plain(value)
         if id(value) in memo:
@@ -338,7 +338,7 @@ class Visit:
         return made
 
     def keep_prints(self) -> None:
-        """Remember what was printed, so that it is not printed again."""
+        """Remember the printed texts, so that they are not printed again."""
         for op in self._ops:
             if op.target is shows:
                 self._kept.add(op.index, None, sys.maxsize)
@@ -522,7 +522,7 @@ class Start(ModelState):
             )
 
     def before(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Prepare for a call that may write to what existed before."""
+        """Prepare for a call that may write to tensors from before the run."""
         name = table_name(function)
         if function in _BACKWARD:
             return f"{name} adds to gradients outside of the run"
@@ -593,7 +593,7 @@ class Looks:
         self._counts: Counter[Any] = Counter()  # how often each frame and each text is used
 
     def take(self, number: int, frames: Iterable[FrameType]) -> None:
-        """Keep what is seen at a position; positions come in order."""
+        """Keep the visible state at a position; positions come in order."""
         if self._is_full or number < self._next:
             return
         for skipped in range(self._next, number):  # inside of an op, where no visit can stop

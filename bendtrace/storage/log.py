@@ -147,7 +147,7 @@ def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str
 
     Args:
         draft: the save.
-        kind: what they are, which names the files: "activations".
+        kind: the word for them in the names of files: "activations".
         values: the values.
 
     Returns:
@@ -280,7 +280,7 @@ class StoredValue:
 
 
 def _replace(value: Any, kind: type[T], replacement: Callable[[T], Any]) -> Any:
-    """Return a value with something else for each thing of a kind in it."""
+    """Return a value in which each object of a class is replaced."""
     return map_leaves(value, lambda leaf: replacement(leaf) if isinstance(leaf, kind) else leaf)
 
 
@@ -519,7 +519,7 @@ class Draft:
 def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
     """Write a save: the body fills it, and at the end it takes the place of the one before.
 
-    If the body fails, what was saved before is as it was.
+    If the body fails, an earlier save stays as it was.
     """
     with writing(directory):
         _require_ours(directory)
@@ -568,7 +568,7 @@ def _directory_at(directory: str) -> Iterator[None]:
 
 
 def _require_ours(directory: str) -> None:
-    """Refuse what was not made by saving."""
+    """Refuse a folder that saving has not made."""
     if not os.path.lexists(directory):
         return
     if not os.path.isdir(directory):
@@ -625,7 +625,7 @@ class Opened:
         self.folder: str = os.path.join(directory, manifest["data"])
 
     def read_json(self, name: str) -> Any:
-        """Return what a file of JSON holds."""
+        """Return the content of a JSON file."""
         row = self.manifest["files"].get(name)
         path = os.path.join(self.folder, name)
         if row is None:
@@ -693,7 +693,7 @@ class StoredTensor:
     """A tensor on disk.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         layout: its dtype, shape and strides.
         device: where it was when it was stored.
         file: the file that it is in.
@@ -747,13 +747,13 @@ class StoredTensor:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Keep modes of torch, such as a recording run, from taking part in what is done here."""
+    """Return a context that modes of torch, such as a recording run, do not see."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 
 
 def row_of(path: str, extent: Extent, layout: Layout, device: torch.device) -> dict[str, Any]:
-    """Return what is written down of a stored tensor, ready for JSON."""
+    """Return the row of a stored tensor, ready for JSON."""
     return {
         "file": os.path.basename(path),
         "key": extent.key,
@@ -979,7 +979,7 @@ def is_unfinished(directory: str) -> bool:
 
 
 def read_stream(directory: str | os.PathLike[str]) -> dict[str, StoredTensor | NotSaved]:
-    """Return what a `ShardWriter` wrote, by name.
+    """Return the values that a `ShardWriter` wrote, by name.
 
     Args:
         directory: where it wrote to.

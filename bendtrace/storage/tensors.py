@@ -77,7 +77,7 @@ class Layout:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The shape without what it was expanded by."""
+        """The shape before it was expanded."""
         expanded = self.expanded
         return tuple(1 if d in expanded else size for d, size in enumerate(self.shape))
 
@@ -124,7 +124,7 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """Return the name that a file has for the type of what is stored."""
+    """Return the name in files for the type of a stored tensor."""
     return _CODES.get(dtype.to_real() if dtype.is_complex else dtype, "U8")
 
 
@@ -188,7 +188,7 @@ class Extent(NamedTuple):
     """Where the bytes of one tensor are.
 
     Attributes:
-        key: what the file calls it.
+        key: its name in the file.
         start: where its bytes begin, counted from the beginning of the file.
         nbytes: how many there are.
         checksum: their CRC-32.
@@ -215,7 +215,7 @@ class Header(NamedTuple):
 
 
 class DataFile:
-    """A file that stays open for reading, so that what it holds cannot be exchanged."""
+    """A file that stays open for reading, so that nobody can exchange its content."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -502,7 +502,7 @@ def read_json(path: str, size: int, sha256: str) -> Any:
 
 
 def replace_sealed(path: str, value: dict[str, Any], draft: str) -> None:
-    """Write JSON with its own checksum, in place of what is there: all of it, or nothing."""
+    """Write JSON with its own checksum in place of an earlier file: all of it, or nothing."""
     text = json.dumps({**value, "sha256": _seal(value)}, indent=1, allow_nan=False)
     write_file(draft, text.encode("ascii") + b"\n")
     os.replace(draft, path)

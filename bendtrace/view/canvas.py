@@ -150,7 +150,7 @@ class Group:
     Attributes:
         marks: the marks.
         title: the tooltip.
-        name: what they represent, for readers of the file.
+        name: the object that they represent, for readers of the file.
     """
 
     marks: tuple[Mark, ...]

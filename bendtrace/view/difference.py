@@ -821,7 +821,7 @@ def _at(entry: LayerEntry) -> str:
 
 
 class ComparedLayer(NamedTuple):
-    """A place of the first run, and what the other runs have there.
+    """A place of the first run, and the entries of the other runs there.
 
     Attributes:
         layer: its name.

@@ -1,6 +1,6 @@
 """Logs, entries and models as foldable text in treescope, if it shows them.
 
-treescope calls `__treescope_repr__` of what it is given, so none of this runs without it.
+treescope calls `__treescope_repr__` of each object, so this code runs only with treescope.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def log(log: ModelHistory, path: str | None, subtree_renderer: Any) -> Any:
 
 
 def entry(entry: LayerEntry, path: str | None, subtree_renderer: Any) -> Any:
-    """Return an entry with everything that is not as usual."""
+    """Return an entry with its unusual fields."""
     facts = [f"{name}={value}" for name, value in _facts(entry)]
     return _node(f"{repr(entry)[:-1]}(", facts, ")>", path)
 
 
 def bended_model(bended: BendedModule, path: str | None, subtree_renderer: Any) -> Any:
-    """Return a model as its modules, with how calls were served and what is inserted."""
+    """Return a model as its modules, with counts of calls and the insertions."""
     model = bended.model
     inner = _module("model", model) if isinstance(model, nn.Module) else f"model={model!r}"
     inserted = _node("insertions=[", map(repr, bended.insertions), "]")
@@ -66,7 +66,7 @@ def _module(name: str, module: nn.Module) -> Any:
 
 
 def _facts(entry: LayerEntry) -> list[tuple[str, str]]:
-    """Return the fields of an entry that have something to say, as texts."""
+    """Return the fields of an entry with unusual values, as texts."""
     found = []
     for field in fields(entry):
         value = getattr(entry, field.name)

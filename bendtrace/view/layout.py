@@ -704,7 +704,7 @@ def _settle(columns: Sequence[Column]) -> None:
 
 
 def _gather(columns: Sequence[Column]) -> None:
-    """Move what is not tied to the rest next to it."""
+    """Move shapes without edges to the rest next to it."""
     group: dict[Column, int] = {}
     for number, first in enumerate(columns):
         stack = [first] if first not in group else []
@@ -1192,7 +1192,7 @@ def _exchange(ranks: Sequence[list[Vertex]], wanted: Callable[[Vertex], float | 
 
 
 def _between(left: list[Link], right: list[Link], end: Callable[[Link], float]) -> int:
-    """Count the crossings of what is tied to two neighbours."""
+    """Count the crossings of the edges to two neighbours."""
     if not left or not right:
         return 0
     rights = sorted(end(link) for link in right)

@@ -230,7 +230,7 @@ class ProgramOutline:
         selected_by: the properties of this program that not all others share.
         traces: the number of its paths.
         runs: the number of calls that came to the end of one of them.
-        flow: what happens in it.
+        flow: its branches and ends, in order.
         steps: how often a run went from one branch, by one of its sides, to the next.
     """
 
@@ -611,7 +611,7 @@ def sides_seen(tree: TraceTree) -> tuple[list[tuple[str, ast.AST]], list[Answers
 
 
 class _Survey:
-    """Counts what was seen of each choice.
+    """Counts the sides taken of each choice.
 
     A condition that depended on an input left a guard: its counts are exact. For others, only the
     operations under them count.

@@ -52,7 +52,7 @@ class Figure:
 
 
 def figure(scene: Scene) -> Figure:
-    """Give everything in a scene its position."""
+    """Compute the position of each item of a scene."""
     shapes: dict[Node, Shape] = {}
     nets = _nets(scene)
     texts: dict[Node, str] = {}
@@ -203,7 +203,7 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
 
 
 def _head(scene: Scene, scale: Scale | None) -> list[Mark]:
-    """Write what the picture shows, what is missing in it, and what its colours mean."""
+    """Write a legend: the content of the picture, omissions, and the meaning of colours."""
     y = _MARGIN + 10
     marks: list[Mark] = [Text(_MARGIN, y, cut(scene.title, 80), 13, INK, bold=True)]
     for line in scene.note.splitlines():
@@ -256,7 +256,7 @@ def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
 
 
 def _shade(node: Node, fill: str, scale: Scale | None) -> tuple[str, str, str, str]:
-    """Return the fill, the colours of its texts and the tooltip, with what an overlay says."""
+    """Return the fill, the colours of texts and the tooltip, with the value of an overlay."""
     if scale is None or node.value is None:
         return fill, INK, FAINT, node.tooltip
     fill = color(scale.at(node.value))

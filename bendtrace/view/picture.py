@@ -95,7 +95,7 @@ class Picture:
 
     @property
     def alternative(self) -> str:
-        """The picture in words, for `alt=` of an image: its title, and what is in it."""
+        """The picture in words, for `alt=` of an image: its title and content."""
         return f"{self.canvas.title}: {self.canvas.description}"
 
     def to_bytes(self, format: Format) -> bytes:

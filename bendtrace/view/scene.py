@@ -759,7 +759,7 @@ class Emitter:
         return node
 
     def _outside(self, root: Node) -> dict[str, Node]:
-        """Add nodes for what comes in from outside, and what goes out."""
+        """Add nodes for values that come from outside, or leave."""
         inside = {entry.label for entry in self.entries}
         by_label = {entry.label: entry for entry in self.history.entries}
         outside: dict[str, Node] = {}
@@ -896,7 +896,7 @@ def scene(
     flow: bool = True,
     numbers: Numbers = "deciding",
 ) -> Scene:
-    """Decide what a picture of a run shows.
+    """Choose the nodes and edges of a picture of a run.
 
     Args:
         history: the log of the run.
@@ -1097,7 +1097,7 @@ def _classes(box: Box) -> str:
 
 
 def _names(names: Sequence[str], parent: str) -> str:
-    """Return names of modules as one text, without what the box around them says already."""
+    """Return names of modules as one text, without the part that the box around them has."""
     short = [
         name.removeprefix(parent + ".") if parent and name.startswith(parent + ".") else name
         for name in names

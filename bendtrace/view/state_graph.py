@@ -391,7 +391,7 @@ class _Known:
 
 
 def _question(events: list[Event], number: int) -> int:
-    """Return the first event, from one on, that asks something."""
+    """Return the first event, from one on, that asks a question."""
     while number < len(events) and events[number].number is None:
         number += 1
     return number

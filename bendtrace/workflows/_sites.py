@@ -449,7 +449,7 @@ class Missing:
 
     Args:
         option: "raise" or "nan".
-        verb: what the workflow does to a site, for the error.
+        verb: the action of the workflow at a site, for the error.
         hint: the end of the error message.
 
     Attributes:

@@ -165,7 +165,7 @@ class _Ablation(Interjection):
         return swap_tensor(output, at.path, self._said, lambda value: self._without(at, value))
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
+        """Return its effect on a tensor."""
         source = self._substitute.effect(at.path or "output", at.number, like)
         if isinstance(source, str):
             return source

@@ -60,7 +60,7 @@ class LatentEdit:
         edits.append(self)
 
     def effect(self) -> Effect | str:
-        """Return what it does to latents, or why that cannot be compiled."""
+        """Return its effect on latents, or the reason why that cannot be compiled."""
         if self.known is None:
             return effect_of_function(self.change)
         indices, held = self.known[0], value_of(self.known[1])
@@ -138,7 +138,7 @@ class _Reconstructs(Interjection):
         return _WithError.apply(edited, made.detach(), output.detach())
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor: the latents and the error are kept after the run."""
+        """Return its effect on a tensor; the latents and the error are kept after the run."""
         if self.encode is None or self.decode is None:
             return "it is one function, without encode and decode"
         if not like.dtype.is_floating_point:
@@ -471,7 +471,7 @@ def splice_autoencoder(
 
 
 def _set(latents: Tensor, indices: Sequence[int], value: Any) -> Tensor:
-    """Return latents of which some are a number."""
+    """Return latents with some of them replaced by a number."""
     where = torch.zeros(latents.shape[-1], dtype=torch.bool, device=latents.device)
     where[list(indices)] = True
     return torch.where(where, torch.as_tensor(value, dtype=latents.dtype), latents)
@@ -535,7 +535,7 @@ class SparseAutoencoder(nn.Module):
         k: how many latents "topk" keeps; otherwise None.
         rescales: whether the latents of "topk" are multiplied by the norms of the rows of `W_dec`
             before they are compared, and divided by them when they are decoded.
-        config: what the folder's `cfg.json` or `config.json` says, as JSON.
+        config: the content of the folder's `cfg.json` or `config.json`.
         W_enc: (inputs, latents).
         W_dec: (latents, inputs).
         b_dec: (inputs,).

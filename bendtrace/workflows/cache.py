@@ -102,7 +102,7 @@ class ResidualParts(dict[str, Any]):
         mode: Literal["all", "attn", "mlp"] = "all", apply_ln: bool = False,
         pos_slice: Position = None, incl_embeds: bool = True, return_labels: bool = False,
     ) -> Any:  # fmt: skip
-        """Return what the embeddings and the layers add to the residual stream.
+        """Return the summands that the embeddings and the layers add to the residual stream.
 
         Args:
             layer: the layer to stop before.
@@ -149,7 +149,7 @@ class ResidualParts(dict[str, Any]):
         self, layer: int | None = None, *, incl_remainder: bool = False, apply_ln: bool = False,
         pos_slice: Position = None, return_labels: bool = False,
     ) -> Any:  # fmt: skip
-        """Return what each head adds to the residual stream, with the present projections.
+        """Return the summand of each head in the residual stream, with the present projections.
 
         Args:
             layer: the layer to stop before.
@@ -488,7 +488,7 @@ class _Clock:
 
     @property
     def copies(self) -> bool:
-        """True if what it takes are copies."""
+        """True if it takes copies."""
         return self._fixed is not None
 
     def taken(self, value: Any) -> tuple[int, Any]:

@@ -45,7 +45,7 @@ class Costs(Table):
 
     Attributes:
         peak: the most bytes of values that a replay without gradients holds at one moment, each
-            from its op to the last op that reads it. Views count with what they are views of.
+            from its op to the last op that reads it. Views count with their base.
         alive: the values that it holds then, the largest first.
         at: the op that runs then; None for a run without values.
 

@@ -1,4 +1,4 @@
-"""Finding what is wrong with a model: the first NaN, and gradients that vanish."""
+"""Finds faults in a model: the first NaN, and gradients that vanish."""
 
 from __future__ import annotations
 

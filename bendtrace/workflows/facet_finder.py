@@ -1,4 +1,4 @@
-"""Finds facets: the parts of values that have a meaning, by what a recorded run does with them."""
+"""Finds facets, the parts of values that have a meaning, by their use in a recorded run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GATES = {"lstm": "ifgo", "lstm_cell": "ifgo", "gru": "rzn", "gru_cell": "rzn"}
 
 
 def facets(trace: Trace) -> Facets:
-    """Find the parts of values that have a meaning, by what the run did with them.
+    """Find the parts of values that have a meaning, by their use in the run.
 
     No name of a model or module is looked at. Found are:
 
@@ -241,7 +241,7 @@ class _Finder:
         return index
 
     def moved(self, source: int, among: set[int]) -> dict[int, Any]:
-        """Return, for what the elements of a value are moved to, where each comes from."""
+        """Return the source of each element of a value whose elements were moved."""
         shape = self.shape(source) or ()
         numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
         maps: dict[int, Any] = {source: numbers}
@@ -272,7 +272,7 @@ class _Finder:
             return None
 
     def returned(self, result: Op, op: Op, heads: int) -> Iterator[Facet]:
-        """Yield what the heads return, at the last value before it is projected."""
+        """Yield the heads' results: the last value before the projection."""
         shape = self.shape(result.index) or ()
         if len(shape) < 3 or shape[-3] % heads:
             return
@@ -367,7 +367,7 @@ class _Finder:
         names: list[str],
         states: dict[str, int],
     ) -> None:
-        """Name the gates of an LSTM by what each is multiplied with."""
+        """Name the gates of an LSTM by the values that they are multiplied with."""
         inner = [n for n, one in squashed.items() if one is not None and one[0] == "tanh"]
         if len(inner) != 1 or None in squashed.values():
             return

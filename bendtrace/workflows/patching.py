@@ -199,7 +199,7 @@ def scan(model: Any, inputs: Any) -> Trace:
     """Record a run that computes shapes and dtypes alone, on torch's device "meta".
 
     It needs no memory for weights or activations, and takes as long as the model's Python. nnsight
-    has a function of this name. The model is not changed, and what is inserted is not called.
+    has a function of this name. The model is not changed, and insertions are not called.
 
     Args:
         model: a module, or a `BendedModule` with one.

@@ -753,7 +753,7 @@ class _Cells:
             j: the receiver.
             part: the part of the sender's value that is changed.
             base: the metric where no path leads from the one to the other.
-            missing: what happens where the runs differ.
+            missing: the action at places where the runs differ.
         """
         why = self._flaws.get(i, "")
         if not why:

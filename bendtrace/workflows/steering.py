@@ -309,7 +309,7 @@ class _Adds(Interjection):
 
     @depends_on("vector", "scale", "positions", "normalise")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
-        """Return what it does to a tensor."""
+        """Return its effect on a tensor."""
         if self.steps is not _always:
             return "it depends on the step of a generation"
         if not is_constant_index(self.positions):

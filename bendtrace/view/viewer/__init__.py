@@ -64,7 +64,7 @@ def viewer_html(history: RunLog, *, flops: bool = True) -> str:
 
 
 def step_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = True) -> str:
-    """Return a run as one HTML file, with what was seen at the events of a stepped run."""
+    """Return a run as one HTML file, with the visible state at events of a stepped run."""
     if flops and any(entry.flop_count is None for entry in history.entries):
         history._count_flops()
     kinds = ("input", "output", "state", "number", "decision", "module")
@@ -361,7 +361,7 @@ class _Shared:
         )
 
     def stepped(self, stepped: dict[str, Any]) -> dict[str, Any]:
-        """Return what was seen of a run, with positions of sources in their place."""
+        """Return the visible states of a run, with positions in place of sources."""
 
         def numbered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [
