@@ -76,7 +76,7 @@ def is_installed(file: str) -> bool:
 
 
 def cells_among(files: Iterable[str]) -> dict[str, str]:
-    """Return those of some files that are cells of a notebook, with what they are called."""
+    """Return the files among some that are cells of a notebook, with their names."""
     found = {file: _cell(file) for file in files}
     return {file: cell for file, cell in found.items() if cell}
 

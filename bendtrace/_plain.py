@@ -183,7 +183,7 @@ class Codec:
         return data if form is None or data is None or type(data) is dict else {"$other": data}
 
     def read(self, form: Form | None, data: Any) -> Any:
-        """Return what `write` wrote."""
+        """Return the value that `write` wrote."""
         kind = type(data)
         if form is None and kind not in _NESTED:
             return data

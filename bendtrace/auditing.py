@@ -37,14 +37,14 @@ class Auditor:
     def begin(
         self, recording: Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Audit | None:
-        """Copy what a call is given and what the model holds, if it is one of those chosen."""
+        """Copy the inputs of a call and the state of the model, if the call is chosen."""
         if self._chance.random() >= self._share:
             return None
         return Audit(self._model, recording, args, kwargs)
 
 
 class Audit:
-    """One call: what it was given, and what the model held, before it.
+    """One call: its inputs, and the state of the model before it.
 
     Tensors that the recorded run does not write to are not copied.
 
@@ -94,7 +94,7 @@ class Audit:
         self._before = RandomStates(self._generators)
 
     def compare(self, recording: Recording, output: Any) -> None:
-        """Let the model itself do what a replay has done, and compare.
+        """Let the model itself repeat a replay, and compare.
 
         Args:
             recording: the run that was repeated.
@@ -208,7 +208,7 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
 
 
 def _state(model: Any) -> list[Any]:
-    """Return what the modules of a model hold, but for what can only be told by identity."""
+    """Return the state of a model's modules, without objects that only identity tells apart."""
     return [
         {key: value for key, value in _attributes(module).items() if _has_content(value)}
         for module in _modules_of(model)
@@ -249,7 +249,7 @@ def _first_difference(replayed: Recording, anew: Recording) -> str:
 
 
 def _are_of_one_name(old: Op, new: Op) -> bool:
-    """Return whether both give what two models have under one name."""
+    """Return whether both return the value that two models have under one name."""
     return old.is_given and old.kind is new.kind and str(old.target) == str(new.target)
 
 

@@ -54,7 +54,7 @@ class NodeRow(NamedTuple):
 
 
 class BackwardPass:
-    """The record of one backward pass: the nodes that ran, in order, and what flowed where.
+    """The record of one backward pass: the nodes that ran, in order, and their gradients.
 
     Created by `Trace.backward`. Nodes are looked up by their labels (`linear_1_1.AddmmBackward0`)
     and types (`AddmmBackward0`), by the name of a parameter (`0.weight`), by position, and by every
@@ -182,7 +182,7 @@ class BackwardPass:
 
     @cached_property
     def log(self) -> ModelHistory:
-        """The pass as a log, whose values are gradients: what logs can do, it can do.
+        """The pass as a log, whose values are gradients, with all methods of logs.
 
         Each node has a value for each gradient that it returns, and each leaf has one for the
         gradient that arrives. `bt.diff` compares two passes, `save` and `bt.load` store one.
@@ -596,7 +596,7 @@ class _Watch:
                 self._others |= _above(start.grad_fn, self._others)
 
     def before(self, number: int) -> Callable[[Any], None]:
-        """Return the hook that sees what arrives at a node."""
+        """Return the hook that sees the gradients that arrive at a node."""
         entry = self._graph.entries[number]
 
         def hook(gradients: tuple[Tensor | None, ...]) -> None:
@@ -612,7 +612,7 @@ class _Watch:
         return hook
 
     def after(self, number: int) -> Callable[[Any, Any], None]:
-        """Return the hook that sees what a node returns."""
+        """Return the hook that sees the gradients that a node returns."""
         entry = self._graph.entries[number]
 
         def hook(made: tuple[Tensor | None, ...], _: Any) -> None:
@@ -894,7 +894,7 @@ def _short(node: Any) -> str:
 
 
 def _in_order(roots: Sequence[Any]) -> list[Any]:
-    """Return all nodes below some, each after all that it receives gradients from.
+    """Return all nodes below some, each after the nodes that it receives gradients from.
 
     Among those that are ready, the engine takes the one that was made last.
     """

@@ -295,7 +295,7 @@ class Dispatcher:
     def _splicer(
         self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> tuple[Splicer, Program | None] | None:
-        """Return what splices insertions into paths, and those known; None if nothing does."""
+        """Return the splicer of insertions, and the paths that it uses; None if there is none."""
         if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
             return None
         if plan.lookup is not None:
@@ -370,7 +370,7 @@ class Dispatcher:
         return runner.call(call.args, call.kwargs, program.recording)
 
     def _under_modes(self, args: Any, kwargs: dict[str, Any], plan: Plan | None) -> Any:
-        """Serve a call under function modes, which see exactly what the model calls."""
+        """Serve a call under function modes, which see exactly the model's calls."""
         self.stats.live += 1
         if plan is None:
             with self.calls:
@@ -386,7 +386,7 @@ class Dispatcher:
         return output
 
     def _beside(self, plan: Plan) -> Beside | None:
-        """Return what calls insertions without the tracer; None if that is impossible."""
+        """Return an object that calls insertions without the tracer; None if that is impossible."""
         if self._has_blocks and torch.is_grad_enabled():
             return None  # what is inserted in a checkpointed block has to be done again with it
         known, traces = self._latest_beside, self.stats.traces
@@ -397,7 +397,7 @@ class Dispatcher:
     def named_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan | None
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-        """Return what names the arguments of a call, and the arguments."""
+        """Return the names of the arguments of a call, and the arguments."""
         return self._signature.named_arguments(args, kwargs, plan is not None and plan.sees_inputs)
 
     def forget_insertions(self) -> None:
@@ -562,7 +562,7 @@ class Dispatcher:
         reads_states: bool = False,
         lifting: Lifting | None = None,
     ) -> Recording:
-        """Run the model under the tracer, with what is inserted in it."""
+        """Run the model under the tracer, with its insertions."""
         with self.calls:
             if call.plan is None:
                 recording = record(
@@ -633,7 +633,7 @@ def _reason_of_mode(mode: Any) -> str:
 
 
 class _Call(NamedTuple):
-    """One call: what it was given, what is inserted, and the paths that are known for that.
+    """One call: its inputs, the insertions, and the known paths with these.
 
     With a splicer, these are the paths without what is inserted.
     """
@@ -774,7 +774,7 @@ class Trees:
         return tree is not None and next(iter(tree.programs()), None) is not None
 
     def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
-        """Return what splices some insertions into the paths without any."""
+        """Return the splicer of some insertions into the paths without any."""
         self.latest = self.plain
         splicer: Splicer | None = plan.splicer
         if splicer is None:

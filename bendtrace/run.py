@@ -1,4 +1,4 @@
-"""Run: one recorded run of a model, with all that is derived from its recording."""
+"""Run: one recorded run of a model, with the views derived from its recording."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Run:
 
 
 def name_of_function(function: Callable[..., Any]) -> str:
-    """Return what to call a model: its class, or the name of a function."""
+    """Return the name of a model: its class, or the name of a function."""
     if isinstance(function, nn.Module):
         return type(function).__name__
     if isinstance(function, functools.partial):

@@ -444,7 +444,7 @@ def _spectrally_normed(hook: Any, module: nn.Module) -> Tensor:
 
 
 def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield what low-rank adapters add to a weight, by their names."""
+    """Yield the products that low-rank adapters add to a weight, by their names."""
     delta = getattr(module, "get_delta_weight", None)
     if not callable(delta):
         return

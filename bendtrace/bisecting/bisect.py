@@ -552,7 +552,7 @@ _INDIRECT = ("replayed", "compiled")
 
 
 def _tolerances(difference: Difference) -> tuple[float, float]:
-    """Return 0 and 0, or what the coarser dtype allows where the runs differ in theirs."""
+    """Return 0 and 0, or the tolerances of the coarser dtype if the runs differ in dtype."""
     found = (0.0, 0.0)
     for change in difference.changed:
         for dtype in change.aspects.get("dtype", ()):
@@ -770,7 +770,7 @@ def _parameter(model: object) -> Tensor | None:
 
 
 def _native_model(model: Any) -> Any:
-    """Return the model itself: without what compiles it, replays it or fills in arguments."""
+    """Return the model itself, without wrappers that compile, replay or fill in arguments."""
     while True:
         if isinstance(model, functools.partial):
             model = model.func
@@ -966,7 +966,7 @@ class Again(Protocol):
         """Return, for each of these values, the label of its entry; "" for none."""
 
     def run(self, entry: LayerEntry, values: Sequence[Any]) -> Any:
-        """Run the op of an entry on other values, and return what the entry would be then."""
+        """Run the op of an entry on other values, and return the value of the entry then."""
 
     def state(self, entry: LayerEntry) -> Tensor | None:
         """Return the tensor of a state entry; None if it is not known."""

@@ -586,7 +586,7 @@ class BendingModule(ModuleWithMethods):
     def _placed(
         self, spec: BendSpec, fns: list[str], allow_none: bool
     ) -> tuple[list[Any], dict[str, list[Any]]]:
-        """Return the patterns that select weights, and what bends which method."""
+        """Return the patterns that select weights, and the bends of each method."""
         weights: list[Any] = []
         places: dict[str, list[Any]] = {}
         by_weight = spec.weights is not False and getattr(spec.callback, "weight_compatible", True)

@@ -421,7 +421,7 @@ class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
         return of_call
 
     def _waiting(self) -> dict[str, Any]:
-        """Return what waits for the gradients of this call, by the name of the node."""
+        """Return the values that wait for the gradients of this call, by the name of the node."""
         call = _CALL.get()
         store = of_this_run() if call is None else call
         return store.setdefault((id(self), "waiting"), {})  # type: ignore[no-any-return]

@@ -264,7 +264,7 @@ class PatchableGraph(BendedModule):
 
     @staticmethod
     def load(source: str | os.PathLike[str] | IO[bytes], **options: Any) -> PatchableGraph:
-        """Load what `save` wrote, with `torch.load`. Loading runs code from the file: trust it.
+        """Load a graph that `save` wrote, by `torch.load`, which runs code from the file: trust it.
 
         Args:
             source: a path or a binary file.

@@ -113,7 +113,7 @@ class HookManager(hooks.HookManager):
         )
 
     def _hooks_of(self, hook_types: Any) -> list[HookFunction]:
-        """Return what functions are registered as, with the hooks that keep values for them."""
+        """Return the registered forms of functions, with the hooks that keep values for them."""
         given = [hook_types] if callable(hook_types) else list(hook_types)
         for hook in self._functions:
             if isinstance(hook.function, _WithForward) and hook.function.function in given:

@@ -253,7 +253,7 @@ class BendedModule(BendingModule):
 
 
 class _Seen(Interjection):
-    """Keeps what nodes return after all that was inserted before it."""
+    """Keeps the values of nodes after all earlier insertions."""
 
     observes = True
     self_contained = True

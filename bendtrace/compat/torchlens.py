@@ -1,4 +1,4 @@
-"""TorchLens: the functions of its first releases, and what the README of its second version uses.
+"""TorchLens: the functions of its first releases, and of the README of its second version.
 
 Layers have TorchLens's labels: calls in a row of one function in one module are passes of a layer,
 and an insertion changes the value of its node.

@@ -1,4 +1,4 @@
-"""The environment of a run: all that it can read before it begins.
+"""The environment of a run: everything that it can read before it begins.
 
 They are scanned once and listed as flat parts, each reachable from its parent. From the list
 follow which tensors are inputs or state, what has to be guarded, and - comparing it with
@@ -191,7 +191,7 @@ class Environment(Found):
         return None
 
     def sees_more_than(self, other: Environment) -> bool:
-        """Return whether this run could read what an earlier run of its program could not.
+        """Return whether this run could read more than an earlier run of its program.
 
         The program checks what its first run could read. It tolerates new results in a cache, and
         says nothing about them; those that its own runs have put there are what these computed.
@@ -240,7 +240,7 @@ class Environment(Found):
         return "" if part is None else part.label
 
     def things(self) -> dict[int, Any]:
-        """Return what the run could read, by identity."""
+        """Return the objects that the run could read, by identity."""
         found = {key: part.value for key, part in self.by_id.items()}
         found.update((key, part.value) for key, (_, part) in self._stand_ins.items())
         return found
@@ -289,7 +289,7 @@ class Environment(Found):
                 self.alone.append(part)
 
     def changes(self, is_over: bool = True) -> Iterator[Change]:
-        """Yield what is different now from when the parts were listed.
+        """Yield the differences since the parts were listed.
 
         Args:
             is_over: whether the run is over, so that what a replay could not do blocks it.
@@ -344,7 +344,7 @@ class Environment(Found):
             self.block(f"the run makes {name}, which was not there", name)
 
     def changes_so_far(self) -> list[Change] | None:
-        """Return what a run in progress has changed; None if that cannot be followed."""
+        """Return the changes of a run in progress; None if they cannot be followed."""
         kept, left = list(self.blockers), self.leaves_watched_objects
         try:
             found = list(self.changes(is_over=False))
@@ -409,7 +409,7 @@ class Environment(Found):
         return next((one for one, part in self._stand_ins.values() if part.value is thing), thing)
 
     def place_generators(self) -> None:
-        """Put something that is watched in the place of each generator of numpy."""
+        """Replace each generator of numpy by a watched one."""
         holders: list[tuple[Captured, Any]] = []
         for part in self.parts if self._stand_ins else ():
             stand_in = self.stand_in(_thing_of(part))
@@ -421,7 +421,7 @@ class Environment(Found):
         self.place(holders)
 
     def place(self, stand_ins: list[tuple[Captured, Any]]) -> None:
-        """Put something in the place of numbers while the run goes on."""
+        """Replace numbers by traced ones while the run goes on."""
         tuples: dict[int, tuple[Any, ...]] = {}
         for part, stand_in in stand_ins:
             assert part.parent is not None

@@ -330,7 +330,7 @@ class Ran:
             self.called[key] = frame.f_code, frame.f_lineno
 
     def begin(self) -> None:
-        """Note what the calling thread runs from now on."""
+        """Note the code that the calling thread runs from now on."""
         # A profiler learns of calls of C functions, which `sys.settrace` does not report, and
         # which cannot be wrapped one by one. It replaces the user's own, so that Python 3.12 and
         # later use `sys.monitoring` (`_Monitored`), which has room for several tools.
@@ -339,7 +339,7 @@ class Ran:
         sys.setprofile(self._profile)
 
     def leave(self, answers: bool = False) -> None:
-        """Note nothing until `enter`, as what runs is not the model's.
+        """Note nothing until `enter`, as the running code is not the model's.
 
         Args:
             answers: whether the code may ask for function modes nevertheless.
@@ -517,7 +517,7 @@ OWN_NUMBER = "which no other object has, and none of another call"
 
 
 def ran(wants_inside: Callable[[], bool]) -> Ran:
-    """Return what notes the code of a run."""
+    """Return an object that notes the code of a run."""
     return (_Monitored if sys.version_info >= (3, 12) else Ran)(wants_inside)
 
 

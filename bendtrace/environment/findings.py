@@ -107,7 +107,7 @@ SWITCHES = ("torch.amp.autocast_mode", "torch.autograd.grad_mode")
 
 
 def read_switched(value: Any) -> Any:
-    """Return what a switch of a mode is set to."""
+    """Return the setting of a switch of a mode."""
     return [(n, item) for n, item in vars(value).items() if not n.startswith(("prev", "_infer"))]
 
 
@@ -147,7 +147,7 @@ def _flat(state: Any) -> Any:
 
 
 def read_logger(value: Any) -> Any:
-    """Return what decides which records a logger passes on, and where to."""
+    """Return the settings that decide which records a logger passes on, and where to."""
     found: list[Any] = [value.manager.disable]
     while value is not None:
         found += (value.level, value.disabled, value.propagate, list(value.handlers))
@@ -213,7 +213,7 @@ def _of_cell(cell: types.CellType) -> Iterator[Any]:
 
 
 def content_reader(value: Any) -> Callable[[Any], Any] | None:
-    """Return what reads the content of a thing, as far as it is not in attributes."""
+    """Return a reader of the content of an object that is not in attributes."""
     for kind, reader in _BUILTIN_READERS:
         if isinstance(value, kind):
             return reader
@@ -285,7 +285,7 @@ _OF_ITERTOOLS = frozenset(
 
 
 def position_reader(value: Any) -> Callable[[Any], Any] | None:
-    """Return what reads how far an iterator has come; None for what is none of Python's own.
+    """Return a reader of an iterator's position; None for iterators other than Python's own.
 
     It returns something new each time where that cannot be read.
     """
@@ -353,7 +353,7 @@ class Finder(Protocol):
         """Note that there is an object of a class."""
 
     def met_opaque(self, value: Any, label: str) -> None:
-        """Note something whose content cannot be read."""
+        """Note an object whose content cannot be read."""
 
     def met_too_many(self) -> None:
         """Note that there is more than can be watched."""
@@ -394,7 +394,7 @@ class WatchedContent:
         )  # fmt: skip
 
     def add(self, value: Any, label: str) -> None:
-        """Watch a thing, and all that it holds, unless that is more than can be watched."""
+        """Watch an object and its content, unless that is more than can be watched."""
         waiting = [(value, label)]
         while waiting:
             value, label = waiting.pop()
@@ -422,16 +422,16 @@ class WatchedContent:
             )
 
     def add_builtins(self, names: Collection[str]) -> None:
-        """Watch what the names of Python's builtins stand for."""
+        """Watch the values of Python's builtin names."""
         asked = (*sorted({*names} - {"print", "open"}),)  # which a run replaces itself
         self._watch(vars(builtins), functools.partial(read_keys, asked), "builtins")
 
     def add_registered(self) -> None:
-        """Watch what counts as a subclass of an abstract class."""
+        """Watch the registered subclasses of an abstract class."""
         self._add_content(abc, lambda module: [module.get_cache_token()], "abc")
 
     def add_bases(self, classes: Iterable[type]) -> None:
-        """Watch what classes inherit from."""
+        """Watch the bases of classes."""
         self._classes += classes
         self._bases += map(_mro, self._classes)
 
@@ -441,14 +441,14 @@ class WatchedContent:
             self._add_content(thing, read_names, getattr(thing, "__qualname__", ""))
 
     def add_attribute(self, thing: Any, name: str) -> None:
-        """Watch one attribute of a function or class, and all that it holds."""
+        """Watch one attribute of a function or class, and its content."""
         label = f"{thing.__qualname__}.{name}"
         content = self._add_content(thing, functools.partial(read_slots, (name,)), label)
         for held in content.held():
             self.add(held, label)
 
     def add_slots(self, thing: Any, label: str) -> None:
-        """Watch what a thing keeps in slots, and all that this holds."""
+        """Watch the slots of an object, and their content."""
         if names := tuple(slots_of(type(thing))):
             content = self._add_content(thing, functools.partial(read_slots, names), label)
             for name, held in zip(names, content.held(), strict=True):
@@ -478,7 +478,7 @@ class WatchedContent:
         self._whole.append(_Kept(cache, entries_of, label))
 
     def same(self) -> bool:
-        """Return whether everything holds what it held."""
+        """Return whether all content is unchanged."""
         now = [*map(version_of, self._dicts)]
         if now != self._versions:
             if not all(table.same() for table in self._tables):
@@ -538,7 +538,7 @@ class WatchedContent:
         return all(content.same() for content in self._others)
 
     def changed(self) -> Iterator[str]:
-        """Yield the labels of what does not hold what it held."""
+        """Yield the labels of objects whose content has changed."""
         for content in (*self._tables, *self._others, *self._whole):
             if not content.same():
                 yield content.label
@@ -864,7 +864,7 @@ class Places:
         return Contents(self.dicts, named, held)
 
     def before(self, contents: Contents) -> dict[int, dict[Any, Any]]:
-        """Return what each part held when its content was read, by index."""
+        """Return the content of each part when it was read, by index."""
         found: dict[int, dict[Any, Any]] = {}
         begin = 0
         for part, size in zip(self._parts, contents.sizes, strict=True):

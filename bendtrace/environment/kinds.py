@@ -47,7 +47,7 @@ def definitions(functions: Iterable[Any]) -> str:
 
 
 def container_kind(kind: type) -> CaptureKind:
-    """Return what kind of part a container of some type is."""
+    """Return the kind of part for containers of some type."""
     if issubclass(kind, list) or kind is collections.deque:
         return CaptureKind.LIST
     if issubclass(kind, tuple):
@@ -79,12 +79,12 @@ def package_of(value: Any) -> str:
 
 
 def packages_of(space: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Return the packages of what some names stand for in the globals of a function."""
+    """Return the packages of the objects behind some names in the globals of a function."""
     return {package_of(space[name]) for name in names if name in space}
 
 
 def hides_attributes(value: Any, kind: type) -> bool:
-    """Return whether an object gives something else for the dict of its attributes."""
+    """Return whether an object hides the dict of its attributes."""
     if not isinstance(kind.__getattribute__, types.FunctionType) or not kind.__dictoffset__:
         return False
     return getattr(value, "__dict__", None) is not object.__getattribute__(value, "__dict__")

@@ -1,4 +1,4 @@
-"""Reachability: what the code of a model can read besides its arguments."""
+"""Reachability: the values that the code of a model can read besides its arguments."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _kept: dict[Any, tuple[Reachable, CodeVersion]] = {}
 def reachable_from(
     subject: type | types.FunctionType, entries: frozenset[str] = _CALLED
 ) -> Reachable:
-    """Find what a class, through some of its methods, or a function can reach.
+    """Find everything that a function, or a class through some of its methods, can reach.
 
     Args:
         subject: the class or function.

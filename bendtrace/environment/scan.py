@@ -1,4 +1,4 @@
-"""The scan of what a run can read, value by value: arguments, modules, containers and objects.
+"""The scan of all values that a run can read: arguments, modules, containers and objects.
 
 It begins with the arguments and the callable, and follows attributes, items and hooks. Its base
 class (`CodeScan`) finds the values that code names. Each value is listed once.
@@ -170,7 +170,7 @@ class TooManyError(Exception):
 
 
 class CodeScan:
-    """Lists what code can read; a subclass says how values are scanned.
+    """Lists the values that code can read; a subclass says how values are scanned.
 
     Args:
         found: receives the parts.
@@ -200,7 +200,7 @@ class CodeScan:
             raise TooManyError
 
     def _scan(self, value: Any, route: Route) -> None:
-        """Scan a value, and all that can be reached from it."""
+        """Scan a value, and everything that can be reached from it."""
         raise NotImplementedError
 
     def _scan_by_identity(self, value: Any, route: Route) -> None:
@@ -234,7 +234,7 @@ class CodeScan:
     # Functions, and what they name.
 
     def _scan_code(self, subject: type | types.FunctionType, everything: bool = False) -> None:
-        """Scan what code can read besides its arguments.
+        """Scan the values that code can read besides its arguments.
 
         Args:
             subject: a module's class, or a function.
@@ -625,7 +625,7 @@ def reason_of_hooks(label: str, table: str) -> str:
 
 
 class Scan(CodeScan):
-    """Lists what a run can read.
+    """Lists the values that a run can read.
 
     Args:
         found: receives the parts.

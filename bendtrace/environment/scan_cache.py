@@ -81,7 +81,7 @@ class Notes:
     empty: list[types.CellType] = field(default_factory=list)
 
     def hold(self) -> bool:
-        """Return whether all that was decided by is still as it was."""
+        """Return whether all facts that decided the scan are unchanged."""
         if not all(vars(owner) is own for owner, own in self.owned):
             return False
         for namespace, name, value, judge, answer in self.judged.values():

@@ -181,7 +181,7 @@ class Course:
         return torch.nan_to_num(total, nan=_FAR, posinf=_FAR)
 
     def value(self, index: int) -> Any:
-        """Return what an op gave."""
+        """Return the result of an op."""
         return self._values[index]
 
     def applied(self, function: Callable[..., Any], operands: list[Any], is_whole: bool) -> Any:
@@ -261,7 +261,7 @@ class Course:
         return value if meta.dtype.is_floating_point else value.detach().to(meta.dtype)
 
     def truth(self, value: Any) -> Margin:
-        """Return the distance of what Python takes for true or false."""
+        """Return the distance of a value that Python takes for true or false."""
         if isinstance(value, Margin):
             return value
         if isinstance(value, (bool, torch.Tensor)) and torch.as_tensor(value).dtype is torch.bool:
@@ -539,7 +539,7 @@ class _Reader:
         self.is_exact = True
 
     def read(self, node: ast.AST | None, line: int) -> _Read:
-        """Return what gives the value of an expression; names mean what they do at a line."""
+        """Return a function for the value of an expression; names have their meaning at a line."""
         known = self._values.get(span_of(node)) if isinstance(node, ast.expr) else None
         if known is not None:
             index = known.op.index

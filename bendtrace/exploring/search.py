@@ -1029,7 +1029,7 @@ class Question:
         return course.truth(course.value(self.guard.index))
 
     def sides(self, answer: bool) -> list[Answers]:
-        """Return what an answer decides."""
+        """Return the sides that an answer decides."""
         decided = choices_of(self.around[0][0], answer) if self.decides else ()
         return [
             (choice, self.path, self.iteration[: loops_around(choice)], side)

@@ -320,7 +320,7 @@ def _placeholders(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
 
 
 def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
-    """Return what a call of an ONNX file has to have in common with the exported inputs.
+    """Return the properties that inputs of an ONNX file share with the exported inputs.
 
     Args:
         args: its positional arguments.

@@ -586,7 +586,7 @@ def _open(value: Any) -> Any:
 
 
 def _explain(error: BaseException, written: Written, file: str) -> tuple[str, str]:
-    """Return the error for what torch.export refuses, with the line of the model."""
+    """Return the error for code that torch.export refuses, with the line of the model."""
     seen: BaseException | None = error
     while seen is not None:
         lines = [f.lineno for f in traceback.extract_tb(seen.__traceback__) if f.filename == file]

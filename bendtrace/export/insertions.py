@@ -34,7 +34,7 @@ from bendtrace.tape.watchers import Stage
 
 
 class Insertions:
-    """The insertions of a model, for runs that record what they do like the model's own code.
+    """The insertions of a model, for runs that record their work like the model's own code.
 
     Args:
         board: where they are.
@@ -108,7 +108,7 @@ class Insertions:
                     self._parts.setdefault(id(part.read(())), (own, part))
 
     def _refuse_change(self, label: str) -> None:
-        """Raise if one of them sets what has a label."""
+        """Raise if one of them sets the object with a label."""
         variable = re.split(r"[.\[]", label)[0]
         for name, what in self._names.items():
             code = getattr(what._code, "__code__", None)
@@ -157,7 +157,7 @@ class Insertions:
 
 
 class _Follower(LiveInserter):
-    """Adds what is inserted to a run, without gates: what it does is recorded.
+    """Adds insertions to a run, without gates, so that their work is recorded.
 
     Args:
         plan: the insertions of the call.
@@ -232,7 +232,7 @@ class _Follower(LiveInserter):
 
 
 class _Span(NamedTuple):
-    """A call of an interjection, and what it has added to the tape.
+    """A call of an interjection, and the ops that it has added to the tape.
 
     Attributes:
         what: the interjection.

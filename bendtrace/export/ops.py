@@ -174,7 +174,7 @@ class SegmentOps(Expressions):
         return self.known[index]
 
     def handed(self, index: int) -> Value:
-        """Return the value of an op for what follows, which may leave it unused."""
+        """Return the value of an op for later code, which may leave it unused."""
         return self.known[index] if index in self.known else self.value_of(index)
 
     # Ops
@@ -391,7 +391,7 @@ class SegmentOps(Expressions):
         )
 
     def _memory(self, op: Op) -> frozenset[int]:
-        """Return what the result of an op may share memory with."""
+        """Return the numbers of the memory that the result of an op may have."""
         own = frozenset({len(self.names["__memories__"])})
         self.names["__memories__"].append(None)
         if makes_anew(op.target) or name_of(op.target) in _ANEW or gives_nothing(op):
@@ -488,7 +488,7 @@ class SegmentOps(Expressions):
         return text
 
     def _assigned(self, op: Op) -> str:
-        """Return an expression for what is assigned to an index."""
+        """Return an expression for the value assigned to an index."""
         text = self.value(op.args[2])
         if type(op.args[2]) in (bool, int, float):  # torch saves no constant of a side (2.13)
             text = f"{self.value(op.args[0])}.new_full((), {text})"
@@ -738,12 +738,12 @@ WRITTEN = (
 
 
 def memory_of(value: Value) -> frozenset[int]:
-    """Return what the tensors in a value may share memory with."""
+    """Return the numbers of the memory that tensors in a value may have."""
     return frozenset().union(*(one.memory for one in leaves(value) if isinstance(one, Tensors)))
 
 
 def mark_outdated(value: Value, written: frozenset[int], picked: set[int]) -> Value:
-    """Return a value after a write, in which copies of what was written are outdated.
+    """Return a value after a write, which makes copies of the written tensor outdated.
 
     Args:
         value: the value before.
@@ -760,7 +760,7 @@ def mark_outdated(value: Value, written: frozenset[int], picked: set[int]) -> Va
 
 
 def is_outdated(value: Value) -> bool:
-    """Return whether a part of a value is a copy of what was written to since."""
+    """Return whether a part of a value is a copy of a tensor that was written to since."""
     return isinstance(value, Outdated) or (
         isinstance(value, Several) and any(isinstance(leaf, Outdated) for leaf in leaves(value))
     )

@@ -796,7 +796,7 @@ class GuardCode:
         return len(self.checks) - 1
 
     def ask(self, source: Source, part: Captured) -> None:
-        """Ask of a part whether it is what it was, as far as that matters."""
+        """Write the tests of whether a part is unchanged, as far as that matters."""
         name, kind, label, size = source.part(part), part.kind, part.label, part.size
 
         def fail_if(condition: str, text: str) -> None:
@@ -990,7 +990,7 @@ class AliasGuards:
         source.line("return None")
 
     def ask(self, source: Source) -> None:
-        """Ask what has to be asked each time."""
+        """Write the tests that each check needs."""
         given, held = self._given, set(self._held)
         if len(given) > 1:
             names = [source.part(part) for part in given]

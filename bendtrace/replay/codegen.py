@@ -164,7 +164,7 @@ class RunWriter:
         return bool(self.schedule.available)
 
     def _enter(self) -> None:
-        """Take over what the run is given."""
+        """Take over the inputs of the run."""
         schedule, source, ops = self.schedule, self.source, self.tape.ops
         carried_out = [ops[i] for i in schedule.needed - schedule.available]
         used = [map(Ref, schedule.needed), ((op.args, op.kwargs) for op in carried_out)]
@@ -194,7 +194,7 @@ class RunWriter:
             source.emitted.add(index)
 
     def _write_position(self, position: int) -> None:
-        """Write what comes before an op."""
+        """Write the lines before an op."""
         self._write_guards(position)
         if self._takes_over and position == self.schedule.last_departure:
             self.source.line("E.clear()")
@@ -237,7 +237,7 @@ class RunWriter:
         self._go_on_in(block)
 
     def _go_on_in(self, block: Checkpoint) -> None:
-        """Write what the backward pass will do again."""
+        """Write the code that the backward pass will run again."""
         source, portion = self.source, self.schedule.portion(block, write_portion)
         self._take_out(list(map(Ref, portion.outside)))
         values = "".join(f"v{index}, " for index in portion.outside)
@@ -273,7 +273,7 @@ class RunWriter:
         return position + 1
 
     def _forget(self, moment: int) -> None:
-        """Forget what nothing uses any more, as the model's own variables would."""
+        """Forget unused values, as the model's own variables would."""
         ops, emitted = self.tape.ops, self.source.emitted
         dying = sorted(self._dying.get(moment, ()))
         dead = [f"v{i}" for i in dying if i in emitted and is_freed(ops[i])]
@@ -282,7 +282,7 @@ class RunWriter:
             self.source.line("del " + ", ".join(dead))
 
     def _grow(self, position: int) -> None:
-        """Exchange what an op makes longer, if that may be done before the end."""
+        """Exchange the tensor that an op makes longer, if that may be done before the end."""
 
     def _names_of_grown(self, index: int) -> Iterable[str]:
         """Return by what names the code knows a tensor from outside that is let go."""

@@ -48,7 +48,7 @@ class Mismatch:
 def explain_check(
     check: Check, program: Program, arguments: tuple[Any, ...]
 ) -> Callable[[], Mismatch]:
-    """Look at what an input guard finds now; return a function that explains why it fails."""
+    """Look at the value of an input guard; return a function that explains why it fails."""
     with torch._C.DisableTorchFunction():  # what a class does when it is asked is the model's
         if check.guard is None:
             mismatch = _explain_part(check, arguments)
@@ -73,7 +73,7 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
 
 
 def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Callable[[], Mismatch]:
-    """Return what says why a replay could not go on; it holds none of the replay's values.
+    """Return a function that says why a replay stopped, without holding the replay's values.
 
     Args:
         recording: the run that was repeated.
@@ -96,7 +96,7 @@ def _of_error(op: Op, before: Raised | None, now: Raised | None) -> str:
 
 
 def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
-    """Say what a guard found when it was recorded, and what it finds now."""
+    """Describe the recorded and the present value of a guard."""
     guard = recording.tape.guards[number]
     if isinstance(guard, ErrorGuard):
         reason = _of_error(recording.tape.ops[guard.index], guard.answer, new)

@@ -75,7 +75,7 @@ class GlobalState(NamedTuple):
         )
 
     def difference(self) -> str | None:
-        """Say what is different now, or None."""
+        """Describe the difference now; None if there is none."""
         for name, recorded, now in zip(self._fields, self, GlobalState.current(), strict=True):
             if recorded != now:
                 if name == "monkeypatches":

@@ -102,7 +102,7 @@ class Graph:
         return list(found.values())
 
     def add(self, recording: Recording, hits: int = 1) -> list[tuple[Node, Piece]] | None:
-        """Add what a run was the first to do.
+        """Add the work that a run was the first to do.
 
         Args:
             recording: the run.
@@ -190,7 +190,7 @@ class Graph:
         return self.first if way == ((self.first, -1, None),) else self._ways.get(way)
 
     def forget(self, owner: Any) -> None:
-        """Drop the pieces of an owner, and what is known only from them."""
+        """Drop the pieces of an owner, and everything that only they show."""
         self._ways = {w: last for w, last in self._ways.items() if last.owner is not owner}
         for piece in self.pieces():
             if piece.owner is owner:
@@ -335,7 +335,7 @@ def _is_repeated(tape: Tape, number: int) -> bool:
 
 
 def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
-    """Compare what a run did after an answer with what is known to follow it.
+    """Compare the work of a run after an answer with the known continuation.
 
     Another run that was in the same state shows what follows. The two runs are compared
     from that state to a guard, or to the end, as far as both are known.
@@ -425,7 +425,7 @@ def _ask_alike(one: Tape, after: int, until: int | None, other: Tape, number: in
 
 
 def does_something(tape: Tape, one: int, other: int) -> bool:
-    """Return whether the model has done something between two guards."""
+    """Return whether the model has done an op between two guards."""
     between = tape.ops[tape.guards[one].position : tape.guards[other].position]
     return any(map(counts, between))
 

@@ -65,7 +65,7 @@ class Growth:
 
 
 def growths_of(recording: Recording) -> dict[int, Growth]:
-    """Return what a run makes longer, by the ops that make it."""
+    """Return the tensors that a run makes longer, by the ops that make them."""
     if not recording.changes:
         return {}
     tape, parts = recording.tape, recording.environment.parts
@@ -144,7 +144,7 @@ def places_of(parts: Iterable[Captured]) -> frozenset[_Place]:
 
 
 class _Grown(NamedTuple):
-    """A tensor that was exchanged, and what it takes to put it back.
+    """A tensor that was exchanged, with everything needed to put it back.
 
     Attributes:
         growth: what was exchanged for what.
@@ -234,7 +234,7 @@ class Holes(list[Any]):
         return self._places.isdisjoint(taken) and self._places <= {g.place for g in growths}
 
     def put_back(self) -> None:
-        """Exchange nothing any more, and put back what was exchanged so far."""
+        """Stop exchanging, and put back the tensors exchanged so far."""
         self.may_grow = False
         for grown in reversed(self.grown):
             put(grown.holder, grown.growth.change.key, grown.cut_out())
@@ -271,7 +271,7 @@ def know_states(recording: Recording, analysis: Analysis, joins: bool = True) ->
 
 
 def _state_after(tape: Tape, number: int) -> State:
-    """Return a state that is known by the path to it: it holds all that was computed."""
+    """Return a state that is known by the path to it: it holds all computed values."""
     before = number - 1
     while before >= 0 and before not in tape.states:
         before -= 1

@@ -185,7 +185,7 @@ class Program:
         return self._pieces >= self.lifts_at and not self.is_lifted
 
     def lifting(self, counters: bool = False) -> Lifting | None:
-        """Return what lifts numbers as in the runs so far; None if nothing does.
+        """Return the lifting of numbers in the runs so far; None if there is none.
 
         Args:
             counters: whether to lift those that count the rounds of loops in any case.
@@ -238,7 +238,7 @@ class Program:
             return False
 
     def value_now(self, guard: Guard, arguments: tuple[Any, ...]) -> Any:
-        """Compute what an input guard tests, for other arguments."""
+        """Compute the value that an input guard tests, for other arguments."""
         ops = self.recording.tape.ops
         source = Source()
         source.begin("value(A)")
@@ -531,7 +531,7 @@ class Program:
         self._changes += 1
 
     def join(self, recording: Recording, hits: int = 1) -> bool:
-        """Add what a run has seen for the first time to the graph.
+        """Add the new part of a run to the graph.
 
         Args:
             recording: the run.
@@ -614,7 +614,7 @@ ENDS.add(Program._agreed.__code__)
 
 
 def departure_by(error: Exception, recording: Recording, code: Code) -> Departure | None:
-    """Turn what an op raised into a departure; None if it was not an op that raised it."""
+    """Turn the error of an op into a departure; None for other errors."""
     # The traceback has the frame of the replay with all values so far. A `try` around each op in
     # the generated code would have to list the values that are alive there.
     place = place_of(error, code)

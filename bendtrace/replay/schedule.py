@@ -1,4 +1,4 @@
-"""The schedule of a recorded run: what is done in which order, and when each value dies.
+"""The schedule of a recorded run: the order of its work, and the end of each value.
 
 Everything that writes code for a run, or carries it out op by op, goes by a schedule: which ops
 are needed, which guards are tested between them, and what is used for the last time where.
@@ -197,7 +197,7 @@ class Schedule:
     def portion(
         self, block: Checkpoint, write: Callable[[Portion], Callable[..., None]] | None = None
     ) -> Portion:
-        """Return what it does in a block.
+        """Return its work in a block.
 
         Args:
             block: the block.
@@ -313,7 +313,7 @@ class Schedule:
         return [ops[index] for index in sorted(found)]
 
     def _parts_of(self, index: int) -> Iterator[int]:
-        """Yield what a value is computed from: arguments, state, and what is handed over."""
+        """Yield the sources of a value: arguments, state, and handed over values."""
         op = self.tape.ops[index]
         if op.is_given or index in self.available:
             yield index

@@ -55,7 +55,7 @@ class Path:
         return self.worth + self.hits - self.weighed
 
     def age(self) -> None:
-        """Let what was used until now count for half."""
+        """Let earlier use count for half."""
         self.worth, self.weighed = self.uses // 2, self.hits
 
 
@@ -95,7 +95,7 @@ class Stretch(Path):
     _by_outcome: dict[Stop, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
 
     def side(self, number: Stop, outcome: Any) -> Side | None:
-        """Return what is known of an outcome of a guard."""
+        """Return the known side for an outcome of a guard."""
         sides = self.sides.get(number, ())
         if len(sides) > _FEW and type(outcome) in (bool, int, str):
             return self._looked_up(number, sides).get((type(outcome), outcome))
@@ -114,7 +114,7 @@ class Stretch(Path):
         return known
 
     def make_side(self, number: Stop, outcome: Any) -> Side:
-        """Return what is known of an outcome of a guard, which is added if it is new."""
+        """Return the side for an outcome of a guard, which is added if it is new."""
         side = self.side(number, outcome)
         if side is None:
             side = Side(outcome)
@@ -197,7 +197,7 @@ class Divergence:
 
     @property
     def known_live(self) -> bool:
-        """Return whether it is known already that what follows can only be run live."""
+        """Return whether the continuation is known to run live only."""
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
 

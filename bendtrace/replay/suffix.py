@@ -133,7 +133,7 @@ class Suffix:
         return self.cuts.at(index, position, scope) is None and self._lacking[index]
 
     def _before_cuts(self) -> list[int]:
-        """Return the ops whose values only led to what is given now, or may have, in order."""
+        """Return the ops whose values may have led to given values only, in order."""
         found: set[int] = set()
         waiting = list(self.cuts.indices)
         while waiting:
@@ -170,7 +170,7 @@ class Suffix:
         by: int,
         writer: int | None = None,
     ) -> None:
-        """Note that a value is needed at a position, with all that it is made from.
+        """Note that a value is needed at a position, with all its sources.
 
         Args:
             index: the op that gives it.
@@ -476,7 +476,7 @@ def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Rest:
 
 
 class _RestWriter(RunWriter):
-    """Writes `run(A, E)` with the given values in the place of what led to them."""
+    """Writes `run(A, E)` with the given values in place of the ops that led to them."""
 
     _takes_over = True
 
@@ -629,7 +629,7 @@ _VIEWS = frozenset(
 
 
 class Memory:
-    """The tensors of a run, and what is known of their memory.
+    """The tensors of a run, and the known facts about their memory.
 
     Args:
         recording: the run.

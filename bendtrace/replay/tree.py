@@ -185,7 +185,7 @@ class TraceTree:
         return program
 
     def lifting(self) -> Lifting | None:
-        """Return what lifts numbers in a run of a new program; None if nothing does."""
+        """Return the lifting of numbers in a run of a new program; None if there is none."""
         if not (self._numbers or self.varying):
             return None
         return Lifting(None, numbers=self._numbers, places=self.varying)
@@ -583,7 +583,7 @@ def _is_due(hits: int) -> bool:
 
 
 def _kind_of(argument: Any) -> Any:
-    """Return what arguments that the same program serves are likely to have in common."""
+    """Return properties that arguments of the same program are likely to share."""
     kind = type(argument)
     if kind is torch.Tensor:
         return argument.dtype, None if argument.is_nested else tuple(argument.shape)

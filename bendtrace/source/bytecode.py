@@ -322,7 +322,7 @@ _LAST = frozenset(
 
 
 def _effects(code: CodeType, step: dis.Instruction) -> list[tuple[str, int]] | None:
-    """Return what an instruction does to variables, in order; None if that is not known."""
+    """Return the effects of an instruction on variables, in order; None if unknown."""
     if "FAST" not in step.opname:
         return []
     named = step.argval if isinstance(step.argval, tuple) else (step.argval,)
@@ -378,7 +378,7 @@ def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
 
 
 def local_in(frame: FrameType, name: str) -> Any:
-    """Return what a local variable of a running frame holds; None if it holds nothing."""
+    """Return the value of a local variable of a running frame; None if it has none."""
     variables = frame.f_locals
     value = variables.get(name)
     if _COPIES:

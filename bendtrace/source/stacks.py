@@ -365,7 +365,7 @@ class _Look:
 
 
 def _find_layout() -> Layout | None:
-    """Look for what is known to be in some frames."""
+    """Search some frames for objects that are known to be in them."""
     look, one, two = _Look(), object(), object()
     step = look.__call__
     if not all((step(one, two), step(one, two), *map(step, (one, one), (two, two)))):
@@ -416,7 +416,7 @@ class _Asked:
 
 
 class _Compared:
-    """Looks at what is left of a comparison when the truth of its result is asked for."""
+    """Looks at the rest of a comparison when the truth of its result is asked for."""
 
     def __init__(self, places: Layout) -> None:
         self.places = places
@@ -446,7 +446,7 @@ def _looping(asked: _Asked, one: object) -> Iterator[bool]:
 
 
 def _fits(places: Layout) -> bool:
-    """Return whether a layout gives what is known to be in some frames."""
+    """Return whether a layout finds the known objects in some frames."""
     asked, first, second = _Asked(places), object(), object()
     made = []
     for one in (first,):

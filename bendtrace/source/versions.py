@@ -334,7 +334,7 @@ class Words:
         self._fixed[id(thing) + offset] = word
 
     def reader(self) -> Reader:
-        """Return what reads them.
+        """Return a reader of them.
 
         Raises:
             Unreadable: there are none, or numpy is not there.
@@ -353,7 +353,7 @@ class Words:
 
 
 class Entries:
-    """The classes and ranks of what tables hold, which may change while the tables do not.
+    """The classes and ranks of tables' values, which may change while the tables do not.
 
     Only the tables keep their tensors alive, and no weak references tell when one dies: torch swaps
     no tensor that has some. So words are read only right after the tables were found as they were
@@ -410,7 +410,7 @@ class Entries:
 
 
 def reader_of_versions(tables: Iterable[Mapping[Any, Any]]) -> Reader | None:
-    """Return what reads whether something was written to dicts; None where that is not to be."""
+    """Return a reader of writes to dicts; None where words are not read."""
     places = offsets()
     if places is None:
         return None
@@ -538,7 +538,7 @@ def _of_functions() -> tuple[int, ...]:
 
 
 def _find_offset(candidates: Iterable[int], is_there: Callable[[int], bool]) -> int:
-    """Return the only offset of which something is true."""
+    """Return the only offset for which a test holds."""
     found = [offset for offset in candidates if is_there(offset)]
     if len(found) != 1:
         raise Unreadable

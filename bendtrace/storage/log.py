@@ -345,7 +345,7 @@ def _files(history: RunLog) -> set[str]:
 
 
 def _write_passed(draft: Draft, log: Log) -> dict[str, Any]:
-    """Write what modules received or returned in the place of other entries."""
+    """Write values that modules received or returned in place of other entries."""
     own = {id(entry) for entry in log.entries}
     values: dict[str, Any] = {}
     names: dict[int, str] = {}
@@ -604,7 +604,7 @@ def _is_current(directory: str, draft: Draft) -> bool:
 
 
 def _clean(directory: str) -> None:
-    """Delete what dead saves have left, and the save that was replaced."""
+    """Delete the remains of dead saves, and the save that was replaced."""
     current = None
     if os.path.lexists(os.path.join(directory, MANIFEST)):
         try:

@@ -302,7 +302,7 @@ class Captured:
         return self.read_from(self.parent.read(arguments))
 
     def read_from(self, parent: Any) -> Any:
-        """Read its current value from what it is reached from."""
+        """Read its current value from its parent."""
         if self.access is Access.CELL:
             return parent.cell_contents
         if self.access is Access.CONTEXT:
@@ -468,7 +468,7 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
 
 
 def slot_of(value: Any, name: str) -> Any:
-    """Return what is in a slot of an object, bypassing `__getattr__`; UNSET for nothing."""
+    """Return the content of a slot of an object, bypassing `__getattr__`; UNSET for nothing."""
     try:
         return object.__getattribute__(value, name)
     except AttributeError:
@@ -553,7 +553,7 @@ def _members_of(values: Any) -> tuple[Any, ...]:
 
 
 def _items_of(container: Any) -> Exact:
-    """Return what a container of plain values holds: items and attributes, in their order."""
+    """Return the content of a container of plain values: items and attributes, in order."""
     kind = type(container)
     keys: tuple[Any, ...] = ()
     if isinstance(container, dict):

@@ -159,7 +159,7 @@ _use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: -1)
 
 
 def flat(key: Any) -> Iterator[Any]:
-    """Yield what a key consists of, but for plain values."""
+    """Yield the parts of a key, but for plain values."""
     if type(key) in (tuple, frozenset):
         for item in key:
             yield from flat(item)

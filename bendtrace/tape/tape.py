@@ -393,7 +393,7 @@ class Guard:
         return f"{self.finding} != {literals.constant(self.answer)}"
 
     def word(self, answer: Any) -> Any:
-        """Return what people read for an answer."""
+        """Return the words that people read for an answer."""
         return answer
 
 

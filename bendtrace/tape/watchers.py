@@ -40,19 +40,19 @@ class Watcher(Protocol):
         """Return a text that is used after all, and guard the values in it."""
 
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """Query something of a tensor other than its values, and guard the answer."""
+        """Query a fact of a tensor other than its values, and guard the answer."""
 
     def identified(self, tensor: torch.Tensor) -> None:
         """Record that code tells a tensor by its identity."""
 
     def unseen(self, what: str) -> None:
-        """Record that the run reaches something that a replay could not repeat."""
+        """Record that the run does something that a replay could not repeat."""
 
     def recomputed(self, entering: bool) -> None:
         """Record that a block begins or ends that the backward pass runs again."""
 
     def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
-        """Return what goes through a block that the backward pass runs again."""
+        """Run a block that the backward pass runs again, and return its output."""
 
     def forgot_casts(self) -> None:
         """Record that autocast clears its cache of cast weights."""

@@ -512,7 +512,7 @@ _apply_to_tensors: Any = internal(
 
 
 def _apart(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
-    """Return the tensors in a value, and what puts others in their places.
+    """Return the tensors in a value, and a function that puts others in their places.
 
     In the kinds of containers that FSDP and DDP look for tensors in.
     """
@@ -727,14 +727,14 @@ class Ranks:
         return number
 
     def _forget(self, group: Group, number: int) -> None:
-        """Remove what was said at a meeting that all have left."""
+        """Remove the messages of a meeting that all have left."""
         if number >= 0:
             for name in ("what", "count", "answer"):
                 self.messages += 1
                 self.store.delete_key(f"{group.name}/{number}/{name}")
 
     def _exchange(self, key: str, value: str) -> bytes:
-        """Set a key unless it is set, and return what it is."""
+        """Set a key unless it is set, and return its value."""
         self.messages += 1
         return bytes(self.store.compare_set(key, "", value))
 

@@ -61,7 +61,7 @@ def is_host_generator(value: Any) -> bool:
 
 
 def generator_name(generator: Any) -> str:
-    """Return what messages call a generator that the model does not hold."""
+    """Return the name in messages of a generator that the model does not hold."""
     if generator is _python:
         return "Python's random generator"
     return "numpy's random generator" if generator in global_generators() else "a generator"
@@ -235,7 +235,7 @@ def _function(module: Any, name: str, of_numpy: bool) -> Callable[..., Any]:
 
 @functools.cache
 def _method_in_place(name: str) -> Callable[..., Any]:
-    """Return what takes the place of a method of numpy's own generator."""
+    """Return the replacement of a method of numpy's own generator."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         function, watcher = _draw_globally(True, name, by_module=False), current_watcher()
@@ -250,7 +250,7 @@ def _method_in_place(name: str) -> Callable[..., Any]:
 
 
 def is_drawn_from(value: Any) -> bool:
-    """Return whether something else has to take the place of what the model holds.
+    """Return whether a value that the model holds has to be replaced.
 
     That is a generator of numpy, and a method of a generator that is written in C.
     """
@@ -272,7 +272,7 @@ def is_module_of_draws(namespace: Any) -> bool:
 
 
 def stand_in_for(value: Any) -> Any:
-    """Return what takes the place of such a thing while a run is recorded."""
+    """Return the replacement of such an object while a run is recorded."""
     if isinstance(value, types.BuiltinFunctionType):
         return types.MethodType(_method(value.__name__), value.__self__)
     if isinstance(value, types.MethodType):

@@ -513,7 +513,7 @@ _DECLARED = (
 
 
 def is_inserted(op: Op) -> bool:
-    """Return whether an op calls what is inserted."""
+    """Return whether an op calls an insertion."""
     return getattr(op.target, "is_gate", False) is True
 
 
@@ -523,7 +523,7 @@ def is_gate(op: Op) -> bool:
 
 
 def calls_node(op: Op) -> bool:
-    """Return whether an op calls what is inserted instead of a node, which may call the node."""
+    """Return whether an op calls an insertion instead of a node, which may call the node."""
     return getattr(op.target, "calls_node", False) is True
 
 

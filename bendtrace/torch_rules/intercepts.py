@@ -443,7 +443,7 @@ _OF_CUDAS_GENERATORS = (
 
 
 class _EntryPoint(NamedTuple):
-    """An attribute of `owner`, what it is exchanged for, and what it is otherwise."""
+    """An attribute of `owner`, its replacement, and its original."""
 
     owner: Any
     name: str

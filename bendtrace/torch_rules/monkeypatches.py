@@ -69,7 +69,7 @@ Monkeypatches = tuple[Monkeypatch, ...]
 
 
 class _Space:
-    """A module or class, and what its functions were when this module was imported.
+    """A module or class, and its functions when this module was imported.
 
     Args:
         name: of the module or class.
@@ -227,7 +227,7 @@ _UNTOLD = "replaces a torch function, but which one it calls cannot be determine
 
 
 def _original_of(value: Any, code: types.CodeType | None) -> Any:
-    """Return the function that something stands in for, None if there is none."""
+    """Return the function that a replacement stands for; None if there is none."""
     found = {id(patch.original): patch for patch in monkeypatches() if patch.value is value}
     meant = list(found.values())
     if len(meant) > 1 and code is not None:

@@ -101,7 +101,7 @@ class Writes:
             self.stale.append((ref, tensor))
 
     def watch_memory(self) -> None:
-        """Notice if the current op puts what it received into other memory, by `x.data = y`."""
+        """Notice if the current op puts its input into other memory, by `x.data = y`."""
         self._memory = [storage_of(tensor) for _, tensor, _ in self._given]
 
     def tensors(self) -> list[Tensor]:
@@ -123,7 +123,7 @@ class Writes:
         return {index: writer for index, writer in found.items() if writer is not None}
 
     def written_by(self, op: Op) -> None:
-        """Record on an op, after it ran, what it has written to."""
+        """Record on an op, after it ran, the tensors that it has written to."""
         if not self._given:
             return
         self._note_sharing(op)
@@ -199,7 +199,7 @@ _POSITION = 5  # of the flag, among the arguments of all of them
 
 
 def _silent_writes(op: Op) -> Set[int]:
-    """Return what an op writes to that torch does not count: statistics of batches, for one.
+    """Return the tensors of uncounted writes of an op, such as statistics of batches.
 
     Seen in torch 2.13 to 2.15; tests/test_validate.py would notice a change.
     """
@@ -282,7 +282,7 @@ _BY_NAME = (
 
 
 def _collective_writes(op: Op, position: int) -> Set[int]:
-    """Return what a collective writes to, if it is one."""
+    """Return the tensors that an op writes to, if it is a collective."""
     if getattr(op.target, "__module__", "") != "torch.distributed.distributed_c10d":
         return _NONE
     named = [op.kwargs[name] for name in _BY_NAME if name in op.kwargs]
@@ -290,7 +290,7 @@ def _collective_writes(op: Op, position: int) -> Set[int]:
 
 
 def _writes_by_name(op: Op) -> set[int]:
-    """Return what an op writes to, going by its name: tensors of inference mode have no version."""
+    """Return the tensors that an op writes to by its name, as inference tensors have no version."""
     found: set[int] = set()
     if works_in_place(op) or getattr(op.target, "__name__", "") == "__setitem__":
         found.update(ref.index for ref in refs_in(op.args[:1]))
@@ -434,7 +434,7 @@ class SharedArrays:
                 self._shared.pop(storage, None)
 
     def ended(self, op: Op, given: Iterable[Tensor]) -> None:
-        """Check what an op has written to."""
+        """Check the tensors that an op has written to."""
         for storage in self._storages_of(given) if op.writes else ():
             shared = self._shared[storage]
             if shared.was_there or not _is_free(shared):

@@ -306,7 +306,7 @@ def _module_keys(name: str, class_name: str, shifted: set[str]) -> tuple[Hashabl
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Yield what a numbered module above a name, or the name itself, is numbered in."""
+    """Yield the lists in which a name, or a module above it, is numbered."""
     parts = name.split(".") if name else []
     for length, part in enumerate(parts):
         if part.isdecimal():
@@ -692,7 +692,7 @@ def loop_text(step: FlowStep) -> str:
 
 
 class Change:
-    """A difference between two runs, with the names of what its plain form has."""
+    """A difference between two runs, with the fields of its plain form."""
 
     _plain_form: ClassVar[tuple[str, ...]] = ("kind", "a", "b")
 

@@ -95,7 +95,7 @@ def figure(scene: Scene) -> Figure:
 
 
 def _join(scene: Scene, shapes: dict[Node, Shape], made: dict[Net, list[Edge]]) -> None:
-    """Let what a repetition hands to the next run to where that value came in at first."""
+    """Lead a value that a repetition hands on to the place where it came in at first."""
     around: dict[Shape, list[Shape]] = {}  # the repeated boxes around each shape
 
     def walk(node: Node, frames: list[Shape]) -> None:

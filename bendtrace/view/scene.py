@@ -945,7 +945,7 @@ def scene(
 
 
 def _step_key(step: FlowStep, by_name: bool) -> object:
-    """Return what decisions have in common that are repetitions of each other.
+    """Return the key that repetitions of one decision share.
 
     The last test of a loop has another outcome than those before it.
     """

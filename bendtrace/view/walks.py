@@ -346,7 +346,7 @@ def walks_of(program: Program) -> Iterator[Walk]:
 def _elsewhere(
     program: Program, stretch: Stretch, number: Stop, side: Side, asked: frozenset[Key]
 ) -> Iterator[Walk]:
-    """Yield what calls did after a guard that left the replay: those that ran live, or raised."""
+    """Yield the ends of calls that left the replay at a guard: they ran live, or raised."""
     graph, walks = program.graph, []
     if side.live is not None:
         live = PathEvents(side.live.recording, asked)

@@ -206,7 +206,7 @@ class _Reconstructs(Interjection):
         return check
 
     def _key(self, at: NodePass) -> str:
-        """Begin a pass of a node; return what its latents are kept under."""
+        """Begin a pass of a node; return the key of its latents."""
         if at.number == 0:  # also of a part of the model that is called by itself
             self.forget(at.path)
         elif at.number == 1:
@@ -614,7 +614,7 @@ class SparseAutoencoder(nn.Module):
 
 
 class _Normalised(SparseAutoencoder):
-    """Scales each input; `decode` scales back what the thread encoded last."""
+    """Scales each input; `decode` undoes the scaling of the thread's last input."""
 
     def __init__(self, scaling: str, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -210,7 +210,7 @@ class ResidualParts(dict[str, Any]):
         self, residual_stack: Tensor, tokens: Any, incorrect_tokens: Any = None, *,
         pos_slice: Position = None,
     ) -> Tensor:  # fmt: skip
-        """Return what parts of the final residual stream add to the logits of tokens.
+        """Return the shares of parts of the final residual stream in the logits of tokens.
 
         Args:
             residual_stack: the parts, without a norm applied.
@@ -672,7 +672,7 @@ class _Wanted:
         self._sources.append(_Source(where, part == "input", **options))
 
     def insert(self) -> None:
-        """Insert what keeps the values, around all other insertions.
+        """Insert the observers of the values, around all other insertions.
 
         Inputs are kept after all other insertions have changed them if their keeper is innermost.
         """

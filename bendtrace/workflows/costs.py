@@ -108,7 +108,7 @@ _OF_RUNS = "costs are those of a run, bt.trace(model, x, save='none')"
 
 
 def cost(run: Trace | BackwardPass, by: Literal["op", "module", "line"] = "op") -> Costs:
-    """Return what takes the time and the memory of a run, the most time first.
+    """Return the costs of a run in time and memory, the most time first.
 
     Args:
         run: a trace that measured its ops, as `bt.trace(..., save="none")` does, or the

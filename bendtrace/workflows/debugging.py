@@ -109,7 +109,7 @@ def find_nan(
     loss: Callable[[Any], Tensor] | None = None,
     **kwargs: Any,
 ) -> NonFinite | None:
-    """Run a model and return the first value that is NaN or infinite, with what caused it.
+    """Run a model and return the first value that is NaN or infinite, with its cause.
 
     Infinities can be meant: masks are made of them. A tensor counts if it holds a NaN, or if it
     holds an infinity, no operand and no buffer of its op does, and the op is not one that fills

@@ -369,7 +369,7 @@ def _always(number: int) -> bool:
 
 
 def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
-    """Return what leads to positions of the second axis."""
+    """Return an index of positions of the second axis."""
     if value.dim() < 2:
         raise InterjectionError(
             f"steer at {at.path}: {tuple(value.shape)} has no axis of positions; do not pass "
