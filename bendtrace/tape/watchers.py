@@ -52,7 +52,7 @@ class Watcher(Protocol):
         """Record that a block begins or ends that the backward pass runs again."""
 
     def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
-        """Run a block that the backward pass runs again, and return its output."""
+        """Return a generator that follows a block that the backward pass runs again, or None."""
 
     def forgot_casts(self) -> None:
         """Record that autocast clears its cache of cast weights."""
