@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from bendtrace.compiled.splices import Splice, Step
+from bendtrace.interject.facts import Facts
 from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
@@ -27,9 +28,9 @@ from bendtrace.interject.gates import (
     noted,
 )
 from bendtrace.interject.insertion import Tally
-from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass, Steady
+from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
-from bendtrace.interject.purity import effect_of_pure
+from bendtrace.interject.purity import effect_of_pure, facts_on
 from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
@@ -92,58 +93,84 @@ class PlannedInsertions:
     def __init__(self, plan: Plan) -> None:
         self.places: Hashable = plan.key
         self._plan = plan
-        self._turns: dict[int, tuple[Recording, list[_GateTurns] | str]] = {}
-        # The splices of a path that stay the same while attributes of insertions do.
-        self._steady: dict[int, tuple[SplicedTurns, Steady]] = {}
-        self._observers: dict[int, list[Interjection]] = {}
+        self._paths: dict[int, _Path] = {}
 
     def along(self, recording: Recording) -> SplicedTurns | str:
         """Return the splices of a path, or why one of its gates cannot be compiled."""
-        for what in self._observers.get(id(recording), ()):
-            if not what.deferrable:  # any more: an attribute may say so
-                return _undeferrable(what.label)
-        steady = self._steady.get(id(recording))
-        if steady is not None and steady[1].holds():
+        path = self._paths.get(id(recording))
+        if path is None:
+            path = self._paths[id(recording)] = _Path(recording, self._plan)
+        steady = path.steady  # read once: another thread may exchange it
+        if steady is not None and steady[1].hold():
             return steady[0]
-        known = self._turns.get(id(recording))
-        if known is None:
-            try:
-                found: list[_GateTurns] | str = [
-                    (op.index, op.target, _turns(op.target, op.args, recording, self._plan))
-                    for op in recording.tape.ops
-                    if isinstance(op.target, Gate)
-                ]
-            except _Refused as refused:
-                found = str(refused)
-            known = self._turns[id(recording)] = recording, found
-            if not isinstance(found, str):
-                turns = [turn for _, _, row in found for turn in row if turn.look is not None]
-                self._observers[id(recording)] = [turn.entry.what for turn in turns]
-        if isinstance(known[1], str):
-            return known[1]
-        effects: list[list[Effect | None]] = []
-        for _, _, turns in known[1]:
-            row: list[Effect | None] = []
-            for turn in turns:
-                effect = None
-                if turn.look is None:
-                    found_now = _effect(turn)
-                    if isinstance(found_now, str):
-                        return found_now
-                    effect = found_now
-                row.append(effect)
-            effects.append(row)
-        spliced = SplicedTurns(known[1], effects)
-        watched = Steady(
-            turn.entry.what for _, _, turns in known[1] for turn in turns if turn.look is None
-        )
-        if watched.is_possible:
-            self._steady[id(recording)] = spliced, watched
-        return spliced
+        return path.splice()
 
     def ran(self, recording: Recording) -> None:
         """Note that a call took a path."""
         self._plan.ran(recording)
+
+
+class _Path:
+    """The insertions along one path.
+
+    Args:
+        recording: the path.
+        plan: the insertions.
+
+    Attributes:
+        steady: the latest splices, or why there are none, and the facts that this depends on; None
+            if these are not known.
+    """
+
+    def __init__(self, recording: Recording, plan: Plan) -> None:
+        self.steady: tuple[SplicedTurns | str, Facts] | None = None
+        self._recording = recording  # kept alive, so that no other one has its identity
+        self._gates: list[_GateTurns] = []
+        self._refusal = ""
+        self._asked = 0
+        try:
+            for op in recording.tape.ops:
+                if isinstance(op.target, Gate):
+                    turns = _turns(op.target, op.args, recording, plan)
+                    self._gates.append((op.index, op.target, turns))
+        except _Refused as refused:
+            self._refusal = str(refused)
+        self._all = [turn for _, _, turns in self._gates for turn in turns]
+
+    def splice(self) -> SplicedTurns | str:
+        """Ask all insertions what they do now."""
+        self._asked += 1
+        # Facts take time themselves, and are of no use if attributes change in each call.
+        looks = self._asked > 1 and not self._asked & (self._asked - 1)
+        facts = self._facts() if looks else None  # first: what changes meanwhile is another fact
+        spliced = self._refusal or self._spliced()
+        self.steady = None if facts is None else (spliced, facts)
+        return spliced
+
+    def _facts(self) -> Facts | None:
+        facts = facts_on(turn.entry.what for turn in self._all if turn.look is None)
+        for turn in self._all:
+            if facts is not None and turn.look is not None:
+                facts.attribute(turn.entry.what, "deferrable")
+        return facts
+
+    def _spliced(self) -> SplicedTurns | str:
+        effects: list[list[Effect | None]] = []
+        for _, _, turns in self._gates:
+            row: list[Effect | None] = []
+            effects.append(row)
+            for turn in turns:
+                what = turn.entry.what
+                if turn.look is None:
+                    found = _effect(turn)
+                    if isinstance(found, str):
+                        return found
+                    row.append(found)
+                elif what.deferrable:
+                    row.append(None)
+                else:  # any more: an attribute may say so
+                    return _undeferrable(what.label)
+        return SplicedTurns(self._gates, effects)
 
 
 class SplicedTurns:
