@@ -119,9 +119,6 @@ class Inserted(Protocol):
     def along(self, recording: Recording) -> Spliced | str:
         """Return the splices of a path, or why one of its gates cannot be compiled."""
 
-    def ran(self, recording: Recording) -> None:
-        """Note that a call took a path."""
-
 
 def apply_step(step: Step, value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
     """Return the new value of a step, and the tensors that it keeps."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -25,9 +26,9 @@ from bendtrace.interject.gates import (
     Gate,
     StateGate,
     as_inputs,
-    noted,
+    exchange_store,
 )
-from bendtrace.interject.insertion import Tally
+from bendtrace.interject.insertion import Insertion, Tally
 from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
 from bendtrace.interject.purity import effect_of_pure, facts_on
@@ -102,12 +103,9 @@ class PlannedInsertions:
             path = self._paths[id(recording)] = _Path(recording, self._plan)
         steady = path.steady  # read once: another thread may exchange it
         if steady is not None and steady[1].hold():
+            path.asked = 1
             return steady[0]
         return path.splice()
-
-    def ran(self, recording: Recording) -> None:
-        """Note that a call took a path."""
-        self._plan.ran(recording)
 
 
 class _Path:
@@ -120,14 +118,21 @@ class _Path:
     Attributes:
         steady: the latest splices, or why there are none, and the facts that this depends on; None
             if these are not known.
+        asked: how often in a row the insertions were asked.
+        wants_runs: whether an insertion wants to know of each call, and not only of the first.
     """
 
     def __init__(self, recording: Recording, plan: Plan) -> None:
         self.steady: tuple[SplicedTurns | str, Facts] | None = None
+        self.asked = 0
+        self.wants_runs: bool = any(
+            type(entry.insertion).ran is not Insertion.ran for entry in plan.entries
+        )
         self._recording = recording  # kept alive, so that no other one has its identity
+        self._plan = plan
+        self._has_run = False
         self._gates: list[_GateTurns] = []
         self._refusal = ""
-        self._asked = 0
         try:
             for op in recording.tape.ops:
                 if isinstance(op.target, Gate):
@@ -139,13 +144,19 @@ class _Path:
 
     def splice(self) -> SplicedTurns | str:
         """Ask all insertions what they do now."""
-        self._asked += 1
+        self.asked += 1
         # Facts take time themselves, and are of no use if attributes change in each call.
-        looks = self._asked > 1 and not self._asked & (self._asked - 1)
+        looks = self.asked > 1 and not self.asked & (self.asked - 1)
         facts = self._facts() if looks else None  # first: what changes meanwhile is another fact
         spliced = self._refusal or self._spliced()
         self.steady = None if facts is None else (spliced, facts)
         return spliced
+
+    def ran(self) -> None:
+        """Have the insertions note that a call took the path."""
+        if self.wants_runs or not self._has_run:
+            self._has_run = True
+            self._plan.ran(self._recording)
 
     def _facts(self) -> Facts | None:
         facts = facts_on(turn.entry.what for turn in self._all if turn.look is None)
@@ -170,13 +181,14 @@ class _Path:
                     row.append(None)
                 else:  # any more: an attribute may say so
                     return _undeferrable(what.label)
-        return SplicedTurns(self._gates, effects)
+        return SplicedTurns(self, self._gates, effects)
 
 
 class SplicedTurns:
     """The splices of one path in one call (see `compiled.splices.Spliced`).
 
     Args:
+        path: the path.
         gates: the gates with their insertions.
         effects: for each gate, the effects of its insertions; None for observers.
 
@@ -186,7 +198,10 @@ class SplicedTurns:
         identities: their identities.
     """
 
-    def __init__(self, gates: list[_GateTurns], effects: list[list[Effect | None]]) -> None:
+    def __init__(
+        self, path: _Path, gates: list[_GateTurns], effects: list[list[Effect | None]]
+    ) -> None:
+        self._path = path
         self._gates = gates
         self._effects = effects
         found = [effect for row in effects for effect in row if effect is not None]
@@ -208,7 +223,12 @@ class SplicedTurns:
             for (_, _, turns), row in zip(gates, effects, strict=True)
             for pair in zip(turns, row, strict=True)
         ]
-        self._is_shown = any(effect is None or effect.keep is not None for _, effect in self._all)
+        # What to show to whom: an observer of one tensor is called with that.
+        self._shown = [
+            (number, turn.look if turn.is_alone else None, turn, effect)
+            for number, (turn, effect) in enumerate(self._all)
+            if effect is None or effect.keep is not None
+        ]
         # Whether each changes its value, once that is known, and the latest reset before that.
         self._known: tuple[bool, ...] | None = None
         self._reset: object = None
@@ -249,14 +269,26 @@ class SplicedTurns:
     ) -> None:
         """Let the insertions record what a graph did in their place."""
         changes = self._changes(changed, unchanged, silent)
-        left = list(reversed(kept))
-        done = 0
+        if self._shown or self._path.wants_runs:
+            store = exchange_store({})
+            try:
+                self._path.ran()
+                self._show_all(kept, changes)
+            finally:
+                exchange_store(store)
+        else:
+            self._path.ran()
+        self._count(changes)
+
+    def _show_all(self, kept: Sequence[Any], changes: tuple[bool, ...]) -> None:
+        values, done = iter(kept), 0
         try:
-            if self._is_shown:
-                for done, (turn, effect) in enumerate(self._all):  # noqa: B007
-                    self._show(turn, effect, left)
-        except Exception as error:
-            noted(error)
+            for done, look, turn, effect in self._shown:  # noqa: B007
+                if look is not None:
+                    look(next(values))
+                else:
+                    self._show(turn, effect, values)
+        except Exception:
             failed = self._all[done][0]
             for (turn, _), has_changed in zip(self._all[:done], changes, strict=False):
                 turn.entry.insertion.fired(turn.at, has_changed)
@@ -265,22 +297,18 @@ class SplicedTurns:
                     for other in turns:
                         other.entry.insertion.failed()
             raise
-        self._count(changes)
 
     @staticmethod
-    def _show(turn: _Turn, effect: Effect | None, left: list[Any]) -> None:
+    def _show(turn: _Turn, effect: Effect | None, left: Iterator[Any]) -> None:
         """Show an insertion the values that it looks at or keeps."""
         if effect is None:
             assert turn.look is not None
-            if turn.is_alone:
-                turn.look(left.pop())
-                return
             values = list(turn.values)
             for slot in turn.slots:
-                values[slot] = left.pop()
+                values[slot] = next(left)
             turn.look(assemble(turn.shape, values))
         elif effect.keep is not None:
-            effect.keep(tuple(left.pop() for _ in range(effect.kept)))
+            effect.keep(tuple(islice(left, effect.kept)))
 
     def _changes(
         self, changed: Tensor | None, unchanged: frozenset[int], silent: frozenset[int]
