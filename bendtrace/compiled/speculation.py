@@ -157,7 +157,9 @@ class Speculation:
             path.window.append((path.stretch, path.key))
             if type(output) is Served and inserted is not None and spliced is not None:
                 guess.output = output.output
-                spliced.served(output.kept, output.changed, path.unchanged, path.silent)
+                spliced.served(
+                    output.kept, output.changed, path.unchanged, path.silent, output.alone
+                )  # fmt: skip
             if timed:
                 path.was_served(now(arguments) - began)
         return guess

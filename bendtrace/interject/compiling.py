@@ -28,6 +28,7 @@ from bendtrace.interject.gates import (
     as_inputs,
     exchange_store,
 )
+from bendtrace.interject.handing import hand_over
 from bendtrace.interject.insertion import Insertion, Tally
 from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
@@ -266,6 +267,7 @@ class SplicedTurns:
         changed: Tensor | None,
         unchanged: frozenset[int],
         silent: frozenset[int],
+        alone: Sequence[Tensor],
     ) -> None:
         """Let the insertions record what a graph did in their place."""
         changes = self._changes(changed, unchanged, silent)
@@ -273,8 +275,10 @@ class SplicedTurns:
             store = exchange_store({})
             try:
                 self._path.ran()
+                hand_over(alone)
                 self._show_all(kept, changes)
             finally:
+                hand_over(())
                 exchange_store(store)
         else:
             self._path.ran()

@@ -78,7 +78,7 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
     key = cls, at.path, at.number, known
 
     def after(value: Tensor, *tensors: Tensor) -> Any:
-        self = object.__new__(cls)
+        self: Any = object.__new__(cls)
         for name, spec in own:
             setattr(self, name, build_callable(spec, tensors))
         return self.after(at, NO_INPUTS, value)

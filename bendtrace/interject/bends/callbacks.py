@@ -16,6 +16,7 @@ from torch import Tensor
 from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.interject.bends.bend import Bend, Expression, Value, fit_to_tensor, value_of
+from bendtrace.interject.handing import takes
 from bendtrace.interject.interjection import (
     Effect,
     NodePass,
@@ -862,8 +863,12 @@ class Capture(Bend):
         """Return the tensor itself."""
         if self._capturing:
             # Tensors made in inference mode could never be part of a backward pass.
+            kept = self.captured.setdefault(at.path, [])
+            if takes(tensor):
+                kept.append(tensor)
+                return tensor
             with torch.inference_mode(False), torch.no_grad():
-                self.captured.setdefault(at.path, []).append(tensor.detach().clone())
+                kept.append(tensor.detach().clone())
         return tensor
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, PatchError
+from bendtrace.interject.handing import takes
 from bendtrace.interject.interjection import (
     Effect,
     NodePass,
@@ -543,7 +544,7 @@ def _snapshot(value: Any, detach: bool) -> Any:
 
 
 def _detach_copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+    return tensor if takes(tensor) else tensor.detach().clone()
 
 
 # Patches of the numbers that modules have as attributes.
