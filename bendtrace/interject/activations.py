@@ -167,7 +167,7 @@ class _Observer(Interjection):
 
 
 def _snapshot(value: Any) -> Any:
-    if isinstance(value, Tensor) and takes(value):
+    if takes(value):
         return value
     shape, found = take_apart(value)
     with unseen(), torch.inference_mode(False), torch.no_grad():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
 
@@ -28,10 +29,10 @@ def hand_over(values: Iterable[Tensor]) -> None:
     _handed.identities = {*map(id, values)}
 
 
-def takes(tensor: Tensor) -> bool:
-    """Whether the caller may keep a tensor without copying it; from now on, nobody else may."""
+def takes(value: Any) -> bool:
+    """Whether the caller may keep a value without copying it; from now on, nobody else may."""
     found = _handed.identities
-    if id(tensor) not in found:
+    if id(value) not in found:
         return False
-    found.discard(id(tensor))
+    found.discard(id(value))
     return True

@@ -92,7 +92,7 @@ class Function(Interjection):
         """Call the function."""
         return self.function(output, at) if self._takes_pass else self.function(output)
 
-    @depends_on("function", "_takes_pass")
+    @depends_on("function")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what the function does, if a check finds that it does nothing else."""
         if self._takes_pass:

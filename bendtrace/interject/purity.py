@@ -120,7 +120,6 @@ def _follow(thing: Any, facts: Facts) -> None:
         for value in thing.values():
             _follow(value, facts)
     elif (reads := reads_of(kind)) is not None:
-        facts.attribute(thing, "__class__")
         for name in reads:
             _follow(facts.attribute(thing, name), facts)
     elif isinstance(thing, Interjection):

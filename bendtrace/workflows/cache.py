@@ -496,7 +496,7 @@ class _Clock:
         """Return a number, and a snapshot of a value."""
         if self._fixed is None:
             return next(self._numbers), value
-        if isinstance(value, Tensor) and takes(value):
+        if takes(value):
             return next(self._numbers), value
         shape, found = take_apart(value)
         with unseen(), torch.inference_mode(False), torch.no_grad():

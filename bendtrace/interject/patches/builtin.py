@@ -16,6 +16,7 @@ from bendtrace.errors import InputError, PatchError
 from bendtrace.interject.handing import takes
 from bendtrace.interject.interjection import (
     Effect,
+    Inputs,
     NodePass,
     as_number,
     can_cast,
@@ -495,6 +496,13 @@ class ProbePatch(Patch[Any]):
         """Whether it can look after the run: unless gradients can be asked for of what it keeps."""
         return self.detach
 
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
+        if not takes(output):
+            return self.op(output)
+        self.activation = output
+        return output
+
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
         self.activation = _snapshot(original_output, self.detach)
@@ -533,6 +541,13 @@ class RecordPatch(Patch[Any]):
         """Whether it can look after the run: unless gradients can be asked for of what it keeps."""
         return self.detach
 
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
+        if not takes(output):
+            return self.op(output)
+        self.activations.append(output)
+        return output
+
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
         self.activations.append(_snapshot(original_output, self.detach))
@@ -544,7 +559,7 @@ def _snapshot(value: Any, detach: bool) -> Any:
 
 
 def _detach_copy(tensor: Tensor) -> Tensor:
-    return tensor if takes(tensor) else tensor.detach().clone()
+    return tensor.detach().clone()
 
 
 # Patches of the numbers that modules have as attributes.

@@ -28,6 +28,8 @@ from bendtrace.torch_rules.owners import modules_in
 # The base of all patches, which copies what it hands them.
 
 Target = TypeVar("Target")
+# Those, and what rests on them, that a subclass with another `op` does not inherit.
+_PROMISES = ("requires_clone", "observes", "self_contained", "deferrable", "effect", "after")
 
 
 class Patch(Interjection, Generic[Target]):
@@ -56,7 +58,7 @@ class Patch(Interjection, Generic[Target]):
         super().__init_subclass__(**kwargs)
         # A subclass that overrides `op` does not inherit the promise of its parent.
         if "op" in vars(cls):
-            for promise in ("requires_clone", "observes", "self_contained", "deferrable", "effect"):
+            for promise in _PROMISES:
                 if promise not in vars(cls):
                     setattr(cls, promise, getattr(Patch, promise))
 
