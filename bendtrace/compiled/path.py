@@ -917,6 +917,12 @@ class Straight(Expressions):
         given = [*map(self.value, op.args), *named]
         if name_of(op.target) == "allclose":
             return f"torch.isclose({', '.join(given)}).all()"
+        if op.target is Tensor.__contains__:
+            if any(
+                type(arg) is Ref and not _is_tensor(self._tape.ops[arg.index]) for arg in op.args
+            ):
+                raise Refusal("a number out of a tensor is looked for in another one")
+            return f"({given[1]} == {given[0]}).any()"
         metas = [self._tape.ops[index].meta for index in op.operands]
         dynamic = not self._extents.varying.isdisjoint(op.operands)
         if len(given) != 2 or metas[0].shape != metas[1].shape or dynamic:
@@ -987,7 +993,9 @@ def _is_tensor(op: Op) -> bool:
 
 _serials = itertools.count()
 _TORCHS = (torch.dtype, torch.device, torch.layout)
-_COMPARED = frozenset({torch.equal, Tensor.equal, torch.allclose, Tensor.allclose})
+_COMPARED = frozenset(
+    {torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__}
+)
 _NUMBERS = frozenset({Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__float__})
 _COMPARISONS = frozenset(
     {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
