@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bendtrace.compiled.splices import Splice, Step
@@ -149,7 +150,8 @@ class _Path:
         # Facts take time themselves, and are of no use if attributes change in each call.
         looks = self.asked > 1 and not self.asked & (self.asked - 1)
         facts = self._facts() if looks else None  # first: what changes meanwhile is another fact
-        spliced = self._refusal or self._spliced()
+        with torch.inference_mode(False):  # numbers become tensors, which other modes use, too
+            spliced = self._refusal or self._spliced()
         self.steady = None if facts is None else (spliced, facts)
         return spliced
 
