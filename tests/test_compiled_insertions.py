@@ -1019,14 +1019,14 @@ def test_what_an_insertion_reads_is_compared_in_each_call(case: str) -> None:
 def test_a_number_that_became_a_tensor_is_used_in_all_modes() -> None:
     both = Both()
     for bended in (both.compiled, both.replayed):
-        bended.interject("b", bt.patches.AddPatch(0.25))
+        bended.interject("b", bt.bends.Scale(0.25))
     for number in range(16):
         x = torch.randn(2, 4)
         with torch.inference_mode(number % 2 == 0):
             outputs = [bended(x) for bended in (both.compiled, both.replayed)]
         assert bits(outputs[0]) == bits(outputs[1])
         assert outputs[0].requires_grad is outputs[1].requires_grad is bool(number % 2)
-    assert [row["state"] for row in both.rows] == ["used", "used"]
+    assert [(row["state"], row["graphs"]) for row in both.rows] == [("used", 1)] * 2
     assert min(row["hits"] for row in both.rows) >= 5
 
 
