@@ -192,11 +192,38 @@ class Dispatcher:
         # The latest insertions, what calls them without the tracer, and how many traces there were.
         self._latest_beside: tuple[Plan, Beside | None, int] | None = None
 
+    def call_with(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call with insertions."""
+        guess: Guess | None = None
+        # Compiled paths have no gates, which `running` takes some time to prepare.
+        if self.speculation is not None and not (seeing_modes() or self._trees.floor(plan).waiting):
+            names, arguments = self.named_arguments(args, kwargs, plan)
+            inserted = compiling.insertions_of_plan(plan)
+            guess = self.speculation.guess(names, arguments, inserted)
+            if guess.recording is not None:
+                self._trees.uses(plan)
+                return self._guessed(guess)
+        with gates.running(plan):
+            return self.call(args, kwargs, plan, guess=guess)
+
+    def _guessed(self, guess: Guess) -> Any:
+        self.stats.replays += 1
+        self.latest_run = guess.recording
+        return guess.output
+
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
-        auditor: Auditor | None = None,
+        auditor: Auditor | None = None, guess: Guess | None = None,
     ) -> Any:  # fmt: skip
-        """Serve a call."""
+        """Serve a call.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            plan: the insertions; None without any.
+            auditor: compares a replay with the model.
+            guess: the result of trying it on a compiled path, if that was done.
+        """
         if modes := seeing_modes():
             self.passing[_reason_of_mode(modes[-1])] = None
             return self._under_modes(args, kwargs, plan)
@@ -219,16 +246,13 @@ class Dispatcher:
             with gates.again():
                 return self._record_new(call._replace(tree=self._trees.of(plan), splicer=None))
         tree = self._trees.plain if plan is None else self._trees.of(plan)
-        guess: Guess | None = None
-        if self.speculation is not None and auditor is None:
+        if self.speculation is not None and guess is None and auditor is None:
             inserted = None if plan is None else compiling.insertions_of_plan(plan)
             guess = self.speculation.guess(names, arguments, inserted)
             if guess.recording is not None:
                 if plan is None:
                     self.floor.followed(True)
-                self.stats.replays += 1
-                self.latest_run = guess.recording
-                return guess.output
+                return self._guessed(guess)
         program = tree.find(names, arguments)
         if program is not None and program.ignored:
             if tree.settles(names, program, arguments, floor.has_waited):
@@ -739,16 +763,14 @@ class Trees:
     Attributes:
         limit: as given.
         plain: the paths without insertions.
-        latest: the tree that was requested last.
     """
-
-    latest: TraceTree
 
     plain: TraceTree
 
     def __init__(self, limit: int | None) -> None:
         self.limit: int | None = limit
-        self.plain = self.latest = self._new()
+        self.plain = self._new()
+        self._latest: Hashable = None  # the key of the insertions of the latest call
         self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
         self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()
         self._floors: OrderedDict[Hashable, Floor] = OrderedDict()
@@ -765,8 +787,17 @@ class Trees:
             self._inserted.move_to_end(plan.key)
             while len(self._inserted) > _MOST:
                 self._inserted.popitem(last=False)
-            self.latest = tree
+        self._latest = plan.key
         return tree
+
+    def uses(self, plan: Plan) -> None:
+        """Note that a call with some insertions was served without its tree."""
+        self._latest = plan.key
+
+    @property
+    def latest(self) -> TraceTree:
+        """The tree for the insertions of the latest call."""
+        return self._inserted.get(self._latest, self.plain)
 
     def has_paths(self, plan: Plan) -> bool:
         """Return whether paths with some insertions are known."""
@@ -775,7 +806,7 @@ class Trees:
 
     def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
         """Return the splicer of some insertions into the paths without any."""
-        self.latest = self.plain
+        self._latest = None
         splicer: Splicer | None = plan.splicer
         if splicer is None:
             with self._lock:

@@ -303,8 +303,8 @@ class BendedModule(ModuleProxy[ModelT]):
         dispatcher = self._dispatcher
         if self._inserted:
             if (plan := self._board.plan(args, kwargs)) is not None:
-                with gates.running(plan), self._dispatcher.calls:
-                    return dispatcher.call(args, kwargs, plan)
+                with dispatcher.calls:
+                    return dispatcher.call_with(plan, args, kwargs)
         elif (floor := dispatcher.floor).waiting and floor.takes():
             # Decided first: a call that runs the model itself costs little more than the model.
             dispatcher.stats.live += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import BendError, NeverFiredWarning
+from bendtrace.interject.handing import takes
 from bendtrace.interject.interjection import depends_on
+from bendtrace.interject.patches import builtin
 from tests.compiled.common import ALWAYS
 from tests.promise import bits
 from tests.shares import some
@@ -831,3 +835,275 @@ def test_a_probe_that_no_longer_detaches() -> None:
                 probe.detach = False
             bended(torch.randn(3, 4))
             assert probe.activation.requires_grad is (step >= 5), step
+
+
+# What insertions read is compared in each call, by facts
+
+
+def _scaled(value: Tensor, factor: float = 2.0, *, bias: float = 0.5) -> Tensor:
+    return value * factor + bias
+
+
+def _halved(value: Tensor, factor: float = 2.0, *, bias: float = 0.5) -> Tensor:
+    return value * 0.5
+
+
+def _in_closure() -> tuple[Any, Callable[[], None]]:
+    factor = 2.0
+
+    def inserted(value: Tensor) -> Tensor:
+        return value * factor
+
+    def change() -> None:
+        nonlocal factor
+        factor = 3.0
+
+    return inserted, change
+
+
+def _tensor_in_closure() -> tuple[Any, Callable[[], None]]:
+    factor = VECTOR
+
+    def inserted(value: Tensor) -> Tensor:
+        return value * factor
+
+    def change() -> None:
+        nonlocal factor
+        factor = VECTOR + 1
+
+    return inserted, change
+
+
+def _copy_of_scaled() -> Any:
+    made = types.FunctionType(_scaled.__code__, globals(), "scaled", (2.0,))
+    made.__kwdefaults__ = {"bias": 0.5}
+    return made
+
+
+def _of_function(name: str, value: Any) -> Callable[[], tuple[Any, Callable[[], None]]]:
+    def make() -> tuple[Any, Callable[[], None]]:
+        inserted = _copy_of_scaled()
+        return inserted, lambda: setattr(inserted, name, value)
+
+    return make
+
+
+def _in_namespace(name: str, value: Any) -> tuple[Any, Callable[[], None]]:
+    space: dict[str, Any] = {"GAIN": 2.0}
+    exec("def inserted(value): return value * max(1, GAIN)", space)
+    return space["inserted"], lambda: space.__setitem__(name, value)
+
+
+def _keyword_default() -> tuple[Any, Callable[[], None]]:
+    inserted = _copy_of_scaled()
+    return inserted, lambda: inserted.__kwdefaults__.update(bias=1.5)
+
+
+def _by_keyword() -> tuple[Any, Callable[[], None]]:
+    inserted = functools.partial(torch.add, other=VECTOR, alpha=2)
+    return inserted, lambda: inserted.keywords.update(alpha=3)
+
+
+def _bend(made: Any, name: str, value: Any) -> tuple[Any, Callable[[], None]]:
+    return made, lambda: setattr(made, name, value)
+
+
+def _parameter() -> tuple[Any, Callable[[], None]]:
+    amount = bt.bends.BendingParameter("amount", 0.5)
+    return bt.bends.Scale(2 * amount + 1), lambda: setattr(amount, "value", 0.75)
+
+
+def _in_a_chain() -> tuple[Any, Callable[[], None]]:
+    chain = bt.bends.Scale(2.0) >> bt.bends.Bias(0.5)
+    return chain, lambda: setattr(chain.callbacks[1], "bias", 1.5)
+
+
+def _drawn_anew() -> tuple[Any, Callable[[], None]]:
+    mask = bt.bends.Mask(0.5, dim=-1, seed=1)
+
+    def change() -> None:
+        mask.seed = 2
+        mask.reset()
+
+    return mask, change
+
+
+def _module(change: Callable[[Any], Any]) -> Callable[[], tuple[Any, Callable[[], None]]]:
+    def make() -> tuple[Any, Callable[[], None]]:
+        inserted = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        return inserted, lambda: change(inserted)
+
+    return make
+
+
+class OfPure(bt.Interjection):
+    pure = True
+    gain = 1.0
+
+    def __init__(self) -> None:
+        self.factors = [2.0, 1.0]
+
+    def after(self, at: Any, inputs: Any, output: Any) -> Any:
+        return output * self.factors[0] * self.gain
+
+
+def _pure(change: Callable[[Any], Any]) -> Callable[[], tuple[Any, Callable[[], None]]]:
+    def make() -> tuple[Any, Callable[[], None]]:
+        cls = type("Derived", (OfPure,), {"gain": 1.0, "pure": True})
+        inserted = cls()
+        return inserted, lambda: change(inserted)
+
+    return make
+
+
+def _weight(module: Any) -> None:
+    module[0].weight = nn.Parameter(torch.ones(4, 4))
+
+
+CHANGES: dict[str, Callable[[], tuple[Any, Callable[[], None]]]] = {
+    "a number": lambda: _bend(bt.bends.Scale(2.0), "scale", 3.0),
+    "a number of two": lambda: _bend(bt.bends.Affine(0.5, 2.0), "bias", 1.5),
+    "weights": lambda: _bend(
+        bt.bends.InterpolateActivation(torch.eye(2), softmax=False), "softmax", True
+    ),
+    "a function in a bend": lambda: _bend(bt.bends.Lambda(_scaled), "fn", _halved),
+    "a parameter in an expression": _parameter,
+    "in a chain": _in_a_chain,
+    "a chain": lambda: _bend(
+        bt.bends.Scale(2.0) >> bt.bends.Bias(0.5), "callbacks", (bt.bends.Scale(0.5),)
+    ),
+    "numbers drawn": _drawn_anew,
+    "a closure": _in_closure,
+    "a tensor in a closure": _tensor_in_closure,
+    "code": _of_function("__code__", _halved.__code__),
+    "defaults": _of_function("__defaults__", (3.0,)),
+    "keyword defaults": _of_function("__kwdefaults__", {"bias": 1.5}),
+    "a keyword default": _keyword_default,
+    "a keyword of a partial": _by_keyword,
+    "a global": lambda: _in_namespace("GAIN", 3.0),
+    "a name of Python's": lambda: _in_namespace("max", min),
+    "a weight": _module(_weight),
+    "a part": _module(lambda module: module.__setitem__(1, nn.Tanh())),
+    "a hook": _module(lambda module: module[0].register_forward_hook(lambda m, i, out: out * 2)),
+    "an attribute of a part": _module(lambda module: setattr(module[1], "approximate", "tanh")),
+    "a list": _pure(lambda made: made.factors.__setitem__(0, 3.0)),
+    "a class": _pure(lambda made: setattr(type(made), "gain", 3.0)),
+    "a method": _pure(lambda made: setattr(type(made), "after", lambda *given: given[-1] * 3)),
+    "all attributes": _pure(lambda made: setattr(made, "__dict__", {"factors": [3.0]})),
+    "another class": _pure(
+        lambda made: setattr(made, "__class__", type("Other", (OfPure,), {"gain": 3.0, "pure": 1}))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", some(list(CHANGES), 10))
+def test_what_an_insertion_reads_is_compared_in_each_call(case: str) -> None:
+    inserted, change = CHANGES[case]()
+    both = Both()
+    same = torch.randn(2, 4)
+    with torch.no_grad():
+        for bended in (both.compiled, both.replayed):
+            bended.interject("b", inserted)
+        for _ in range(6):
+            x = torch.randn(2, 4)
+            assert bits(both.compiled(x)) == bits(both.replayed(x))
+        hits, before = both.compiled.compiled.hits, bits(both.compiled(same))
+        assert hits >= 4
+        change()
+        assert bits(both.compiled(same)) == bits(both.replayed(same)) != before
+        for _ in range(4):
+            x = torch.randn(2, 4)
+            assert bits(both.compiled(x)) == bits(both.replayed(x))
+
+
+def test_a_number_that_became_a_tensor_is_used_in_all_modes() -> None:
+    both = Both()
+    for bended in (both.compiled, both.replayed):
+        bended.interject("b", bt.bends.Scale(0.25))
+    for number in range(16):
+        x = torch.randn(2, 4)
+        with torch.inference_mode(number % 2 == 0):
+            outputs = [bended(x) for bended in (both.compiled, both.replayed)]
+        assert bits(outputs[0]) == bits(outputs[1])
+        assert outputs[0].requires_grad is outputs[1].requires_grad is bool(number % 2)
+    assert [(row["state"], row["graphs"]) for row in both.rows] == [("used", 1)] * 2
+    assert min(row["hits"] for row in both.rows) >= 5
+
+
+# Values that are handed out without copying them
+
+
+class Sharing(nn.Module):
+    """Nodes whose values share memory: with the input, with each other, with the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.same, self.drop = nn.Linear(4, 4), nn.Identity(), nn.Dropout()
+        self.flat, self.last = nn.Flatten(0), nn.Linear(4, 4)
+        self.register_buffer("table", torch.arange(8.0).reshape(2, 4))
+        self.constant = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.same(x))
+        made = self.a(x)
+        left, right = made.chunk(2, -1)
+        flat = self.flat(made.relu())
+        ones = self.constant(torch.zeros_like(made) + self.same(self.table))
+        return self.last(torch.cat([left.exp(), right], -1) + ones) + flat.sum()
+
+
+# With "same", the graph returns what it received, and torch.compile's guards are asked each time.
+KEPT = {
+    "computed": ("a", "exp", "last"),
+    "shared": ("a", "a", "chunk", "relu", "flat", "constant", "last"),
+    "received": ("same", "drop", "a", "chunk"),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("case", KEPT)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", *some(["inductor"])])
+def test_a_kept_value_shares_memory_with_nothing(
+    grad: bool, case: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+    monkeypatch.setattr(builtin, "takes", lambda value: taken.append(takes(value)) or taken[-1])
+    both = Both(Sharing().eval(), backend=backend)
+    records: list[list[Any]] = []
+    with torch.set_grad_enabled(grad):
+        for bended in (both.compiled, both.replayed):
+            kept: list[Any] = []
+            records.append(kept)
+            for where in KEPT[case]:
+                bended.interject(where, bt.patches.RecordPatch(activations=kept))
+        for _ in range(6):
+            x = torch.randn(2, 4)
+            outputs = []
+            for bended, kept in zip((both.compiled, both.replayed), records, strict=True):
+                kept.clear()
+                outputs.append(bended(x))
+            torch.testing.assert_close(outputs[0], outputs[1])
+            torch.testing.assert_close(records[0], records[1])
+            pieces = flattened(records[0])
+            everything = [*pieces, outputs[0].detach(), x, both.compiled.model.table]
+            for piece in pieces:
+                before = [one.clone() for one in everything]
+                with torch.no_grad():
+                    piece.fill_(7)
+                    for one, was in zip(everything, before, strict=True):
+                        assert one is piece or bits(one) == bits(was)
+                    piece.copy_(before[[id(one) for one in everything].index(id(piece))])
+            if grad:
+                found = []
+                for output in outputs:
+                    both.compiled.model.zero_grad()
+                    output.sum().backward()
+                    found.append(bits([p.grad for p in both.compiled.model.parameters()]))
+                assert backend == "inductor" or found[0] == found[1]
+    assert both.compiled.compiled.hits >= 3
+    # A backward pass may need what was computed.
+    assert any(taken) is (not grad and case != "received")
+
+
+def flattened(kept: list[Any]) -> list[Tensor]:
+    return [one for value in kept for one in (value if isinstance(value, tuple) else (value,))]

@@ -68,6 +68,25 @@ def test_what_may_draw_random_numbers_is_not_compiled(case: str) -> None:
     assert any("random numbers" in reason for reason in bended.compiled.reasons)
 
 
+def test_a_change_of_sizes_in_place_is_refused_with_what_to_write_instead() -> None:
+    bended = served(lambda x: (x + 1).unsqueeze_(0) * 2, [(X,)] * 4)
+    (reason,) = bended.compiled.reasons
+    assert "unsqueeze_ changes the sizes" in reason
+    assert "write x = x.unsqueeze(...)" in reason
+
+
+def test_whether_a_tensor_contains_something_is_asked_in_the_graph() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        if 0 in x.round():
+            return x * 2
+        return x - 1 if y in x else x + 1
+
+    none, some, one = torch.full((3,), 2.0), torch.tensor([0.0, 2, 3]), torch.tensor([2.0])
+    bended = served(model, [(none, one)] * 5 + [(some, one), (none, one + 1)] * 3)
+    assert bended.compiled.hits >= 3
+    assert bended.compiled.failures >= 2
+
+
 QUIET: dict[str, Callable[..., Any]] = {
     "a dropout that is off": lambda x: functional.dropout(x, 0.5, False) + 1,
     "attention": lambda x: functional.scaled_dot_product_attention(x[None], x[None], x[None]),

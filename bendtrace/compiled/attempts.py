@@ -692,11 +692,17 @@ class Shortcut:
         graph: the graph.
         number: its number.
         results: the positions among its results of the truth, and of the tensors.
+        alone: the positions among the tensors of those that nobody else has; None if that is not
+            known. For similar arguments, they are the same in each call.
     """
 
     number: int
 
-    __slots__ = ("_numbers", "_same", "_slots", "_tensors", "check", "graph", "number", "results")
+    alone: frozenset[int] | None
+
+    __slots__ = (
+        "_numbers", "_same", "_slots", "_tensors", "alone", "check", "graph", "number", "results",
+    )  # fmt: skip
 
     def __init__(
         self, call: _GraphCall, slots: list[Any], results: list[Any], given: Sequence[Any]
@@ -709,6 +715,7 @@ class Shortcut:
         tensors = [given[i] for i in self._tensors]
         self.number, self.graph = call.number, call.graph
         self.results: list[Any] = results
+        self.alone = None
         # Mostly the arguments of the function are those of the graph.
         self._slots = None if slots == list(range(len(given))) else slots
         sizes, strides = [list(t.size()) for t in tensors], [list(t.stride()) for t in tensors]

@@ -55,6 +55,7 @@ from bendtrace.torch_rules.functions import (
     name_of,
 )
 from bendtrace.torch_rules.host_io import environ
+from bendtrace.torch_rules.writes import storage_of
 
 # The path that a call took, and the key of its splices.
 Taken = tuple[Stretch | None, Hashable]
@@ -97,11 +98,13 @@ class Served:
         output: the output.
         kept: the observed values at gates.
         changed: for each function at a gate, whether it changed its value; None without functions.
+        alone: those of the observed values that nobody else has, nor their memory.
     """
 
     output: Any
     kept: Sequence[Tensor]
     changed: Tensor | None
+    alone: Sequence[Tensor]
 
 
 class CompiledPath(CompiledFunction):
@@ -225,6 +228,7 @@ class CompiledPath(CompiledFunction):
         straight = Straight(recording, analysis, findings, self._entry, made, exactly, splices,
                             self.silent)  # fmt: skip
         self._plain, self._leaves, self._kept = straight.function, len(made), straight.kept
+        self._computed = [len(made) + slot for slot in straight.computed]
         gathered = straight.inputs + [i for i in given if i not in straight.inputs]
         self._count = len(straight.inputs)
         self._gather = _gatherer(recording, gathered)
@@ -364,7 +368,30 @@ class CompiledPath(CompiledFunction):
         if spliced is None:
             return output
         end = self._leaves + self._kept
-        return Served(output, made[self._leaves : end], made[end] if len(made) > end else None)
+        alone: Sequence[Tensor] = ()
+        if found is not None and self._kept:
+            if found.alone is None:
+                found.alone = self._find_alone(made, (*gathered, *given))
+            alone = [made[slot] for slot in found.alone]
+        changed = made[end] if len(made) > end else None
+        return Served(output, made[self._leaves : end], changed, alone)
+
+    def _find_alone(self, made: Sequence[Tensor], given: Sequence[Any]) -> frozenset[int]:
+        """Return the positions of observed values whose memory nobody else has."""
+        # A backward pass may need what was computed, and a constant of the graph is always there.
+        if any(tensor.requires_grad for tensor in made) or self._findings.dynamic:
+            return frozenset()
+        known = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        users = Counter(map(storage_of, {id(one): one for one in (*made, *known)}.values()))
+        return frozenset(
+            slot
+            for slot in self._computed
+            if sum(made[slot] is one for one in made) == 1
+            and storage_of(made[slot])
+            and users[storage_of(made[slot])] == 1
+            and made[slot].untyped_storage().nbytes() == made[slot].nbytes
+            and not (made[slot].is_inference() or made[slot].is_conj() or made[slot].is_neg())
+        )
 
     def _both_kept(self, given: Sequence[Any], made: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return the observed values, and the same values computed without a compiler."""
@@ -496,6 +523,7 @@ class Straight(Expressions):
         is_dynamic: whether it contains sizes or numbers that depend on values.
         kept: the number of observed tensors that it returns after the leaves; if gates have
             functions, a tensor follows that says which of them changed their values.
+        computed: the positions among these of tensors that are computed from those of the call.
 
     Raises:
         Refusal: something cannot be tested with a tensor.
@@ -517,6 +545,8 @@ class Straight(Expressions):
         self._splices = splices or {}
         self._silent, self._functions = silent, itertools.count()
         self._kept: list[str] = []
+        self.computed: list[int] = []
+        self._from_call: set[int] = set()  # ops that compute with tensors of the call
         self._changed: list[str] = []
         self._given = 0  # tensors of splices so far
         self._exactly = exactly
@@ -535,6 +565,8 @@ class Straight(Expressions):
         self.is_dynamic: bool = bool(findings.dynamic)
         for op in self._tape.ops:
             self._sort(op)
+            if _is_tensor(op) and (op.kind is OpKind.INPUT or self._computes_from_call(op)):
+                self._from_call.add(op.index)
         guards: dict[int, Guard] = {}
         tested: set[Any] = set()
         for number, guard in self._data_guards():
@@ -552,6 +584,12 @@ class Straight(Expressions):
         self.kept: int = len(self._kept)
         exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
         self.function: Callable[..., Any] = self.names["straight"]
+
+    def _computes_from_call(self, op: Op) -> bool:
+        """Return whether no compiler can know the result of an op before the call."""
+        name = "" if op.kind is not OpKind.CALL else name_of(op.target)
+        is_filled = name.endswith("_like") or name.startswith("new_")  # going by sizes alone
+        return not (is_filled or self._from_call.isdisjoint(op.operands))
 
     # What is a number, and which
 
@@ -661,7 +699,10 @@ class Straight(Expressions):
         values = [self.value(value) for value in op.args]
         for step in splice.steps:
             if step.function is None:
-                self._kept += [self._to_keep(values[slot], op) for slot in step.slots]
+                for slot in step.slots:
+                    if op.args[slot].index in self._from_call:
+                        self.computed.append(len(self._kept))
+                    self._kept.append(self._to_keep(values[slot], op))
                 continue
             (slot,) = step.slots
             before = values[slot]
@@ -876,6 +917,12 @@ class Straight(Expressions):
         given = [*map(self.value, op.args), *named]
         if name_of(op.target) == "allclose":
             return f"torch.isclose({', '.join(given)}).all()"
+        if op.target is Tensor.__contains__:
+            if any(
+                type(arg) is Ref and not _is_tensor(self._tape.ops[arg.index]) for arg in op.args
+            ):
+                raise Refusal("a number out of a tensor is looked for in another one")
+            return f"({given[1]} == {given[0]}).any()"
         metas = [self._tape.ops[index].meta for index in op.operands]
         dynamic = not self._extents.varying.isdisjoint(op.operands)
         if len(given) != 2 or metas[0].shape != metas[1].shape or dynamic:
@@ -946,7 +993,9 @@ def _is_tensor(op: Op) -> bool:
 
 _serials = itertools.count()
 _TORCHS = (torch.dtype, torch.device, torch.layout)
-_COMPARED = frozenset({torch.equal, Tensor.equal, torch.allclose, Tensor.allclose})
+_COMPARED = frozenset(
+    {torch.equal, Tensor.equal, torch.allclose, Tensor.allclose, Tensor.__contains__}
+)
 _NUMBERS = frozenset({Tensor.item, Tensor.__int__, Tensor.__index__, Tensor.__float__})
 _COMPARISONS = frozenset(
     {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}

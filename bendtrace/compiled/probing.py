@@ -510,6 +510,10 @@ _NEVER = RESHAPES_IN_PLACE | {
     "pin_memory", "record_stream", "register_hook", "register_post_accumulate_grad_hook",
     "retain_grad", "seed", "share_memory_",
 }  # fmt: skip
+# Those of them that can be written in another way.
+_RESHAPING = frozenset(
+    {"as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_"}
+)
 # Inductor, or what torch.compile traces, leaves out the tests of values that these make.
 _RAISING = frozenset({"binary_cross_entropy", "istft"})
 _RANDOM = re.compile(
@@ -613,6 +617,12 @@ def why_not_op(op: Op, entry: Context) -> str | None:
         name = name.partition(".")[0]  # of an operator: without its overload
         if name in _RAISING:
             return f"{name} raises an error for some values, which compiled code might not"
+        if name in _RESHAPING:
+            return (
+                f"{name} changes the sizes or strides of a tensor in place, which compiled code "
+                f"cannot do: write x = x.{name[:-1]}(...) in its place. As it is, the segments "
+                "around it may be compiled by themselves"
+            )
         if name in _NEVER or op.target in SETTERS or module.endswith(".random"):
             return f"{name} has effects besides what it returns"
         if _RANDOM.search(name) and _may_draw(op, name):

@@ -119,9 +119,8 @@ class Speculation:
             return _WATCHED
         calls = names if inserted is None else (names, inserted.places)
         leaders = self._leaders.get(calls)
-        nothing = _NONE if inserted is None else Guess(inserted=inserted)
         if not leaders:
-            return nothing
+            return _NONE if inserted is None else Guess(inserted=inserted)
         began = 0.0
         spliced: Spliced | None = None
         for path in leaders:
@@ -141,7 +140,7 @@ class Speculation:
             if path.admits(arguments):
                 break
         else:
-            return nothing
+            return _NONE if inserted is None else Guess(inserted=inserted)
         guess = Guess(path, inserted=inserted)
         if timed and len(path.replayed) < len(path.served):
             guess.began = began
@@ -158,8 +157,9 @@ class Speculation:
             path.window.append((path.stretch, path.key))
             if type(output) is Served and inserted is not None and spliced is not None:
                 guess.output = output.output
-                inserted.ran(path.recording)
-                spliced.served(output.kept, output.changed, path.unchanged, path.silent)
+                spliced.served(
+                    output.kept, output.changed, path.unchanged, path.silent, output.alone
+                )  # fmt: skip
             if timed:
                 path.was_served(now(arguments) - began)
         return guess

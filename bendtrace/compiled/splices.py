@@ -98,6 +98,7 @@ class Spliced(Protocol):
         changed: Tensor | None,
         unchanged: frozenset[int],
         silent: frozenset[int],
+        alone: Sequence[Tensor],
     ) -> None:
         """Let the insertions record what a graph did in their place.
 
@@ -106,6 +107,7 @@ class Spliced(Protocol):
             changed: for each function but the silent ones, whether it has changed its value.
             unchanged: the numbers of the functions that return their argument itself.
             silent: the numbers of those of which the graph does not say so.
+            alone: those of the observed values that nobody else has, nor their memory.
         """
 
 
@@ -118,9 +120,6 @@ class Inserted(Protocol):
 
     def along(self, recording: Recording) -> Spliced | str:
         """Return the splices of a path, or why one of its gates cannot be compiled."""
-
-    def ran(self, recording: Recording) -> None:
-        """Note that a call took a path."""
 
 
 def apply_step(step: Step, value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:

@@ -19,6 +19,7 @@ from bendtrace.errors import InputError, NodePathError
 from bendtrace.history.capture import aligned_copy
 from bendtrace.history.entries import counted
 from bendtrace.interject.bends.catalogue import NamedActivations, compile_pattern, leaves_of
+from bendtrace.interject.handing import takes
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 from bendtrace.interject.registry import Bended, InsertionRegistry
@@ -166,6 +167,8 @@ class _Observer(Interjection):
 
 
 def _snapshot(value: Any) -> Any:
+    if takes(value):
+        return value
     shape, found = take_apart(value)
     with unseen(), torch.inference_mode(False), torch.no_grad():
         kept = [aligned_copy(item.detach()) if isinstance(item, Tensor) else item for item in found]

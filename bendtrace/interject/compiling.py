@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bendtrace.compiled.splices import Splice, Step
+from bendtrace.interject.facts import Facts
 from bendtrace.interject.gates import (
     AfterGate,
     BeforeGate,
@@ -24,12 +27,13 @@ from bendtrace.interject.gates import (
     Gate,
     StateGate,
     as_inputs,
-    noted,
+    exchange_store,
 )
-from bendtrace.interject.insertion import Tally
-from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass, Steady
+from bendtrace.interject.handing import hand_over
+from bendtrace.interject.insertion import Insertion, Tally
+from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass
 from bendtrace.interject.plan import Entry, Plan
-from bendtrace.interject.purity import effect_of_pure
+from bendtrace.interject.purity import effect_of_pure, facts_on
 from bendtrace.interject.structure import Leaf, Shape, assemble, leaves_of_shape, part_of
 from bendtrace.recording.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
@@ -92,64 +96,102 @@ class PlannedInsertions:
     def __init__(self, plan: Plan) -> None:
         self.places: Hashable = plan.key
         self._plan = plan
-        self._turns: dict[int, tuple[Recording, list[_GateTurns] | str]] = {}
-        # The splices of a path that stay the same while attributes of insertions do.
-        self._steady: dict[int, tuple[SplicedTurns, Steady]] = {}
-        self._observers: dict[int, list[Interjection]] = {}
+        self._paths: dict[int, _Path] = {}
 
     def along(self, recording: Recording) -> SplicedTurns | str:
         """Return the splices of a path, or why one of its gates cannot be compiled."""
-        for what in self._observers.get(id(recording), ()):
-            if not what.deferrable:  # any more: an attribute may say so
-                return _undeferrable(what.label)
-        steady = self._steady.get(id(recording))
-        if steady is not None and steady[1].holds():
+        path = self._paths.get(id(recording))
+        if path is None:
+            path = self._paths[id(recording)] = _Path(recording, self._plan)
+        steady = path.steady  # read once: another thread may exchange it
+        if steady is not None and steady[1].hold():
+            path.asked = 1
             return steady[0]
-        known = self._turns.get(id(recording))
-        if known is None:
-            try:
-                found: list[_GateTurns] | str = [
-                    (op.index, op.target, _turns(op.target, op.args, recording, self._plan))
-                    for op in recording.tape.ops
-                    if isinstance(op.target, Gate)
-                ]
-            except _Refused as refused:
-                found = str(refused)
-            known = self._turns[id(recording)] = recording, found
-            if not isinstance(found, str):
-                turns = [turn for _, _, row in found for turn in row if turn.look is not None]
-                self._observers[id(recording)] = [turn.entry.what for turn in turns]
-        if isinstance(known[1], str):
-            return known[1]
-        effects: list[list[Effect | None]] = []
-        for _, _, turns in known[1]:
-            row: list[Effect | None] = []
-            for turn in turns:
-                effect = None
-                if turn.look is None:
-                    found_now = _effect(turn)
-                    if isinstance(found_now, str):
-                        return found_now
-                    effect = found_now
-                row.append(effect)
-            effects.append(row)
-        spliced = SplicedTurns(known[1], effects)
-        watched = Steady(
-            turn.entry.what for _, _, turns in known[1] for turn in turns if turn.look is None
+        return path.splice()
+
+
+class _Path:
+    """The insertions along one path.
+
+    Args:
+        recording: the path.
+        plan: the insertions.
+
+    Attributes:
+        steady: the latest splices, or why there are none, and the facts that this depends on; None
+            if these are not known.
+        asked: how often in a row the insertions were asked.
+        wants_runs: whether an insertion wants to know of each call, and not only of the first.
+    """
+
+    def __init__(self, recording: Recording, plan: Plan) -> None:
+        self.steady: tuple[SplicedTurns | str, Facts] | None = None
+        self.asked = 0
+        self.wants_runs: bool = any(
+            type(entry.insertion).ran is not Insertion.ran for entry in plan.entries
         )
-        if watched.is_possible:
-            self._steady[id(recording)] = spliced, watched
+        self._recording = recording  # kept alive, so that no other one has its identity
+        self._plan = plan
+        self._has_run = False
+        self._gates: list[_GateTurns] = []
+        self._refusal = ""
+        try:
+            for op in recording.tape.ops:
+                if isinstance(op.target, Gate):
+                    turns = _turns(op.target, op.args, recording, plan)
+                    self._gates.append((op.index, op.target, turns))
+        except _Refused as refused:
+            self._refusal = str(refused)
+        self._all = [turn for _, _, turns in self._gates for turn in turns]
+
+    def splice(self) -> SplicedTurns | str:
+        """Ask all insertions what they do now."""
+        self.asked += 1
+        # Facts take time themselves, and are of no use if attributes change in each call.
+        looks = self.asked > 1 and not self.asked & (self.asked - 1)
+        facts = self._facts() if looks else None  # first: what changes meanwhile is another fact
+        with torch.inference_mode(False):  # numbers become tensors, which other modes use, too
+            spliced = self._refusal or self._spliced()
+        self.steady = None if facts is None else (spliced, facts)
         return spliced
 
-    def ran(self, recording: Recording) -> None:
-        """Note that a call took a path."""
-        self._plan.ran(recording)
+    def ran(self) -> None:
+        """Have the insertions note that a call took the path."""
+        if self.wants_runs or not self._has_run:
+            self._has_run = True
+            self._plan.ran(self._recording)
+
+    def _facts(self) -> Facts | None:
+        facts = facts_on(turn.entry.what for turn in self._all if turn.look is None)
+        for turn in self._all:
+            if facts is not None and turn.look is not None:
+                facts.attribute(turn.entry.what, "deferrable")
+        return facts
+
+    def _spliced(self) -> SplicedTurns | str:
+        effects: list[list[Effect | None]] = []
+        for _, _, turns in self._gates:
+            row: list[Effect | None] = []
+            effects.append(row)
+            for turn in turns:
+                what = turn.entry.what
+                if turn.look is None:
+                    found = _effect(turn)
+                    if isinstance(found, str):
+                        return found
+                    row.append(found)
+                elif what.deferrable:
+                    row.append(None)
+                else:  # any more: an attribute may say so
+                    return _undeferrable(what.label)
+        return SplicedTurns(self, self._gates, effects)
 
 
 class SplicedTurns:
     """The splices of one path in one call (see `compiled.splices.Spliced`).
 
     Args:
+        path: the path.
         gates: the gates with their insertions.
         effects: for each gate, the effects of its insertions; None for observers.
 
@@ -159,7 +201,10 @@ class SplicedTurns:
         identities: their identities.
     """
 
-    def __init__(self, gates: list[_GateTurns], effects: list[list[Effect | None]]) -> None:
+    def __init__(
+        self, path: _Path, gates: list[_GateTurns], effects: list[list[Effect | None]]
+    ) -> None:
+        self._path = path
         self._gates = gates
         self._effects = effects
         found = [effect for row in effects for effect in row if effect is not None]
@@ -181,7 +226,12 @@ class SplicedTurns:
             for (_, _, turns), row in zip(gates, effects, strict=True)
             for pair in zip(turns, row, strict=True)
         ]
-        self._is_shown = any(effect is None or effect.keep is not None for _, effect in self._all)
+        # What to show to whom: an observer of one tensor is called with that.
+        self._shown = [
+            (number, turn.look if turn.is_alone else None, turn, effect)
+            for number, (turn, effect) in enumerate(self._all)
+            if effect is None or effect.keep is not None
+        ]
         # Whether each changes its value, once that is known, and the latest reset before that.
         self._known: tuple[bool, ...] | None = None
         self._reset: object = None
@@ -219,17 +269,32 @@ class SplicedTurns:
         changed: Tensor | None,
         unchanged: frozenset[int],
         silent: frozenset[int],
+        alone: Sequence[Tensor],
     ) -> None:
         """Let the insertions record what a graph did in their place."""
         changes = self._changes(changed, unchanged, silent)
-        left = list(reversed(kept))
-        done = 0
+        if self._shown or self._path.wants_runs:
+            store = exchange_store({})
+            try:
+                self._path.ran()
+                hand_over(alone)
+                self._show_all(kept, changes)
+            finally:
+                hand_over(())
+                exchange_store(store)
+        else:
+            self._path.ran()
+        self._count(changes)
+
+    def _show_all(self, kept: Sequence[Any], changes: tuple[bool, ...]) -> None:
+        values, done = iter(kept), 0
         try:
-            if self._is_shown:
-                for done, (turn, effect) in enumerate(self._all):  # noqa: B007
-                    self._show(turn, effect, left)
-        except Exception as error:
-            noted(error)
+            for done, look, turn, effect in self._shown:  # noqa: B007
+                if look is not None:
+                    look(next(values))
+                else:
+                    self._show(turn, effect, values)
+        except Exception:
             failed = self._all[done][0]
             for (turn, _), has_changed in zip(self._all[:done], changes, strict=False):
                 turn.entry.insertion.fired(turn.at, has_changed)
@@ -238,22 +303,18 @@ class SplicedTurns:
                     for other in turns:
                         other.entry.insertion.failed()
             raise
-        self._count(changes)
 
     @staticmethod
-    def _show(turn: _Turn, effect: Effect | None, left: list[Any]) -> None:
+    def _show(turn: _Turn, effect: Effect | None, left: Iterator[Any]) -> None:
         """Show an insertion the values that it looks at or keeps."""
         if effect is None:
             assert turn.look is not None
-            if turn.is_alone:
-                turn.look(left.pop())
-                return
             values = list(turn.values)
             for slot in turn.slots:
-                values[slot] = left.pop()
+                values[slot] = next(left)
             turn.look(assemble(turn.shape, values))
         elif effect.keep is not None:
-            effect.keep(tuple(left.pop() for _ in range(effect.kept)))
+            effect.keep(tuple(islice(left, effect.kept)))
 
     def _changes(
         self, changed: Tensor | None, unchanged: frozenset[int], silent: frozenset[int]

@@ -518,6 +518,12 @@ def of_this_run() -> dict[Any, Any]:
     return _local.kept
 
 
+def exchange_store(store: dict[Any, Any]) -> dict[Any, Any]:
+    """Have interjections use another store; return the one so far."""
+    known, _local.kept = _local.kept, store
+    return known
+
+
 class Gate:
     """A place around a node at which insertions are called.
 

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from bendtrace._checks import refuse_without_arguments, shown
 from bendtrace._lazy import LazyModule
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.interject.interjection import Effect, Inputs, Interjection, NodePass, Passes
+from bendtrace.interject.interjection import (
+    Effect,
+    Inputs,
+    Interjection,
+    NodePass,
+    Passes,
+    depends_on,
+)
 from bendtrace.interject.plan import State
 from bendtrace.interject.resolver import describe_where
 from bendtrace.interject.where import Target, Where
@@ -85,6 +92,7 @@ class Function(Interjection):
         """Call the function."""
         return self.function(output, at) if self._takes_pass else self.function(output)
 
+    @depends_on("function")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return the function's effect, if a check finds that it has no other."""
         if self._takes_pass:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import TensorMeta
 
 
@@ -336,59 +334,34 @@ class Effect(NamedTuple):
     check: Callable[..., str | None] | None = None
 
 
-def depends_on(*names: str) -> Callable[[_Method], _Method]:
-    """Mark a method `effect` whose result depends on these attributes only.
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-    As long as they are the same objects, and cannot change, it is not called again.
+
+def depends_on(*names: str) -> Callable[[_Method], _Method]:
+    """Mark a method whose result depends on these attributes of an object only.
+
+    It is a method that decides what an object does: `effect`, `effect_of_bend` or `get_value`. As
+    long as the attributes are the same, it is not called again.
     """
-    getters = [attrgetter(name) for name in names]
 
     def mark(method: _Method) -> _Method:
-        method.reads = getters  # type: ignore[attr-defined]
+        method.reads = names  # type: ignore[attr-defined]
         return method
 
     return mark
 
 
-class Steady:
-    """Tells whether the attributes that some effects depend on are still the same objects.
-
-    Args:
-        whats: the interjections.
-
-    Attributes:
-        is_possible: whether that says that the effects are the same.
-    """
-
-    def __init__(self, whats: Iterable[Any]) -> None:
-        found: list[tuple[Callable[[Any], Any], Any, Any]] = []
-        self.is_possible: bool = True
-        for what in whats:
-            getters = getattr(type(what).effect, "reads", None)
-            self.is_possible &= getters is not None
-            found += [(read, what, read(what)) for read in getters or ()]
-        self.is_possible = self.is_possible and all(_is_constant(value) for *_, value in found)
-        self._read = found
-
-    def holds(self) -> bool:
-        """Return whether they are."""
-        for read, what, value in self._read:
-            if read(what) is not value:
-                return False
-        return True
+def reads_of(cls: type) -> tuple[str, ...] | None:
+    """Return the attributes that decide what objects of a class do; None if there may be others."""
+    for name in _DECIDING:
+        method = getattr(cls, name, None)
+        if method is not None:
+            reads: tuple[str, ...] | None = getattr(method, "reads", None)
+            return reads
+    return None
 
 
-def _is_constant(value: Any) -> bool:
-    """Return whether an object cannot change, except for the content of a tensor."""
-    if type(value) is tuple:
-        return all(map(_is_constant, value))
-    if type(value) is slice:
-        return all(map(_is_constant, (value.start, value.stop, value.step)))
-    return type(value) in _CONSTANT
-
-
-_CONSTANT = PLAIN_TYPES | {Tensor, nn.Parameter}
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+_DECIDING = ("effect_of_bend", "effect", "get_value")
 
 
 def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:

@@ -15,14 +15,15 @@ import enum
 import functools
 import math
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace.compiled.probing import Refusal, why_not_op
-from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass
+from bendtrace.interject.facts import Facts
+from bendtrace.interject.interjection import NO_INPUTS, Effect, Interjection, NodePass, reads_of
 from bendtrace.recording.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import IdentityGuard, LengthGuard
@@ -70,22 +71,63 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
             "class with pure = True if so"
         )
     lifting = _Lifting(trusted=True)
-    cls = type(what)
     try:
-        specs = [(name, *lifting.of(value)) for name, value in vars(what).items()]
+        cls, own, known = lifting.of_pure(what)
     except _Impure as reason:
         return str(reason)
-    own = tuple((name, spec) for name, spec, _ in specs)
-    held = tuple((name, key) for name, _, key in specs)
-    key = cls, lifting.of_trusted_class(cls), at.path, at.number, held
+    key = cls, at.path, at.number, known
 
     def after(value: Tensor, *tensors: Tensor) -> Any:
-        self = object.__new__(cls)
+        self: Any = object.__new__(cls)
         for name, spec in own:
             setattr(self, name, build_callable(spec, tensors))
         return self.after(at, NO_INPUTS, value)
 
     return Effect(after, tuple(lifting.tensors), key)
+
+
+def facts_on(whats: Iterable[Interjection]) -> Facts | None:
+    """Return the facts that the effects of some interjections depend on; None if they are unknown.
+
+    As long as they hold, each of them has the effect that it has now, but for the content of its
+    tensors.
+    """
+    facts = Facts()
+    try:
+        for what in whats:
+            _follow(what, facts)
+    except _Impure:
+        return None
+    return facts
+
+
+def _follow(thing: Any, facts: Facts) -> None:
+    """Add the facts on everything in a thing that can change.
+
+    Raises:
+        _Impure: it may change without changing its attributes.
+    """
+    kind = type(thing)
+    if kind in _PLAIN or kind in (Tensor, nn.Parameter):
+        return
+    if kind is slice:
+        thing = thing.start, thing.stop, thing.step
+    if isinstance(thing, tuple):
+        for item in thing:
+            _follow(item, facts)
+    elif kind is dict:
+        facts.content(thing)
+        for value in thing.values():
+            _follow(value, facts)
+    elif (reads := reads_of(kind)) is not None:
+        for name in reads:
+            _follow(facts.attribute(thing, name), facts)
+    elif isinstance(thing, Interjection):
+        if not facts.attribute(thing, "pure"):
+            raise _Impure("its effect may depend on more than its attributes")
+        _Lifting(trusted=True, facts=facts).of_pure(thing)
+    else:
+        _Lifting(trusted=False, facts=facts).of(thing)
 
 
 def lift_tensors(function: Any, trusted: bool = False) -> Lifted | str:
@@ -135,14 +177,16 @@ class _Lifting:
 
     Args:
         trusted: whether to skip the inspection of code.
+        facts: receives everything that is read; None if nobody needs it.
 
     Attributes:
         tensors: the tensors found.
     """
 
-    def __init__(self, trusted: bool) -> None:
+    def __init__(self, trusted: bool, facts: Facts | None = None) -> None:
         self.tensors: list[Tensor] = []
         self._trusted = trusted
+        self._facts = Facts() if facts is None else facts
         self._inside: list[Any] = []
         self._objects = 0  # that were looked into
 
@@ -182,10 +226,15 @@ class _Lifting:
             own = self.of(thing.__self__)[1]
             return ("constant", thing), (own, self.of(thing.__func__)[1])
         if kind is functools.partial:
+            for name in ("func", "args", "keywords"):
+                self._facts.attribute(thing, name)
+            self._facts.content(thing.keywords)
             given = [self.of(item) for item in (thing.func, *thing.args)]
             named = [(name, *self.of(item)) for name, item in thing.keywords.items()]
             spec = "partial", tuple(s for s, _ in given), tuple((n, s) for n, s, _ in named)
             return spec, ("partial", tuple(k for _, k in given), tuple((n, k) for n, _, k in named))
+        if kind in (list, dict) and self._trusted:
+            self._facts.content(thing)
         if kind is list and self._trusted:
             items = [self.of(item) for item in thing]
             return ("list", tuple(s for s, _ in items)), (kind, tuple(k for _, k in items))
@@ -199,13 +248,18 @@ class _Lifting:
             self._objects += 1
             if self._objects > _MOST_OBJECTS:
                 raise _Impure("it holds more objects than can be compared in each call")
-            own = _ById(thing), self.of_trusted_class(kind), self._of_attributes(thing)
+            self._facts.attribute(thing, "__class__")
+            own = _ById(thing), self._of_trusted_class(kind), self._of_attributes(thing)
             return ("constant", thing), own
         raise _Impure(f"it reads a {kind.__name__}, which may change")
 
     def _of_function(self, function: types.FunctionType) -> tuple[Any, Hashable]:
-        before = len(self.tensors)
-        cells = [self.of(_content(cell)) for cell in function.__closure__ or ()]
+        before, facts = len(self.tensors), self._facts
+        for name in ("__code__", "__defaults__", "__kwdefaults__"):
+            facts.attribute(function, name)
+        if function.__kwdefaults__:
+            facts.content(function.__kwdefaults__)
+        cells = [self.of(self._content(cell)) for cell in function.__closure__ or ()]
         inside = len(self.tensors) > before
         defaults = [self.of(value) for value in function.__defaults__ or ()]
         named = [(n, *self.of(value)) for n, value in (function.__kwdefaults__ or {}).items()]
@@ -213,8 +267,9 @@ class _Lifting:
             self._of_code(function), tuple(k for _, k in cells), tuple(k for _, k in defaults),
             tuple((n, k) for n, _, k in named),
         )  # fmt: skip
-        if vars(function):
-            key = key, self._of_attributes(function), _ById(function)
+        own = self._of_attributes(function)
+        if own:
+            key = key, own, _ById(function)
         if len(self.tensors) == before or (not inside and not (defaults or named)):
             return ("constant", function), key
         make = _maker(function.__code__, len(defaults), tuple(n for n, _, _ in named))
@@ -222,8 +277,15 @@ class _Lifting:
         given = (*(s for s, _ in cells), *(s for s, _ in defaults), *(s for _, s, _ in named))
         return ("function", made, given), key
 
-    def _of_attributes(self, thing: Any) -> Hashable:
+    def _content(self, cell: types.CellType) -> Any:
+        try:
+            return self._facts.attribute(cell, "cell_contents")
+        except ValueError:
+            raise _Impure("it reads a name that is assigned only later") from None
+
+    def _of_attributes(self, thing: Any) -> tuple[Hashable, ...]:
         """Return the key of the attributes that were set on a function or an object."""
+        self._facts.content(self._facts.attribute(thing, "__dict__"))
         return tuple((name, self.of(value)[1]) for name, value in vars(thing).items())
 
     def _of_code(self, function: types.FunctionType) -> Hashable:
@@ -238,9 +300,11 @@ class _Lifting:
         before = len(self.tensors)
         for name in reads:
             if name in space:
-                keys.append((name, self.of(space[name])[1]))
+                keys.append((name, self.of(self._facts.entry(space, name))[1]))
             elif name not in _BUILTINS:
                 raise _Impure(f"it uses {name}, which may do more than it returns")
+            else:
+                self._facts.absence(space, name)
         # Compiled code refers to tensors by these names.
         return code, tuple(keys), None if len(self.tensors) == before else _ById(space)
 
@@ -253,6 +317,10 @@ class _Lifting:
             if any(getattr(inner, table) for table in _HOOKS):
                 raise _Impure(f"it calls a {type(inner).__name__} with hooks")
             is_torchs = type(inner).__module__.startswith("torch.nn.")
+            self._facts.attribute(inner, "__class__")
+            self._facts.content(self._facts.attribute(inner, "__dict__"))
+            for table in ("_parameters", "_buffers", "_modules", *_HOOKS):
+                self._facts.content(getattr(inner, table))
             plain: list[Hashable] = []
             for name, value in vars(inner).items():
                 if name in _TABLES:
@@ -260,6 +328,7 @@ class _Lifting:
                 if type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value))):
                     plain.append((name, repr(value)))
                 elif (self._trusted or is_torchs) and _is_plain_list(value):
+                    self._facts.content(value)
                     plain.append((name, repr(value)))
                 elif isinstance(value, (types.FunctionType, types.MethodType)):
                     plain.append((name, self.of(value)[1]))
@@ -275,7 +344,7 @@ class _Lifting:
             parts = tuple((name, _ById(part)) for name, part in inner._modules.items())
             own: Hashable = None
             if self._trusted:
-                own = self.of_trusted_class(type(inner))
+                own = self._of_trusted_class(type(inner))
             elif not is_torchs:
                 own = self._of_class(type(inner))
             keys.append((_ById(inner), type(inner), tuple(plain), tensors, parts, own))
@@ -286,9 +355,7 @@ class _Lifting:
     def _of_class(self, cls: type) -> Hashable:
         """Inspect the methods of a user's module, and return the key of what they read."""
         keys: list[Hashable] = []
-        for base in cls.__mro__:
-            if base.__module__.split(".")[0] in _KNOWN:
-                continue
+        for base in self._bases(cls):
             for name, member in vars(base).items():
                 if name in _UNCALLED:
                     continue
@@ -301,15 +368,31 @@ class _Lifting:
                     raise _Impure(f"{base.__name__}.{name} is a {type(member).__name__}")
         return tuple(keys)
 
-    def of_trusted_class(self, cls: type) -> Hashable:
+    def _of_trusted_class(self, cls: type) -> Hashable:
         """Return the key of a class whose methods are not inspected."""
         return tuple(
             (name, self.of(member)[1] if _is_plain(member) else _ById(member))
-            for base in cls.__mro__
-            if base.__module__.split(".")[0] not in _KNOWN
+            for base in self._bases(cls)
             for name, member in vars(base).items()
             if name not in _UNCALLED
         )
+
+    def _bases(self, cls: type) -> list[type]:
+        """Return a class and those of its bases that are not torch's or Python's."""
+        bases: tuple[type, ...] = self._facts.attribute(cls, "__mro__")
+        found = [base for base in bases if base.__module__.split(".")[0] not in _KNOWN]
+        for base in found:
+            self._facts.namespace(base)
+        return found
+
+    def of_pure(self, what: Interjection) -> tuple[type, list[tuple[str, Any]], Hashable]:
+        """Return the class of an interjection, the specs of its attributes, and its key."""
+        cls = self._facts.attribute(what, "__class__")
+        held = self._facts.attribute(what, "__dict__")
+        self._facts.content(held)
+        found = [(name, *self.of(value)) for name, value in held.items()]
+        keys = tuple((name, key) for name, _, key in found)
+        return cls, [(name, spec) for name, spec, _ in found], (self._of_trusted_class(cls), keys)
 
 
 class _ById:
@@ -325,13 +408,6 @@ class _ById:
 
     def __hash__(self) -> int:
         return id(self._thing)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        raise _Impure("it reads a name that is assigned only later") from None
 
 
 def _is_plain_list(value: Any) -> bool:

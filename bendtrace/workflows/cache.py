@@ -20,6 +20,7 @@ from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.history.capture import aligned_copy, lazily_copied, materialize, tensors_in
 from bendtrace.history.entries import LayerEntry
 from bendtrace.interject.activations import as_html, as_text
+from bendtrace.interject.handing import takes
 from bendtrace.interject.insertion import Insertion
 from bendtrace.interject.interjection import Inputs, Interjection, NodePass
 from bendtrace.interject.registry import InsertionGroup, is_root
@@ -494,6 +495,8 @@ class _Clock:
     def taken(self, value: Any) -> tuple[int, Any]:
         """Return a number, and a snapshot of a value."""
         if self._fixed is None:
+            return next(self._numbers), value
+        if takes(value):
             return next(self._numbers), value
         shape, found = take_apart(value)
         with unseen(), torch.inference_mode(False), torch.no_grad():

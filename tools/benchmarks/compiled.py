@@ -1,8 +1,9 @@
 """Calls with insertions on compiled paths, beside those without, native hooks and replays.
 
 At twelve nodes of a model, spread evenly, something is inserted: vectors are patched in, a vector
-is added, or outputs are kept. All ways do the same, and are checked before they are timed, round by
-round in turn, by the time of the process.
+is added by a patch or by a function, or outputs are kept: by the library, or by observers of a
+user, which copy them. All ways do the same, and are checked before they are timed, in turn, round
+by round, by the time of the process.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tools.benchmarks.timing import interleaved
 __all__ = ["KINDS", "NODES", "compared_with_insertions"]
 
 NODES = 12
-KINDS = ("patches", "steering", "saves")
+KINDS = ("patches", "steering", "functions", "saves", "observers")
 _WARM = 6  # calls until a path is compiled, and again for each insertion
 
 
@@ -134,10 +135,10 @@ def _hooked(
     for name, vector in zip(names, vectors, strict=True):
 
         def hook(module: nn.Module, inputs: Any, output: Tensor, vector: Tensor = vector) -> Any:
-            if kind == "saves":
+            if kind in ("saves", "observers"):
                 kept.setdefault("native hooks", []).append(output.detach().clone())
                 return None
-            if kind == "steering":
+            if kind in ("steering", "functions"):
                 return output + 0.5 * vector
             made = output.clone()
             made[0] = vector
@@ -159,7 +160,11 @@ def _bended(
     for name, vector in zip(names, vectors, strict=True):
         module = bended.model.get_submodule(name)
         if kind == "saves":
+            bended.interject(module, bt.patches.RecordPatch(activations=kept.setdefault(way, [])))
+        elif kind == "observers":
             bended.interject(module, _Keeping(kept, way))
+        elif kind == "functions":
+            bended.interject(module, _steering(vector))
         elif kind == "steering":
             bended.interject(module, bt.patches.AddPatch(0.5 * vector))
         else:
@@ -173,10 +178,17 @@ def _anew(
     """Return a call of a model that forgets what the call before has kept."""
 
     def call() -> Any:
-        kept.pop(way, None)
+        kept.setdefault(way, []).clear()
         return model(*args)
 
     return call
+
+
+def _steering(vector: Tensor) -> Callable[[Tensor], Tensor]:
+    def steer(output: Tensor) -> Tensor:
+        return output + 0.5 * vector
+
+    return steer
 
 
 class _Keeping(bt.Interjection):

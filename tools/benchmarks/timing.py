@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -87,7 +88,7 @@ def interleaved(
         took = max(once(call, clock), 1e-7)
         calls[name] = max(1, min(_MOST_CALLS, round(_SAMPLE / took)))
     samples: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways)
+    order, shuffled = list(ways), random.Random(0)
     for number in range(rounds):
         for name in order:
             spent = samples[name]
@@ -97,7 +98,7 @@ def interleaved(
             if calls[name] > 1:
                 call()  # the way before has emptied the processor's caches
             spent.append(_sample(call, calls[name], clock))
-        order.append(order.pop(0))  # whoever comes before differs from round to round
+        shuffled.shuffle(order)  # whoever comes before has filled the processor's caches
     return {name: summary(spent) for name, spent in samples.items()}
 
 

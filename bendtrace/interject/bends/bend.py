@@ -19,6 +19,7 @@ from bendtrace.interject.interjection import (
     NodePass,
     as_given,
     chain_effects,
+    depends_on,
 )
 from bendtrace.interject.structure import contents, with_items
 from bendtrace.paths.nodes import identifier
@@ -178,6 +179,7 @@ class CallbackChain(Bend):
         self.self_contained: bool = all(callback.self_contained for callback in self.callbacks)
         self.deferrable: bool = all(callback.deferrable for callback in self.callbacks)
 
+    @depends_on("callbacks")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what they do together, if that is known of each."""
         made = Effect(as_given, (), ())
@@ -413,6 +415,7 @@ class Operation(Expression):
         self.name = name
         self.operands = operands
 
+    @depends_on("name", "operands")
     def get_value(self) -> Value:
         """Return the current value."""
         result: Value = OPERATORS[self.name][1](*map(value_of, self.operands))
@@ -504,6 +507,7 @@ class BendingParameter(Expression):
     def value(self, value: Value) -> None:
         self._value = self._checked(value)
 
+    @depends_on("_value")
     def get_value(self) -> Value:
         """Return the current value."""
         return self._value

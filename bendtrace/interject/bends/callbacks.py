@@ -8,7 +8,6 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,12 +16,14 @@ from torch import Tensor
 from bendtrace._checks import refuse_without_arguments
 from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.interject.bends.bend import Bend, Expression, Value, fit_to_tensor, value_of
+from bendtrace.interject.handing import takes
 from bendtrace.interject.interjection import (
     Effect,
     NodePass,
     as_given,
     as_number,
     chain_effects,
+    depends_on,
     effect_of_value,
 )
 from bendtrace.interject.purity import effect_of_function
@@ -54,6 +55,7 @@ class Bias(Bend):
         made: Tensor = tensor + fit_to_tensor(self.bias, tensor)
         return made
 
+    @depends_on("bias")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         return _effect(operator.add, self.bias, like)
@@ -84,6 +86,7 @@ class Scale(Bend):
         made: Tensor = tensor * fit_to_tensor(self.scale, tensor)
         return made
 
+    @depends_on("scale")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         return _effect(operator.mul, self.scale, like)
@@ -116,6 +119,7 @@ class Affine(Bend):
         made: Tensor = tensor * fit_to_tensor(self.scale, tensor) + fit_to_tensor(self.bias, tensor)
         return made
 
+    @depends_on("bias", "scale")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         scaled = _effect(operator.mul, self.scale, like)
@@ -153,8 +157,7 @@ def required_value(name: str, value: Any) -> Any:
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
-@dataclass
-class _Drawn:
+class _Drawn(NamedTuple):
     """The numbers of one node.
 
     Attributes:
@@ -219,7 +222,8 @@ class DrawingBend(Bend):
             raise self._misfit(drawn, tensor, at)
         if drawn.numbers.device != tensor.device:
             with torch.inference_mode(False):
-                drawn.numbers = drawn.numbers.to(tensor.device)
+                drawn = drawn._replace(numbers=drawn.numbers.to(tensor.device))
+                self._drawn[at.path] = drawn
         return along(drawn.numbers, tensor, self.dim)
 
     def drawn(self, at: NodePass, like: TensorMeta) -> Tensor | str:
@@ -420,6 +424,7 @@ class Mask(DrawingBend):
         kept: Tensor = numbers < fraction("prob", self.prob, self, at)
         return kept
 
+    @depends_on("prob", "dim", "_drawn")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor, with the numbers that it has drawn."""
         drawn = self.drawn(at, like)
@@ -639,6 +644,7 @@ class Permute(DrawingBend):
         order = self.kept(tensor, at, random_order)
         return tensor.index_select(self.dim, order.reshape(-1))
 
+    @depends_on("dim", "_drawn")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor, with the order that it has drawn."""
         drawn = self.drawn(at, like)
@@ -742,6 +748,7 @@ class InterpolateActivation(Bend):
             return tensor
         return mix_rows(tensor, value_of(self.interp_weights), self.softmax, self, at)
 
+    @depends_on("interp_weights", "softmax")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
         weights = value_of(self.interp_weights)
@@ -856,8 +863,12 @@ class Capture(Bend):
         """Return the tensor itself."""
         if self._capturing:
             # Tensors made in inference mode could never be part of a backward pass.
+            kept = self.captured.setdefault(at.path, [])
+            if takes(tensor):
+                kept.append(tensor)
+                return tensor
             with torch.inference_mode(False), torch.no_grad():
-                self.captured.setdefault(at.path, []).append(tensor.detach().clone())
+                kept.append(tensor.detach().clone())
         return tensor
 
 
@@ -948,6 +959,7 @@ class Lambda(Bend):
         made: Tensor = self.fn(tensor)
         return made
 
+    @depends_on("fn")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what the function does, if a check finds that it does nothing else."""
         return effect_of_function(self.fn)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bendtrace._checks import shown
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, PatchError
+from bendtrace.interject.handing import takes
 from bendtrace.interject.interjection import (
     Effect,
     Inputs,
@@ -40,6 +41,9 @@ from bendtrace.torch_rules.owners import modules_in
 # The base of all patches, which copies the values that it hands them.
 
 Target = TypeVar("Target")
+
+# Those, and what rests on them, that a subclass with another `op` does not inherit.
+_PROMISES = ("requires_clone", "observes", "self_contained", "deferrable", "effect", "after")
 
 
 class Patch(Interjection, Generic[Target]):
@@ -68,7 +72,7 @@ class Patch(Interjection, Generic[Target]):
         super().__init_subclass__(**kwargs)
         # A subclass that overrides `op` does not inherit the promise of its parent.
         if "op" in vars(cls):
-            for promise in ("requires_clone", "observes", "self_contained", "deferrable", "effect"):
+            for promise in _PROMISES:
                 if promise not in vars(cls):
                     setattr(cls, promise, getattr(Patch, promise))
 
@@ -846,6 +850,13 @@ class ProbePatch(Patch[Any]):
         """Return whether it can look after the run, as it can if its copies need no gradients."""
         return self.detach
 
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
+        if not takes(output):
+            return self.op(output)
+        self.activation = output
+        return output
+
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
         self.activation = _snapshot(original_output, self.detach)
@@ -883,6 +894,13 @@ class RecordPatch(Patch[Any]):
     def deferrable(self) -> bool:  # type: ignore[override]
         """Return whether it can look after the run, as it can if its copies need no gradients."""
         return self.detach
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
+        if not takes(output):
+            return self.op(output)
+        self.activations.append(output)
+        return output
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
