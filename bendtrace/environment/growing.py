@@ -39,7 +39,7 @@ def growing_in(found: Found) -> dict[int, Any]:
     Args:
         found: what a scan has found.
     """
-    if found.computes or not found.names.isdisjoint(_READING):
+    if found.computes or not found.names.isdisjoint(READING):
         return {}
     candidates = [part for part in found.parts if _can_grow(part)]
     if found.names.isdisjoint(ADDS):
@@ -47,7 +47,7 @@ def growing_in(found: Found) -> dict[int, Any]:
     if not candidates:
         return {}
     read = {name for one in found.functions for name in other_names_in(one)}
-    if not read.isdisjoint(_READING) or any(id(part.value) in _READERS for part in found.parts):
+    if not read.isdisjoint(READING) or any(id(part.value) in _READERS for part in found.parts):
         return {}
     for function in found.functions:
         for code in codes_in(function.__code__):
@@ -171,7 +171,7 @@ def _is_users_kind(kind: type) -> bool:
 
 
 # What may read a container that it does not name.
-_READING = frozenset(
+READING = frozenset(
     {
         "copy", "deepcopy", "__copy__", "__deepcopy__", "pickle", "dumps", "asdict", "astuple",
         "vars", "locals", "dir", "eval", "exec", "__dict__", "__getstate__", "__reduce__",

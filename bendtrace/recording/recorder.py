@@ -205,7 +205,7 @@ class Recorder(RecordingMode):
         try:
             if self._lifting is not None:
                 self._lifting.place()
-            self.environment.place_generators()
+            self.environment.place_watched()
             with watching(self), self:
                 self._ran.begin()
                 try:

@@ -417,11 +417,12 @@ class Lifting:
     Args:
         excluded: the variables that stay as they are; None for all.
         as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
-        numbers: the labels of numbers in the state that are inputs of the run.
+        inputs: the labels of numbers in the state that are inputs of the run, and of containers.
         places: where numbers differ from run to run, so that they stay traced (`varying.py`).
 
     Attributes:
         counts: whether counters of loops are lifted.
+        inputs: as given.
         lifted: the variables that were lifted, by the op that gives the number of each.
         places: as given.
     """
@@ -430,12 +431,12 @@ class Lifting:
         self,
         excluded: frozenset[Counter] | None = frozenset(),
         as_tensors: bool = False,
-        numbers: frozenset[str] = frozenset(),
+        inputs: frozenset[str] = frozenset(),
         places: frozenset[Place] = frozenset(),
     ) -> None:
         self._excluded = excluded
         self._as_tensors = as_tensors
-        self._numbers = numbers
+        self.inputs: frozenset[str] = inputs
         self.counts: bool = excluded is not None
         self.lifted: dict[int, Counter] = {}
         self.places: frozenset[Place] = places
@@ -459,7 +460,7 @@ class Lifting:
     def place(self) -> None:
         """Put traced scalars in the place of the numbers in the state."""
         environment, scalars = self._values.environment, []
-        for part in environment.lift(self._numbers):
+        for part in environment.lift(self.inputs):
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)
             op.meta = part.value
             self._writer.tape.counters.add(op.index)
