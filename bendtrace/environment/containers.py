@@ -17,10 +17,12 @@ import collections
 import functools
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
+from bendtrace.source.sites import TRACER
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Captured,
@@ -31,7 +33,7 @@ from bendtrace.tape.captured import (
     same_keys,
 )
 from bendtrace.tape.scalars import TRACED, TracedFloat
-from bendtrace.tape.watchers import current_watcher
+from bendtrace.tape.watchers import Watcher, current_watcher
 
 _KINDS = (CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE)
 _OF_DICTS = frozenset(
@@ -94,6 +96,13 @@ class Watching:
         self.original: Any = original
         self.is_misused: bool = False
 
+    def pass_on(self) -> None:
+        """Note that a module receives or returns the container, so that insertions may see it."""
+        watcher = current_watcher()
+        if watcher is not None:
+            self.is_misused = True
+            watcher.unseen("a container that changes from call to call, which a module passes on,")
+
 
 def watching(container: Any) -> Watching:
     """Return what takes the place of a container."""
@@ -109,8 +118,7 @@ def _watching_class(kind: Any) -> Any:
             space[name] = _operation(name)
         else:
             space[name] = _other(name) if callable(getattr(kind, name)) else _attribute(name)
-    if kind is not set:
-        space["__bool__"] = lambda self: len(self) > 0
+    space["__bool__"] = _truth
     space["__class__"] = property(lambda self: kind)
     return type(kind.__name__, (Watching,), space)
 
@@ -119,23 +127,38 @@ def _watching_class(kind: Any) -> Any:
 def _function(name: str) -> Callable[..., Any]:
     """Return the function that replays call, with the container and what it is given."""
 
-    def operate(container: Any, *args: Any) -> Any:
-        return getattr(container, name)(*args)
+    def operate(container: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(container, name)(*args, **kwargs)
 
     operate.__name__ = operate.__qualname__ = name.strip("_")
     return operate
+
+
+def _is_filled(container: Any) -> bool:
+    return bool(container)
+
+
+def _truth(container: Watching) -> bool:
+    frame = sys._getframe(1)
+    watcher = _watcher_of(frame)
+    if watcher is None:
+        return bool(container.original)
+    return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
 
 
 def _operation(name: str) -> Callable[..., Any]:
     function = _function(name)
 
     def call(self: Watching, *args: Any, **kwargs: Any) -> Any:
-        watcher = current_watcher()
-        if watcher is None or kwargs or not _can_be_given(name, args):
-            return _unseen(self, name, args, kwargs)
-        result = watcher.opaque_call(function, (self, *args), {}, sys._getframe(1))
+        frame = sys._getframe(1)
+        watcher = _watcher_of(frame)
+        if watcher is None:
+            return getattr(self.original, name)(*args, **kwargs)
+        if not _can_be_given(name, (*args, *kwargs.values())):
+            return _unseen(self, name, args, kwargs, frame)
+        result = watcher.opaque_call(function, (self, *args), kwargs, frame)
         if not _is_value(result) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
-            _report(self, name)
+            _report(self, name, frame)
         return result
 
     return call
@@ -143,31 +166,38 @@ def _operation(name: str) -> Callable[..., Any]:
 
 def _other(name: str) -> Callable[..., Any]:
     def call(self: Watching, *args: Any, **kwargs: Any) -> Any:
-        return _unseen(self, name, args, kwargs)
+        return _unseen(self, name, args, kwargs, sys._getframe(1))
 
     return call
 
 
 def _attribute(name: str) -> property:
     def get(self: Watching) -> Any:
-        _report(self, name)
+        _report(self, name, sys._getframe(1))
         return getattr(self.original, name)
 
     return property(get)
 
 
-def _unseen(container: Watching, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-    _report(container, name)
+def _watcher_of(frame: FrameType) -> Watcher | None:
+    """Return who records what some code does; None for the recorder's own code."""
+    return None if frame.f_code.co_filename.startswith(TRACER) else current_watcher()
+
+
+def _unseen(
+    container: Watching, name: str, args: Any, kwargs: dict[str, Any], frame: FrameType
+) -> Any:
+    _report(container, name, frame)
     args = [one.original if isinstance(one, Watching) else one for one in args]
     return getattr(container.original, name)(*args, **kwargs)
 
 
-def _report(container: Watching, name: str) -> None:
-    watcher = current_watcher()
+def _report(container: Watching, name: str, frame: FrameType) -> None:
+    watcher = _watcher_of(frame)
     if watcher is not None:
         container.is_misused = True
         kind = type(container.original).__name__
-        watcher.unseen(f"{kind}.{name}, of a {kind} that changes from call to call,")
+        watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
 
 
 def _can_be_given(name: str, args: tuple[Any, ...]) -> bool:

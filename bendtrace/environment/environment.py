@@ -24,7 +24,7 @@ from bendtrace.environment.containers import Watching, can_be_watched, is_watcha
 from bendtrace.environment.findings import Found, Places
 from bendtrace.environment.growing import READING, additions_to, growing_in, is_full
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
-from bendtrace.environment.provenance import is_installed_file
+from bendtrace.environment.provenance import is_finished, is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
 from bendtrace.source.usage import compares_identity
@@ -130,17 +130,29 @@ class Environment(Found):
     def _containers(self, labels: frozenset[str]) -> dict[int, Any]:
         """Return the containers with some labels whose operations can be ops, by identity.
 
-        Code that asks for exact types, or tests identities, would see what takes their place, and
-        so might code that does not name them.
+        Code that asks for exact types would see what takes their place, and so might code that does
+        not name them. Code that tests identities might find a tensor in two places.
         """
         found = [part for part in self.parts if part.label in labels and can_be_watched(part)]
         if not found or self.plain_numbers or self.tells_numbers or self.computes:
             return {}
-        if self.compares_identity or not self.names.isdisjoint(READING):
+        if self._compares_tensors() or not self.names.isdisjoint(READING):
             return {}
         named = {id(part.value.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
         found = [part for part in found if id(part.value) not in named]
         return {id(part.value): part.value for part in found if is_watchable(part.value)}
+
+    def _compares_tensors(self) -> bool:
+        """Return whether code tests whether two objects, not two classes, are one."""
+        if not self.compares_identity or self.tells_identity:
+            return self.compares_identity
+        codes = (one.__code__ for one in self.functions if not is_finished(one))
+        return any(
+            compares_identity(code)
+            for code in codes
+            # What `dataclass` makes compares classes, and arguments with a mark of its own.
+            if (code.co_filename, code.co_name) not in _OF_DATACLASSES
+        )
 
     def misused(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
@@ -521,6 +533,7 @@ def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
         return [*map(id, before)] == [*map(id, now)]
 
 
+_OF_DATACLASSES = {("<string>", "__eq__"), ("<string>", "__init__")}
 _WORDS = {
     CaptureKind.SET: "the set {}",
     CaptureKind.LARGE: "{}, which is too large to watch",

@@ -39,7 +39,7 @@ from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.scalars import TRACED, TracedInt
+from bendtrace.tape.scalars import TRACED, TracedInt, TracedScalar
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 
 Place: TypeAlias = tuple[CodeType, int]
@@ -90,11 +90,12 @@ class Varying:
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
 
-    def answers(self, use: Use | FunctionUse) -> bool:
+    def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
 
         Args:
             use: how it is asked.
+            scalar: the traced scalar.
         """
         frame, callee = _asking()
         if is_awaited(frame):
@@ -115,6 +116,8 @@ class Varying:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._uncached(function, given)
+            elif function is len and type(scalar) is TracedInt:
+                result = scalar  # that of a container of the state
             elif (function is item_of and _has_item(*given)) or (
                 function in COMPUTING and all(type(one) in _NUMBERS for one in given)
             ):

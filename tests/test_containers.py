@@ -1,0 +1,359 @@
+"""Operations on dicts and sets of a model's state are ops, where their content changes."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bendtrace as bt
+from bendtrace.environment import containers
+from tests.promise import bits
+
+TABLES: dict[Any, Any] = {}
+
+
+@dataclasses.dataclass
+class Usage:
+    counts: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Holds(nn.Module):
+    """Holds containers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.cache: Any = {}
+        self.same = self.shared = {}
+        self.inside: dict[str, Any] = {"cache": {}, "n": 1}
+        self.ordered: Any = collections.OrderedDict()
+        self.counter: Any = collections.Counter()
+        self.numbers: Any = collections.defaultdict(int)
+        self.lists: Any = collections.defaultdict(list)
+        self.seen: Any = set()
+        self.usage = Usage()
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def held(model: Any) -> Any:
+    own = {key: value for key, value in vars(model).items() if key[0] != "_"}
+    found = [_content(value) for value in own.values()]
+    return bits([found, _content(TABLES)])
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [type(value).__name__, [[str(type(k)), _content(k), _content(v)] for k, v in value.items()]]
+    if isinstance(value, torch.device):  # of which eager makes a new object each time
+        return str(value)
+    if isinstance(value, (set, list, tuple)):
+        return [type(value).__name__, *map(_content, value)]
+    if isinstance(value, Usage):
+        return _content(value.counts)
+    return value
+
+
+def outcome(call: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return bits(call(*args))
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def stream(
+    forward: Callable[[Any, Tensor], Any],
+    calls: int = 60,
+    change: Callable[[Any, int], None] | None = None,
+    **options: Any,
+) -> bt.BendedModule:
+    """Compare calls with the model's own, and what they leave; return what has served them."""
+    kind = type("Model", (Holds,), {"forward": forward})
+    torch.manual_seed(0)
+    eager, own = kind(), kind()
+    own.load_state_dict(eager.state_dict())
+    bended = bt.BendedModule(own, **options)
+    tables: list[Any] = [{}, {}]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for number in range(calls):
+            x = torch.randn(int(torch.randint(1, 25, (), generator=generator)), 3)
+            found = []
+            for at, called in enumerate((eager, bended)):
+                model = (eager, own)[at]
+                TABLES.clear()
+                TABLES.update(tables[at])
+                if change is not None:
+                    change(model, number)
+                result = outcome(called, x.clone())
+                tables[at] = dict(TABLES)
+                found.append((result, held(model)))
+            assert found[0] == found[1], number
+            for value in (*vars(own).values(), own.inside["cache"], TABLES):
+                assert not issubclass(type(value), containers.Watching)
+    return bended
+
+
+PROGRAMS: dict[str, tuple[int, Callable[[Any, Tensor], Any]]] = {}
+
+
+def program(paths: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(forward: Callable[..., Any]) -> Callable[..., Any]:
+        PROGRAMS[forward.__name__] = paths, forward
+        return forward
+
+    return add
+
+
+@program(6)
+def a_cache_by_length(self: Holds, x: Tensor) -> Tensor:
+    n = x.size(0)
+    if n not in self.cache:
+        self.cache[n] = torch.arange(n).cos()
+    return self.fc(x) * self.cache[n][:, None]
+
+
+@program(6)
+def a_cache_by_several_numbers(self: Holds, x: Tensor) -> Tensor:
+    key = (x.shape[0], x.dtype, x.device, "cos")
+    table = self.cache.get(key)
+    if table is None:
+        table = self.cache[key] = torch.arange(x.shape[0], dtype=x.dtype).cos()
+    return x * table[:, None]
+
+
+@program(6)
+def a_cache_that_is_shared(self: Holds, x: Tensor) -> Tensor:
+    """The dict is a global, and holds tuples."""
+    return _table(len(x))[0][:, None] * x
+
+
+def _table(n: int) -> Any:
+    if n not in TABLES:
+        angles = torch.arange(n)
+        TABLES[n] = angles.cos(), angles.sin()
+    return TABLES[n]
+
+
+@program(6)
+def a_cache_in_a_dict(self: Holds, x: Tensor) -> Tensor:
+    cache = self.inside["cache"]
+    return cache.setdefault(x.shape[0], torch.ones(x.shape[0])) @ x
+
+
+@program(10)
+def a_cache_of_bounded_size(self: Holds, x: Tensor) -> Tensor:
+    n = x.shape[0]
+    if n in self.ordered:
+        self.ordered.move_to_end(n)
+    else:
+        self.ordered[n] = torch.arange(n).cos()
+        if len(self.ordered) > 6:
+            self.ordered.popitem(last=False)
+    return x * self.ordered[n][:, None]
+
+
+@program(10)
+def a_cache_that_is_cleared(self: Holds, x: Tensor) -> Tensor:
+    if len(self.cache) > 5:
+        self.cache.clear()
+    self.cache[len(x)] = x.sum()
+    return self.cache[len(x)] * x
+
+
+@program(7)
+def members(self: Holds, x: Tensor) -> Any:
+    best = int(x.argmax())
+    is_new = best not in self.seen
+    self.seen.add(best)
+    self.seen.discard(best - 1)
+    return x * 2 if is_new else x
+
+
+@program(6)
+def counts(self: Holds, x: Tensor) -> Any:
+    best = int(x.argmax())
+    self.counter[best] += 1
+    self.numbers[best] += 2
+    self.usage.counts[best] = self.usage.counts.get(best, 0) + 1
+    return x * self.counter[best] + self.numbers[best]
+
+
+@program(7)
+def written_to(self: Holds, x: Tensor) -> Tensor:
+    best = int(x[0].argmax())
+    if best in self.cache:
+        self.cache[best].mul_(0.5).add_(x[0])
+    else:
+        self.cache[best] = x[0].clone()
+    return self.cache[best] * 2
+
+
+@program(6)
+def errors_that_are_caught(self: Holds, x: Tensor) -> Tensor:
+    try:
+        table = self.cache[len(x)]
+    except KeyError:
+        table = self.cache[len(x)] = torch.arange(len(x)).cos()
+    return x * table[:, None]
+
+
+@program(8)
+def an_answer_after_it(self: Holds, x: Tensor) -> Any:
+    """A call that leaves the known paths stores nothing twice."""
+    cache, n = self.cache, x.shape[0]
+    cache[n] = cache.pop(n, 0) + 1
+    self.seen.add(n)
+    return x * 2 if x.sum() > 0 else x - cache[n]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_operations_are_done_again_by_replays(name: str) -> None:
+    paths, forward = PROGRAMS[name]
+    bended = stream(forward, 120)
+    assert bended.stats.traces <= paths, bended.stats
+    assert bended.stats.live <= 2, bended.why_live
+
+
+def as_a_whole(self: Holds, x: Tensor) -> Any:
+    self.cache[len(x)] = x.sum()
+    return sum(self.cache.values()) * x
+
+
+def sorted_members(self: Holds, x: Tensor) -> Any:
+    self.seen.add(int(x.argmax()))
+    return x * sorted(self.seen)[0] + len(set(self.seen)) + len({-1} | self.seen)
+
+
+def merged(self: Holds, x: Tensor) -> Any:
+    self.cache[len(x)] = len(x)
+    return x, {**self.cache}, dict(self.cache), self.cache == {len(x): len(x)}
+
+
+def copied(self: Holds, x: Tensor) -> Any:
+    self.cache[len(x)] = len(x)
+    return x, copy.copy(self.cache), copy.deepcopy(self.cache)
+
+
+def of_an_exact_type(self: Holds, x: Tensor) -> Any:
+    self.cache[len(x)] = len(x)
+    return x if type(self.cache) is dict and isinstance(self.cache, dict) else -x
+
+
+def under_two_names(self: Holds, x: Tensor) -> Any:
+    self.shared[len(x)] = len(x)
+    return x * len(self.same)
+
+
+def told_by_identity(self: Holds, x: Tensor) -> Any:
+    self.cache[len(x)] = len(x)
+    return x if self.cache is self.__dict__["cache"] else -x
+
+
+def replaced(self: Holds, x: Tensor) -> Any:
+    self.cache = {}
+    self.cache[len(x)] = x.sum()
+    return self.cache[len(x)] * x
+
+
+def replaced_at_times(self: Holds, x: Tensor) -> Any:
+    if len(self.cache) > 3:
+        self.cache = {}
+    self.cache[len(x)] = x.sum()
+    return self.cache[len(x)] * x
+
+
+def lists(self: Holds, x: Tensor) -> Any:
+    self.lists[len(x) % 5].append(len(x))
+    return x * len(self.lists[len(x) % 5])
+
+
+def holding_lists(self: Holds, x: Tensor) -> Any:
+    found = self.cache.setdefault(len(x), [])
+    found.append(1)
+    return x * len(found)
+
+
+def kept_elsewhere(self: Holds, x: Tensor) -> Any:
+    cache = self.cache
+    cache[len(x)] = len(x)
+    self.kept = (cache, 1)
+    return x, cache
+
+
+def returned(self: Holds, x: Tensor) -> Any:
+    self.cache[len(x)] = len(x)
+    self.seen.add(len(x))
+    return (x * 2, self.cache) if x.sum() > 0 else (x, self.seen)
+
+
+def in_a_closure(self: Holds, x: Tensor) -> Any:
+    cache = self.cache
+    cache[len(x)] = len(x)
+    return x, (lambda: cache)().get(3), [one for one in (1, 2) if one in cache]
+
+
+def tensors_as_keys(self: Holds, x: Tensor) -> Any:
+    self.cache[x] = len(x)
+    return x * self.cache[x] + len(self.cache)
+
+
+def parameters(self: Holds, x: Tensor) -> Any:
+    self.cache[len(x)] = self.fc.weight
+    return x @ self.cache[len(x)] + self.fc(x)
+
+
+def floats_as_keys(self: Holds, x: Tensor) -> Any:
+    self.cache[x.sum().item()] = 1
+    return x * len(self.cache)
+
+
+def truth(self: Holds, x: Tensor) -> Any:
+    if self.cache and not self.seen:
+        x = x * 2
+    self.cache[len(x)] = len(x)
+    if len(x) % 4 == 0:
+        self.cache.clear()
+        self.seen.add(len(x))
+    elif len(x) % 4 == 1:
+        self.seen.clear()
+    return x
+
+
+def counted(self: Holds, x: Tensor) -> Any:
+    self.counter.update([len(x)])
+    return x * self.counter.most_common(1)[0][1]
+
+
+def sizes_as_keys(self: Holds, x: Tensor) -> Any:
+    self.cache[x.shape] = len(x)
+    return x * self.cache[x.shape], [type(key) for key in self.cache]
+
+
+def errors(self: Holds, x: Tensor) -> Any:
+    self.seen.add(len(x))
+    self.cache[len(x) % 7] = 1
+    return x * self.cache[len(x) % 5] / (0 if len(x) % 11 == 3 else 1)
+
+
+OTHERS = [
+    as_a_whole, sorted_members, merged, copied, of_an_exact_type, under_two_names,
+    told_by_identity, replaced, replaced_at_times, lists, holding_lists, kept_elsewhere, returned,
+    in_a_closure, tensors_as_keys, parameters, floats_as_keys, truth, counted, sizes_as_keys,
+    errors,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", OTHERS, ids=lambda one: one.__name__)
+def test_other_uses_are_right(forward: Callable[[Any, Tensor], Any]) -> None:
+    stream(forward)
