@@ -357,3 +357,81 @@ OTHERS = [
 @pytest.mark.parametrize("forward", OTHERS, ids=lambda one: one.__name__)
 def test_other_uses_are_right(forward: Callable[[Any, Tensor], Any]) -> None:
     stream(forward)
+
+
+def emptied(model: Any, number: int) -> None:
+    """Others change the containers between calls."""
+    if number % 7 == 3:
+        model.cache.clear()
+    if number % 11 == 5:
+        model.cache = {5: torch.ones(5), 8: torch.ones(8)}
+    if number % 13 == 12:
+        model.cache.update({n: torch.zeros(n) for n in range(1, 25)})
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "aot_eager"}, {"audit": 1.0}], ids=str)
+def test_others_may_change_the_containers(options: dict[str, Any]) -> None:
+    stream(a_cache_by_length, change=emptied, **options)
+    stream(written_to, change=emptied, **options)
+
+
+def test_what_is_inserted_is_called_with_the_same_values() -> None:
+    kind = type("Model", (Holds,), {"forward": a_cache_by_length})
+    torch.manual_seed(0)
+    eager, own = kind(), kind()
+    own.load_state_dict(eager.state_dict())
+    eager.fc.register_forward_hook(lambda module, args, output: output * 1.5)
+    bended = bt.BendedModule(own)
+    seen = []
+    bended.interject(own.fc, lambda value: value * 1.5)
+    for number in range(1, 40):
+        x = torch.randn(number % 12 + 1, 3, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        wanted, found = eager(x), bended(y)
+        wanted.sum().backward()
+        found.sum().backward()
+        assert bits([wanted, x.grad, eager.cache]) == bits([found, y.grad, own.cache])
+        seen.append(bended.stats.traces)
+    assert seen[-1] == seen[12]
+
+
+def test_threads_may_use_a_container_meanwhile() -> None:
+    kind = type("Model", (Holds,), {"forward": a_cache_by_length})
+    model = kind()
+    bended = bt.BendedModule(model)
+    stopped, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not stopped.is_set():
+            for n in range(1, 25):
+                found = model.cache.get(n)
+                if found is not None and len(found) != n:
+                    wrong.append(n)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for number in range(60):
+            x = torch.randn(number % 24 + 1, 3)
+            bended(x)
+    finally:
+        stopped.set()
+        thread.join()
+    assert not wrong
+    assert type(model.cache) is dict
+    assert list(model.cache) == [*range(1, 25)]
+
+
+def test_an_error_of_the_model_leaves_the_containers_in_place() -> None:
+    def forward(self: Holds, x: Tensor) -> Tensor:
+        self.cache[len(x)] = len(x)
+        return x.view(len(x), 4) if len(x) % 3 == 0 else x
+
+    stream(forward)
+
+
+def test_a_reason_names_the_use(capsys: pytest.CaptureFixture[str]) -> None:
+    bended = stream(sorted_members)
+    assert "set.__iter__ of a set that changes from call to call at" in str(bended.why_live)
+    bended = stream(returned)
+    assert "a container that changes from call to call, which a module" in str(bended.why_live)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.source.sites import TRACER
+from bendtrace.source.sites import PACKAGE, TRACER
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Captured,
@@ -119,8 +119,14 @@ def _watching_class(kind: Any) -> Any:
         else:
             space[name] = _other(name) if callable(getattr(kind, name)) else _attribute(name)
     space["__bool__"] = _truth
-    space["__class__"] = property(lambda self: kind)
+    space["__class__"] = property(_shown_class)
     return type(kind.__name__, (Watching,), space)
+
+
+def _shown_class(container: Watching) -> type:
+    """Show the model the class of the container; this library takes no such object apart."""
+    is_ours = sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
+    return type(container) if is_ours else type(container.original)
 
 
 @functools.cache

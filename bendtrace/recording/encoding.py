@@ -339,7 +339,7 @@ class Encoder:
             return kind(self.leniently(item, depth) for item in value)
         if issubclass(kind, Watching):
             value.pass_on()
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             return {key: self.leniently(item, depth) for key, item in value.items()}
         part = self._values.environment.find(value)
         if part is not None:
