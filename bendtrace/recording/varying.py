@@ -1,7 +1,8 @@
 """Numbers that differ between calls at one place stay traced where Python makes others of them.
 
 `int(n)`, `math.sqrt(n)`, `rates[n]`, `range(n)`: C code asks a traced scalar for its number, so
-that the number is guarded, and each number is a path of its own. After a few numbers at one place
+that the number is guarded, and each number is a path of its own. `max(m, n)` and `sorted(numbers)`
+ask which of two numbers is greater, so that each order is a path. After a few numbers at one place
 (`TraceTree`), the frame receives a traced scalar in place of the plain result, and a loop over
 `range(n)` asks in each round whether there is another one (`Rounds`). So the replay computes the
 number.
@@ -39,7 +40,7 @@ from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.scalars import TRACED, TracedInt, TracedScalar
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedInt, TracedScalar
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 
 Place: TypeAlias = tuple[CodeType, int]
@@ -50,8 +51,17 @@ _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 
 def place_of(guard: Guard) -> Place | None:
-    """Return where a guard asks for a number that could stay traced; None if it does not."""
-    if not isinstance(guard, ValueGuard) or guard.use not in ASKS or guard.site is None:
+    """Return where a guard asks for a number that could stay traced; None if it does not.
+
+    A truth that C code asks for may be that of a comparison.
+    """
+    if guard.site is None:
+        return None
+    if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
+        code, offset = guard.site.chain[0]
+        is_called = dis.opname[code.co_code[offset]] == "CALL"
+        return (code, offset) if is_called and not code.co_filename.startswith(TORCH) else None
+    if not isinstance(guard, ValueGuard) or guard.use not in ASKS:
         return None
     if type(guard.answer) not in (int, float):
         return None
@@ -116,6 +126,8 @@ class Varying:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._uncached(function, given)
+            elif use is Use.BOOL:
+                result = self._in_order(function, given)
             elif function is len and type(scalar) is TracedInt:
                 result = scalar  # that of a container of the state
             elif (function is item_of and _has_item(*given)) or (
@@ -160,7 +172,7 @@ class Varying:
 
     def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
         """Return where a number is asked for, if numbers differ there."""
-        if self._is_busy or use not in ASKS:
+        if self._is_busy or not (use in ASKS or (use is Use.BOOL and self._places)):
             return None
         code = frame.f_code
         offset = instruction_at(code, frame.f_lasti)
@@ -171,6 +183,22 @@ class Varying:
             return None
         tells = needs_plain_numbers(code, frame.f_globals) or compares_identity(code)
         return None if tells else place
+
+    def _in_order(self, function: Any, given: tuple[Any, ...]) -> Any:
+        """Return the greatest or least of some numbers, or all of them in order."""
+        if not any(function is one for one in (max, min, sorted)):
+            return None
+        if function is sorted or len(given) == 1:
+            if len(given) != 1 or type(given[0]) not in (list, tuple):
+                return None
+            given = tuple(given[0])
+        kinds = {*map(type, given)}
+        is_alike = any(map(kinds.issubset, ({int, TracedInt}, {float, TracedFloat})))
+        if not (is_alike and len(given) <= _MOST_SORTED):
+            return None
+        if function is sorted:
+            return [self._arithmetic(in_order, (at, *given)) for at in range(len(given))]
+        return self._arithmetic(function, given)
 
     def _ended(self, gave: bool) -> None:
         if not gave:
@@ -295,7 +323,13 @@ class Rounds:
         raise StopIteration
 
 
+def in_order(position: int, *numbers: Any) -> Any:
+    """Return the number at some position among numbers that are put in order."""
+    return sorted(numbers)[position]
+
+
 _NUMBERS = TRACED | {int, float}
+_MOST_SORTED = 64
 _FEW_ROUNDS = 4
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again

@@ -34,7 +34,7 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
 )
-from bendtrace.tape.guards import ValueGuard
+from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
 from bendtrace.torch_rules.functions import name_of
 
@@ -213,14 +213,20 @@ class TraceTree:
                 elif program.graph is not None:
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
             self._aside.clear()
-        new = set()
+        answers: dict[Place, list[Any]] = {}
         for guard in recording.tape.guards:
             place = place_of(guard)
             if place is not None and place not in self._steady:
-                seen = self._asked.setdefault(place, set())
-                seen.add(guard.answer)
-                if len(seen) >= _VARYING:
-                    new.add(place)
+                answers.setdefault(place, []).append(guard)
+        new = set()
+        for place, guards in answers.items():
+            seen = self._asked.setdefault(place, set())
+            if isinstance(guards[0], TruthGuard):  # of comparisons, which tell an order
+                seen.add(tuple(guard.answer for guard in guards))
+            else:
+                seen.update(guard.answer for guard in guards)
+            if len(seen) >= _VARYING:
+                new.add(place)
         if new - self.varying and can_exchange() and self._joins:
             self.varying |= new
             for names, listed in list(self._programs.items()):
