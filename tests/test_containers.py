@@ -54,7 +54,10 @@ def held(model: Any) -> Any:
 
 def _content(value: Any) -> Any:
     if isinstance(value, dict):
-        return [type(value).__name__, [[str(type(k)), _content(k), _content(v)] for k, v in value.items()]]
+        return [
+            type(value).__name__,
+            [[str(type(k)), _content(k), _content(v)] for k, v in value.items()],
+        ]
     if isinstance(value, torch.device):  # of which eager makes a new object each time
         return str(value)
     if isinstance(value, (set, list, tuple)):

@@ -68,7 +68,8 @@ def has_content(part: Captured, now: Any) -> bool:
         return False
     if part.kind is not CaptureKind.DICT:
         return is_as_copied(part, now)
-    return isinstance(part.size, Keys) and same_keys(now, part.size.items)
+    keys: Any = now
+    return isinstance(part.size, Keys) and same_keys(keys, part.size.items)
 
 
 def is_watchable(container: Any) -> bool:
@@ -106,7 +107,8 @@ class Watching:
 
 def watching(container: Any) -> Watching:
     """Return what takes the place of a container."""
-    found: Watching = _watching_class(type(container))(container)
+    kind: Any = type(container)
+    found: Watching = _watching_class(kind)(container)
     return found
 
 

@@ -31,6 +31,7 @@ from bendtrace.source.results import (
     COMPUTING,
     can_exchange,
     exchange,
+    in_order,
     is_awaited,
     is_computation,
     item_of,
@@ -122,6 +123,7 @@ class Varying:
         try:
             if place not in self.places and type(function) is not functools._lru_cache_wrapper:
                 return False
+            result: Any
             if function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
@@ -321,11 +323,6 @@ class Rounds:
             self.at = at + self.step
             return at
         raise StopIteration
-
-
-def in_order(position: int, *numbers: Any) -> Any:
-    """Return the number at some position among numbers that are put in order."""
-    return sorted(numbers)[position]
 
 
 _NUMBERS = TRACED | {int, float}

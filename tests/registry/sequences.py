@@ -199,6 +199,15 @@ class AValueThatStopsChanging(nn.Module):
         return x * self.longest
 
 
+@case(*[x(*values) for values in (*itertools.permutations((1, 4, 7, 2)), (3, 3, 3, 3))])
+def numbers_that_are_put_in_order(x: Tensor) -> Any:
+    sizes = x.long().tolist()
+    most = max(sizes)
+    if x[0] > x[1]:
+        most = min(most, sizes[0])
+    return torch.arange(most) * sorted(sizes)[1], most, max(x.tolist()) * x
+
+
 LENGTHS = ones(*range(1, 8), *range(7, 2, -1), 9, 3, 11, 9)
 
 
