@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import bendtrace as bt
-from bendtrace.environment import containers
+from bendtrace.environment import containers, environment
+from bendtrace.source.usage import hands_over
 from tests.promise import bits
 
 TABLES: dict[Any, Any] = {}
@@ -214,7 +217,8 @@ def errors_that_are_caught(self: Holds, x: Tensor) -> Tensor:
 @program(8)
 def an_answer_after_it(self: Holds, x: Tensor) -> Any:
     """A call that leaves the known paths stores nothing twice."""
-    cache, n = self.cache, x.shape[0]
+    cache = self.cache
+    n = x.shape[0]
     cache[n] = cache.pop(n, 0) + 1
     self.seen.add(n)
     return x * 2 if x.sum() > 0 else x - cache[n]
@@ -294,6 +298,13 @@ def kept_elsewhere(self: Holds, x: Tensor) -> Any:
     return x, cache
 
 
+def in_a_list(self: Holds, x: Tensor) -> Any:
+    """A function of torch's asks for the exact type of each container."""
+    self.cache[len(x)] = len(x)
+    found = tree_map(lambda one: one + 1 if isinstance(one, int) else one, [self.cache])
+    return x, [dict(one) for one in found]
+
+
 def returned(self: Holds, x: Tensor) -> Any:
     self.cache[len(x)] = len(x)
     self.seen.add(len(x))
@@ -351,7 +362,7 @@ def errors(self: Holds, x: Tensor) -> Any:
 
 OTHERS = [
     as_a_whole, sorted_members, merged, copied, of_an_exact_type, under_two_names,
-    told_by_identity, replaced, replaced_at_times, lists, holding_lists, kept_elsewhere, returned,
+    told_by_identity, replaced, replaced_at_times, lists, holding_lists, kept_elsewhere, in_a_list, returned,
     in_a_closure, tensors_as_keys, parameters, floats_as_keys, truth, counted, sizes_as_keys,
     errors,
 ]  # fmt: skip
@@ -433,8 +444,70 @@ def test_an_error_of_the_model_leaves_the_containers_in_place() -> None:
     stream(forward)
 
 
-def test_a_reason_names_the_use(capsys: pytest.CaptureFixture[str]) -> None:
-    bended = stream(sorted_members)
-    assert "set.__iter__ of a set that changes from call to call at" in str(bended.why_live)
-    bended = stream(returned)
-    assert "a container that changes from call to call, which a module" in str(bended.why_live)
+def test_a_reason_names_the_use() -> None:
+    bended = stream(as_a_whole)
+    assert "dict.values of a dict that changes from call to call at" in str(bended.why_live)
+    assert bended.stats.live == 1
+
+
+def test_code_that_only_a_run_shows_may_hand_a_container_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "hands_over", lambda code, name, level: LEAKS)
+    globals()["LEAKS"] = False
+    kind = type("Model", (Holds,), {"forward": a_cache_by_length})
+    bended = bt.BendedModule(kind())
+    for n in (1, 2):
+        bended(torch.ones(n, 3))
+    scanned = environment.Environment._containers
+
+    def containers_then_leak(self: Any, labels: frozenset[str]) -> Any:
+        found = scanned(self, labels)
+        globals()["LEAKS"] = True
+        return found
+
+    monkeypatch.setattr(environment.Environment, "_containers", containers_then_leak)
+    bended(torch.ones(3, 3))
+    assert "the run does more with self.cache than operations on it" in str(bended.why_live)
+    monkeypatch.undo()
+    bended(torch.ones(4, 3))
+    assert [*bended.model.cache] == [1, 2, 3, 4]
+
+
+LEAKS = False
+
+USES: dict[str, tuple[str, int, bool]] = {
+    "c.cache[k] = v; c.cache[k] += 1; del c.cache[k]": ("cache", 0, False),
+    "k in c.cache or (len(c.cache) > 5 and not c.cache)": ("cache", 0, False),
+    "own = c.cache; own.get(k); f(len(own), own[k])": ("cache", 0, False),
+    "f(c.cache[k.shape[0], -v][:, None], k=(k, v))": ("cache", 0, False),
+    "f(len(c.inside[1]), c.inside[1][k], c.inside[1].pop(k))": ("inside", 1, False),
+    "own = c.inside[1]; own[k] = v": ("inside", 1, False),
+    "f(c.inside)": ("inside", 1, True),
+    "f(c.inside[1])": ("inside", 1, True),
+    "f(c.cache)": ("cache", 0, True),
+    "f(k=c.cache)": ("cache", 0, True),
+    "f(*c.cache)": ("cache", 0, True),
+    "c.kept = c.cache": ("cache", 0, True),
+    "own = [c.cache]": ("cache", 0, True),
+    "own = {1: c.cache}": ("cache", 0, True),
+    "own, other = c.cache, 1; f(own)": ("cache", 0, True),
+    "own = other = c.cache; f(other)": ("cache", 0, True),
+    "k[c.cache] = v": ("cache", 0, True),
+    "k[v] = c.cache": ("cache", 0, True),
+    "c.cache is k": ("cache", 0, True),
+    "(c.cache if k else v).get(1)": ("cache", 0, True),
+    "(c.cache or {}).get(1)": ("cache", 0, True),
+    "getattr(c, 'cache')": ("cache", 0, True),
+    "del c.cache": ("cache", 0, True),
+    "c.cache(k)": ("cache", 0, True),
+}
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="elsewhere less is followed")
+@pytest.mark.parametrize("text", USES)
+def test_uses_that_hand_a_container_over_are_found(text: str) -> None:
+    name, level, expected = USES[text]
+    space: dict[str, Any] = {}
+    exec(f"def use(c, k, v, f):\n    {text}", space)
+    assert hands_over(space["use"].__code__, name, level) is expected

@@ -869,7 +869,7 @@ class FillsACache(Layer):
 
 
 @case(KEYED, calls=6)
-class Counts(Layer):
+class CountsByKey(Layer):
     def __init__(self) -> None:
         super().__init__(value=collections.Counter())
         self.n = 0

@@ -4,8 +4,9 @@ A dict that forward fills and looks numbers up in, such as a cache by length, is
 each new number, and its keys are guarded. Where that happens again and again (`TraceTree`), a
 `Watching` object takes the place of the container while a run goes on. Each of its operations
 (`n in cache`, `cache[n] = table`, `seen.add(n)`) is recorded as one op, which each replay carries
-out on the container itself. Any other use makes the run live, and the next ones guard the content
-again.
+out on the container itself. Code may do nothing else with it (`hands_over`): who receives such an
+object may ask for its type. A method that is no such operation makes the run live, and the next
+ones guard the content again.
 
 The objects are of no subclass of `dict` or `set`: C would read their empty memory unseen, where
 `set(seen)` or `json` do not ask a subclass for its items.
@@ -96,13 +97,6 @@ class Watching:
     def __init__(self, original: Any) -> None:
         self.original: Any = original
         self.is_misused: bool = False
-
-    def pass_on(self) -> None:
-        """Note that a module receives or returns the container, so that insertions may see it."""
-        watcher = current_watcher()
-        if watcher is not None:
-            self.is_misused = True
-            watcher.unseen("a container that changes from call to call, which a module passes on,")
 
 
 def watching(container: Any) -> Watching:

@@ -19,15 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.environment.code_facts import codes_in
+from bendtrace.environment.code_facts import codes_in, other_names_in
 from bendtrace.environment.containers import Watching, can_be_watched, is_watchable, watching
 from bendtrace.environment.findings import Found, Places
-from bendtrace.environment.growing import READING, additions_to, growing_in, is_full
+from bendtrace.environment.growing import (
+    READING,
+    access_name,
+    additions_to,
+    growing_in,
+    is_full,
+    is_users,
+    level_of,
+    owners_in,
+)
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.environment.provenance import is_finished, is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
-from bendtrace.source.usage import compares_identity
+from bendtrace.source.usage import compares_identity, hands_over
 from bendtrace.source.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
@@ -90,7 +99,7 @@ class Environment(Found):
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
         self._placed: list[tuple[Captured, Any]] = []
-        self._containers_placed: list[tuple[str, Watching]] = []
+        self._containers_placed: list[tuple[Captured, Watching]] = []
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # Neither a run around this one nor the class of a tensor may see what is asked here: it is
@@ -117,7 +126,7 @@ class Environment(Found):
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
                 stand_in: Any = watching(part.value)
-                self._containers_placed.append((part.label, stand_in))
+                self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
             else:
@@ -139,8 +148,36 @@ class Environment(Found):
         if self._compares_tensors() or not self.names.isdisjoint(READING):
             return {}
         named = {id(part.value.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
-        found = [part for part in found if id(part.value) not in named]
-        return {id(part.value): part.value for part in found if is_watchable(part.value)}
+        owners = owners_in(self)
+        read = {name for one in self.functions for name in other_names_in(one)}
+        return {
+            id(part.value): part.value
+            for part in found
+            if id(part.value) not in named
+            and access_name(part) not in read
+            and is_watchable(part.value)
+            and is_users(part, owners, self)
+            and not self._is_handed_over(
+                part, (code for one in self.functions for code in codes_in(one.__code__))
+            )
+        }
+
+    @staticmethod
+    def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
+        name, level = access_name(part), level_of(part)
+        return any(
+            hands_over(code, name, level)
+            for code in codes
+            if (code.co_filename, code.co_name) not in _OF_DATACLASSES
+        )
+
+    def look_at_containers(self, codes: Iterable[types.CodeType]) -> None:
+        """Note which containers code has handed over that the search for uses did not find."""
+        for part, one in self._containers_placed:
+            if not one.is_misused and self._is_handed_over(part, codes):
+                one.is_misused = True
+                label = part.label
+                self.block(f"the run does more with {label} than operations on it", label)
 
     def _compares_tensors(self) -> bool:
         """Return whether code tests whether two objects, not two classes, are one."""
@@ -150,13 +187,14 @@ class Environment(Found):
         return any(
             compares_identity(code)
             for code in codes
-            # What `dataclass` makes compares classes, and arguments with a mark of its own.
+            # What `dataclass` makes compares classes, and arguments with a mark of its own. With a
+            # container it only does what the container's methods see.
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
 
     def misused(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
-        return frozenset(label for label, one in self._containers_placed if one.is_misused)
+        return frozenset(part.label for part, one in self._containers_placed if one.is_misused)
 
     def _scan(
         self,
@@ -453,7 +491,7 @@ class Environment(Found):
         for part in found:  # others may have the part itself
             self.parts[part.index] = part
         self.lifted = frozenset(part.label for part in found)
-        self.lifted |= {label for label, _ in self._containers_placed}
+        self.lifted |= {part.label for part, _ in self._containers_placed}
         return found
 
     def stand_in(self, thing: Any) -> Any:
@@ -533,7 +571,7 @@ def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
         return [*map(id, before)] == [*map(id, now)]
 
 
-_OF_DATACLASSES = {("<string>", "__eq__"), ("<string>", "__init__")}
+_OF_DATACLASSES = {("<string>", name) for name in ("__eq__", "__init__", "__repr__")}
 _WORDS = {
     CaptureKind.SET: "the set {}",
     CaptureKind.LARGE: "{}, which is too large to watch",

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bendtrace.environment.containers import Watching
 from bendtrace.environment.environment import Environment
 from bendtrace.source.usage import stores_outside
 from bendtrace.tape.captured import (
@@ -337,8 +336,6 @@ class Encoder:
             return self.output(value, "a module's argument", {})
         if kind is tuple or kind is list:
             return kind(self.leniently(item, depth) for item in value)
-        if issubclass(kind, Watching):
-            value.pass_on()
         if isinstance(value, dict):
             return {key: self.leniently(item, depth) for key, item in value.items()}
         part = self._values.environment.find(value)
