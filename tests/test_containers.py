@@ -363,8 +363,8 @@ def errors(self: Holds, x: Tensor) -> Any:
 OTHERS = [
     as_a_whole, sorted_members, merged, copied, of_an_exact_type, under_two_names,
     told_by_identity, replaced, replaced_at_times, lists, holding_lists, kept_elsewhere,
-    in_a_list, returned, in_a_closure, tensors_as_keys, parameters, floats_as_keys, truth, counted, sizes_as_keys,
-    errors,
+    in_a_list, returned, in_a_closure, tensors_as_keys, parameters, floats_as_keys, truth,
+    counted, sizes_as_keys, errors,
 ]  # fmt: skip
 
 
