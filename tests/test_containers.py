@@ -444,6 +444,32 @@ def test_an_error_of_the_model_leaves_the_containers_in_place() -> None:
     stream(forward)
 
 
+def test_runs_inside_of_runs_share_a_container() -> None:
+    def inside(x: Tensor) -> Tensor:
+        return x * _table(len(x))[0][:, None]
+
+    def make(wrap: Callable[[Any], Any]) -> Callable[[Tensor], Any]:
+        inner = wrap(inside)
+        as_one = bt.opaque(lambda x: inner(x))
+
+        def around(x: Tensor) -> Any:
+            n = len(x) + 100
+            if n not in TABLES:
+                TABLES[n] = torch.ones(()), torch.zeros(())
+            return as_one(x) * TABLES[n][0]
+
+        return wrap(around)  # type: ignore[no-any-return]
+
+    seen = []
+    for wrap in (lambda model: model, bt.BendedModule):
+        TABLES.clear()
+        model = make(wrap)
+        outputs = [model(torch.ones(n, 3)) for n in [*range(1, 10)] * 2]
+        seen.append(bits([outputs, _content(TABLES)]))
+    assert seen[0] == seen[1]
+    TABLES.clear()
+
+
 def test_a_reason_names_the_use() -> None:
     bended = stream(as_a_whole)
     assert "dict.values of a dict that changes from call to call at" in str(bended.why_live)

@@ -33,7 +33,7 @@ from bendtrace.tape.captured import (
     is_exchangeable,
     same_keys,
 )
-from bendtrace.tape.scalars import TRACED, TracedFloat
+from bendtrace.tape.scalars import TRACED, TracedFloat, plain
 from bendtrace.tape.watchers import Watcher, current_watcher
 
 _KINDS = (CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE)
@@ -143,8 +143,8 @@ def _is_filled(container: Any) -> bool:
 def _truth(container: Watching) -> bool:
     frame = sys._getframe(1)
     watcher = _watcher_of(frame)
-    if watcher is None:
-        return bool(container.original)
+    if watcher is None or not watcher.holds(container):
+        return bool(_unseen(container, "__len__", (), {}, frame))
     return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
 
 
@@ -156,7 +156,8 @@ def _operation(name: str) -> Callable[..., Any]:
         watcher = _watcher_of(frame)
         if watcher is None:
             return getattr(self.original, name)(*args, **kwargs)
-        if not _can_be_given(name, (*args, *kwargs.values())):
+        # Another run, inside of the one that watches the container, does not know it.
+        if not watcher.holds(self) or not _can_be_given(name, (*args, *kwargs.values())):
             return _unseen(self, name, args, kwargs, frame)
         result = watcher.opaque_call(function, (self, *args), kwargs, frame)
         if not _is_value(result) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
@@ -190,8 +191,21 @@ def _unseen(
     container: Watching, name: str, args: Any, kwargs: dict[str, Any], frame: FrameType
 ) -> Any:
     _report(container, name, frame)
-    args = [one.original if isinstance(one, Watching) else one for one in args]
-    return getattr(container.original, name)(*args, **kwargs)
+    return getattr(container.original, name)(*map(_plain, args), **_plain(kwargs))
+
+
+def _plain(value: Any) -> Any:
+    """Return what the container itself receives: no traced scalars, and no such objects."""
+    kind = type(value)
+    if issubclass(kind, Watching):
+        return value.original
+    if kind is tuple:
+        return tuple(map(_plain, value))
+    if kind is list:
+        value[:] = map(_plain, value)
+    elif kind is dict:
+        value.update({key: _plain(item) for key, item in value.items()})
+    return plain(value)
 
 
 def _report(container: Watching, name: str, frame: FrameType) -> None:
