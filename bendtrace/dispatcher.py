@@ -522,9 +522,10 @@ class Dispatcher:
 
     def _passes(self, recording: Recording) -> bool:
         """Return whether a run could not be repeated, although later ones may; note why."""
-        if not recording.is_transient or self._passing >= _PASSING:
+        is_misused = bool(recording.environment.misused())  # the next run guards the content
+        if not is_misused and (not recording.is_transient or self._passing >= _PASSING):
             return False
-        self._passing += 1
+        self._passing += not is_misused
         reasons = recording.tape.blockers or ["the run leaves something that later runs find"]
         self.passing.update(dict.fromkeys(reasons))
         return True
@@ -599,6 +600,7 @@ class Dispatcher:
                     reads_states, lifting, call.splicer,
                 )  # fmt: skip
         self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
+        call.tree.exclude(recording.environment.misused())
         return recording
 
     @property

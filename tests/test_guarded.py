@@ -226,6 +226,7 @@ SERVED = {
     "retraced": ["traces", "replays", "traces", "replays"],
     "live once": ["live", "traces", "replays"],
     "resumes": ["traces", "replays", "resumes", "replays"],
+    "live twice": ["live", "live", "traces", *["replays"] * 5],
     "an input": ["traces"] * 3 + ["replays"] * 5,
     **dict.fromkeys(("read again", "done again", "switched again", "one op", "not seen"), ONCE),
 }
@@ -827,17 +828,56 @@ class AppendsToADeque(Layer):
         return x * 2
 
 
-UNWRITABLE = "what it changes otherwise: sets, arrays, long lists, attributes of classes"
+UNWRITABLE = "what it changes otherwise: arrays, long lists, attributes of classes"
 
 
-@case(UNWRITABLE, live_at="self.value.add(")
+@case(
+    "sets that it changes, if it uses them by `in`, `add`, `discard`, `remove`, `clear`, `len` and "
+    "as a condition only",
+    calls=6,
+)
 class AddsToASet(Layer):
     def __init__(self) -> None:
         super().__init__(value=set())
+        self.n = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.value.add(len(self.value))
-        return x * len(self.value)
+        self.n += 1
+        if self.n in self.value:
+            return x
+        self.value.add(self.n)
+        return x * self.n
+
+
+KEYED = (
+    "dicts whose keys keep changing, by forward or between calls, if it uses them by such "
+    "operations only: a cache by length, a counter by expert"
+)
+
+
+@case(KEYED, calls=6)
+class FillsACache(Layer):
+    def __init__(self) -> None:
+        super().__init__(value={})
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        if self.n not in self.value:
+            self.value[self.n] = torch.arange(self.n).cos().sum()
+        return x * self.value[self.n]
+
+
+@case(KEYED, calls=6)
+class CountsByKey(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=collections.Counter())
+        self.n = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.value[self.n] += 2
+        return x * self.value[self.n]
 
 
 @case(UNWRITABLE, live_at="self.value[0] +=")

@@ -135,9 +135,33 @@ def cached_shapes(x: Tensor) -> Any:
     return (x if sizes is None else x.reshape(sizes)), count
 
 
+def greatest_and_least(x: Tensor) -> Any:
+    counts = (x.abs() * 3).long()[:1].repeat(2, 2)[0].tolist()
+    most, least = max(counts), min(tuple(counts))
+    return x.sum() + torch.arange(most).sum(), least, max(x.shape[0], most, 5)
+
+
+def in_order(x: Tensor) -> Any:
+    means = x.mean(0).tolist()
+    lengths = [len(x), *(x[0].abs() * 9).long().tolist()]
+    first, *_, last = sorted(means)
+    table = sorted(lengths)
+    table.append(0)
+    return x * last - first, table, sorted([last, first, -0.0, 0.0]), max([lengths[1], lengths[2]])
+
+
+def not_numbers_alone(x: Tensor) -> Any:
+    """What is put in order otherwise is guarded."""
+    sizes = (x[0].abs() * 2).long().tolist()
+    pairs = sorted((size, at) for at, size in enumerate(sizes))
+    mixed = max(sizes[0], 0.5), min(sizes, key=lambda size: -size), max(sizes[:1], default=1)
+    return x * mixed[0], pairs[0][1], mixed, bool(sizes[0] > 1), any([sizes[1] > 0, sizes[2] > 1])
+
+
 PROGRAMS: list[Callable[[Tensor], Any]] = [
     int_of_a_size, int_of_a_tensor, float_of_a_tensor, length, functions_of_math, items,
     among_others, loop, loop_that_counts, loop_back, nested_loops, rows_that_leave, cached_shapes,
+    greatest_and_least, in_order,
 ]  # fmt: skip
 
 
@@ -161,6 +185,23 @@ def test_numbers_that_differ_are_computed_in_replays(program: Callable[[Tensor],
     for x in inputs(40, seed=1):
         assert bits(bended(x)) == bits(program(x))
     assert bended.stats.traces <= before + 1
+
+
+def test_what_else_is_put_in_order_is_right() -> None:
+    bended = bt.BendedModule(not_numbers_alone)
+    for x in inputs(80):
+        assert bits(bended(x.clone())) == bits(not_numbers_alone(x.clone()))
+    torch.manual_seed(0)
+    for values in (inputs(30), [torch.full((2, 3), float("nan"))], inputs(10, seed=1)):
+        bended = bt.BendedModule(in_order_of_means)
+        for x in values:
+            x[:, 1] = x[:, 0] * -0.0
+            assert bits(bended(x)) == bits(in_order_of_means(x))
+
+
+def in_order_of_means(x: Tensor) -> Any:
+    means = x.mean(0).tolist()
+    return sorted(means), max(means), min(means)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -19,14 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.environment.code_facts import codes_in
+from bendtrace.environment.code_facts import codes_in, other_names_in
+from bendtrace.environment.containers import Watching, can_be_watched, is_watchable, watching
 from bendtrace.environment.findings import Found, Places
-from bendtrace.environment.growing import additions_to, growing_in, is_full
+from bendtrace.environment.growing import (
+    READING,
+    access_name,
+    additions_to,
+    growing_in,
+    is_full,
+    is_users,
+    level_of,
+    owners_in,
+)
 from bendtrace.environment.kinds import asks_for_plain, tells_numbers_apart
-from bendtrace.environment.provenance import is_installed_file
+from bendtrace.environment.provenance import is_finished, is_installed_file
 from bendtrace.environment.scan import Scan
 from bendtrace.environment.scan_cache import CachedScan, latest_walk, remember
-from bendtrace.source.usage import compares_identity
+from bendtrace.source.usage import compares_identity, hands_over
 from bendtrace.source.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
@@ -54,6 +64,8 @@ class Environment(Found):
         function: the module or function to be run.
         arguments: the bound arguments by name.
         inserted: what else it runs, by name.
+        inputs: the labels of what is an input in the state: numbers (see `lift`), and containers
+            whose operations are ops.
 
     Attributes:
         is_repeated: whether all but the arguments was taken over from an earlier scan.
@@ -62,7 +74,7 @@ class Environment(Found):
         read_caches: what tensors the run took from which `functools.lru_cache`.
         computed: how often the tracer itself had a cache of a computation filled.
         filled_caches: the keys and results of caches after a run that added some.
-        lifted: the labels of the numbers that are inputs of the run (see `lift`).
+        lifted: the labels in the state that are inputs of the run.
     """
 
     places: Places
@@ -75,6 +87,7 @@ class Environment(Found):
         function: Callable[..., Any],
         arguments: dict[str, Any],
         inserted: Mapping[str, Any] = types.MappingProxyType({}),
+        inputs: frozenset[str] = frozenset(),
     ) -> None:
         self.function: Callable[..., Any] = function
         self.inserted: Mapping[str, Any] = inserted
@@ -86,14 +99,15 @@ class Environment(Found):
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
         self._placed: list[tuple[Captured, Any]] = []
+        self._containers_placed: list[tuple[Captured, Watching]] = []
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # Neither a run around this one nor the class of a tensor may see what is asked here: it is
         # not always the same that is asked.
         with torch._C.DisableTorchFunction():
-            self._find(arguments)
+            self._find(arguments, inputs)
 
-    def _find(self, arguments: dict[str, Any]) -> None:
+    def _find(self, arguments: dict[str, Any], inputs: frozenset[str]) -> None:
         """List the parts, taken over from an earlier scan if there is one that is as good."""
         earlier = None if self.inserted else latest_walk(self.function)
         if earlier is not None:
@@ -104,31 +118,106 @@ class Environment(Found):
         if not self.is_repeated:
             plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
             self._scan(arguments, plain_numbers)
+        if containers := self._containers(inputs):
+            self.is_repeated = False
+            self._scan(arguments, self.plain_numbers, None, containers)
         for part in self.parts:
-            if part.kind is not CaptureKind.ALIAS and is_drawn_from(part.value):
+            if part.kind is CaptureKind.ALIAS:
+                continue
+            if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
+                stand_in: Any = watching(part.value)
+                self._containers_placed.append((part, stand_in))
+            elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
-                self._stand_ins[id(stand_in)] = stand_in, part
+            else:
+                continue
+            self._stand_ins[id(stand_in)] = stand_in, part
         for part in self.parts:
             if part.kind is CaptureKind.GROWING:
                 self._items[part.index] = list(part.value)
 
+    def _containers(self, labels: frozenset[str]) -> dict[int, Any]:
+        """Return the containers with some labels whose operations can be ops, by identity.
+
+        Code that asks for exact types would see what takes their place, and so might code that does
+        not name them. Code that tests identities might find a tensor in two places.
+        """
+        found = [part for part in self.parts if part.label in labels and can_be_watched(part)]
+        if not found or self.plain_numbers or self.tells_numbers or self.computes:
+            return {}
+        if self._compares_tensors() or not self.names.isdisjoint(READING):
+            return {}
+        named = {id(part.value.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
+        owners = owners_in(self)
+        read = {name for one in self.functions for name in other_names_in(one)}
+        return {
+            id(part.value): part.value
+            for part in found
+            if id(part.value) not in named
+            and access_name(part) not in read
+            and is_watchable(part.value)
+            and is_users(part, owners, self)
+            and not self._is_handed_over(
+                part, (code for one in self.functions for code in codes_in(one.__code__))
+            )
+        }
+
+    @staticmethod
+    def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
+        name, level = access_name(part), level_of(part)
+        return any(
+            hands_over(code, name, level)
+            for code in codes
+            if (code.co_filename, code.co_name) not in _OF_DATACLASSES
+        )
+
+    def look_at_containers(self, codes: Iterable[types.CodeType]) -> None:
+        """Note which containers code has handed over that the search for uses did not find."""
+        for part, one in self._containers_placed:
+            if not one.is_misused and self._is_handed_over(part, codes):
+                one.is_misused = True
+                label = part.label
+                self.block(f"the run does more with {label} than operations on it", label)
+
+    def _compares_tensors(self) -> bool:
+        """Return whether code tests whether two objects, not two classes, are one."""
+        if not self.compares_identity or self.tells_identity:
+            return self.compares_identity
+        codes = (one.__code__ for one in self.functions if not is_finished(one))
+        return any(
+            compares_identity(code)
+            for code in codes
+            # What `dataclass` makes compares classes, and arguments with a mark of its own. With a
+            # container it only does what the container's methods see.
+            if (code.co_filename, code.co_name) not in _OF_DATACLASSES
+        )
+
+    def misused(self) -> frozenset[str]:
+        """Return the labels of containers that the run has used in a way that is no op."""
+        return frozenset(part.label for part, one in self._containers_placed if one.is_misused)
+
     def _scan(
-        self, arguments: dict[str, Any], plain_numbers: bool, growing: dict[int, Any] | None = None
+        self,
+        arguments: dict[str, Any],
+        plain_numbers: bool,
+        growing: dict[int, Any] | None = None,
+        containers: dict[int, Any] | None = None,
     ) -> None:
         scan = self._begin(arguments, plain_numbers)
         self.growing: dict[int, Any] = growing or {}
-        is_repeatable = scan.is_untouched
+        self.watched_containers: dict[int, Any] = containers or {}
+        is_repeatable = scan.is_untouched and not containers
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
-            self._scan(arguments, True)
+            self._scan(arguments, True)  # where no operation is an op
             return
         found = growing_in(self) if growing is None else growing
         if growing is None and found:
-            self._scan(arguments, plain_numbers, found)
+            self._scan(arguments, plain_numbers, found, containers)
             return
         if growing and growing_in(self).keys() != growing.keys():
-            self._scan(arguments, plain_numbers, {})
+            self._scan(arguments, plain_numbers, {}, containers)
             return
         self.places = Places(self.parts, self.held)
         self.contents = self.places.read()
@@ -402,14 +491,15 @@ class Environment(Found):
         for part in found:  # others may have the part itself
             self.parts[part.index] = part
         self.lifted = frozenset(part.label for part in found)
+        self.lifted |= {part.label for part, _ in self._containers_placed}
         return found
 
     def stand_in(self, thing: Any) -> Any:
-        """Return what a run receives in place of a generator of numpy; anything else itself."""
+        """Return what a run receives in place of something that is watched, or the thing itself."""
         return next((one for one, part in self._stand_ins.values() if part.value is thing), thing)
 
-    def place_generators(self) -> None:
-        """Replace each generator of numpy by a watched one."""
+    def place_watched(self) -> None:
+        """Replace generators of numpy, and containers, by objects that are watched."""
         holders: list[tuple[Captured, Any]] = []
         for part in self.parts if self._stand_ins else ():
             stand_in = self.stand_in(_thing_of(part))
@@ -481,6 +571,7 @@ def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
         return [*map(id, before)] == [*map(id, now)]
 
 
+_OF_DATACLASSES = {("<string>", name) for name in ("__eq__", "__init__", "__repr__")}
 _WORDS = {
     CaptureKind.SET: "the set {}",
     CaptureKind.LARGE: "{}, which is too large to watch",

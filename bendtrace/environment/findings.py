@@ -998,6 +998,8 @@ class Found:
         generators: the parts that are random generators of torch.
         host_generators: those of Python and numpy.
         growing: lists and deques, by identity, that are not looked into: code only adds to them.
+        watched_containers: dicts and sets, by identity, that are not looked into: their operations
+            are ops.
         depends: what the code that was looked at depends on.
         watched_objects: what else is watched, by its content.
     """
@@ -1039,6 +1041,7 @@ class Found:
         self.generators: list[Captured] = []
         self.host_generators: list[Captured] = []
         self.growing: dict[int, Any] = {}
+        self.watched_containers: dict[int, Any] = {}
         self.depends: Depends = Depends()
         self.watched_objects: WatchedContent
 

@@ -39,7 +39,7 @@ def growing_in(found: Found) -> dict[int, Any]:
     Args:
         found: what a scan has found.
     """
-    if found.computes or not found.names.isdisjoint(_READING):
+    if found.computes or not found.names.isdisjoint(READING):
         return {}
     candidates = [part for part in found.parts if _can_grow(part)]
     if found.names.isdisjoint(ADDS):
@@ -47,19 +47,14 @@ def growing_in(found: Found) -> dict[int, Any]:
     if not candidates:
         return {}
     read = {name for one in found.functions for name in other_names_in(one)}
-    if not read.isdisjoint(_READING) or any(id(part.value) in _READERS for part in found.parts):
+    if not read.isdisjoint(READING) or any(id(part.value) in _READERS for part in found.parts):
         return {}
     for function in found.functions:
         for code in codes_in(function.__code__):
             read |= read_names(code)
     read -= {name for name, times in _known_methods(found.function).items() if times >= _OFTEN}
     tied = {part.value.index for part in found.parts if part.kind is CaptureKind.ALIAS}
-    owners = {
-        id(vars(part.value)): part.type
-        for part in found.parts
-        if part.kind is CaptureKind.MODULE
-        or (part.kind is CaptureKind.IDENTITY and _has_attributes(part.value))
-    }
+    owners = owners_in(found)
     for part in found.parts:
         if part.index in tied:  # what holds it is known by another name, too
             tied.update(_holders(part))
@@ -68,7 +63,17 @@ def growing_in(found: Found) -> dict[int, Any]:
         for part in candidates
         if part.index not in tied
         and access_name(part) not in read
-        and _is_users(part, owners, found)
+        and is_users(part, owners, found)
+    }
+
+
+def owners_in(found: Found) -> dict[int, type]:
+    """Return the types of modules and other objects, by the identity of their dicts."""
+    return {
+        id(vars(part.value)): part.type
+        for part in found.parts
+        if part.kind is CaptureKind.MODULE
+        or (part.kind is CaptureKind.IDENTITY and _has_attributes(part.value))
     }
 
 
@@ -141,14 +146,22 @@ def _root_of(part: Captured) -> Captured:
     return part
 
 
+def level_of(part: Captured) -> int:
+    """Return how many items of items lie between what code names and a part."""
+    root, level = _root_of(part), 0
+    while part is not root and part.parent is not None:
+        part, level = part.parent, level + 1
+    return level
+
+
 def access_name(part: Captured) -> str:
     """Return the name by which code reaches a part, or what has items in which the part is."""
     root = _root_of(part)
     return root.label if root.access is Access.CELL else str(root.key)
 
 
-def _is_users(part: Captured, owners: dict[int, type], found: Found) -> bool:
-    """Whether only code of the user's knows the name of a part."""
+def is_users(part: Captured, owners: dict[int, type], found: Found) -> bool:
+    """Return whether only code of the user's knows the name of a part."""
     root = _root_of(part)
     holder = root.parent
     if holder is None:
@@ -171,7 +184,7 @@ def _is_users_kind(kind: type) -> bool:
 
 
 # What may read a container that it does not name.
-_READING = frozenset(
+READING = frozenset(
     {
         "copy", "deepcopy", "__copy__", "__deepcopy__", "pickle", "dumps", "asdict", "astuple",
         "vars", "locals", "dir", "eval", "exec", "__dict__", "__getstate__", "__reduce__",

@@ -782,6 +782,8 @@ class Scan(CodeScan):
                 self._guard_numbers(known)
         elif id(value) in found.growing:
             self._add(value, route, CaptureKind.GROWING)
+        elif id(value) in found.watched_containers:
+            self._add(value, route, CaptureKind.IDENTITY)
         elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):
             self._add(value, route, CaptureKind.PLAIN)
             if issubclass(kind, Enum) and is_users_class(kind):  # it may have attributes

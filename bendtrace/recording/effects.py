@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bendtrace.environment.code_facts import codes_in
+from bendtrace.source.results import in_order
 from bendtrace.source.sites import TORCH
 from bendtrace.tape.tape import Op, OpKind, Tape, refs_in
 from bendtrace.torch_rules.functions import (
@@ -32,7 +33,7 @@ HARMLESS = frozenset(
     {
         operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
         abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-        str, repr, format,
+        str, repr, format, max, min, in_order,
     }
 )  # fmt: skip
 

@@ -217,6 +217,8 @@ class Finish:
         if self._modes() != self._entry:
             self.block("the run leaves grad mode, autocast or another setting of torch's changed")
         changes = list(self.environment.changes())
+        if ran is not None:
+            self.environment.look_at_containers(ran.codes)
         for reason in self.environment.blockers:
             self.tape.block(reason)
         # It may have been created by its first use, and stay the same from then on.

@@ -72,7 +72,7 @@ class Numbers:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
-        if self.varying is not None and self.varying.answers(use):
+        if self.varying is not None and self.varying.answers(use, scalar):
             return scalar._value
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if use is Use.BOOL:

@@ -205,7 +205,7 @@ class Recorder(RecordingMode):
         try:
             if self._lifting is not None:
                 self._lifting.place()
-            self.environment.place_generators()
+            self.environment.place_watched()
             with watching(self), self:
                 self._ran.begin()
                 try:
@@ -747,7 +747,7 @@ class Recorder(RecordingMode):
         self._fast_path = self._aside = None  # from now on, ops may call other code
         self._ran.leave(answers=True)  # the run is live in any case; unwatched code may compile
         self._entered.end(sys._getframe(1))
-        self.tape.block(f"{what} at {user_place(sys._getframe(1))} cannot be watched")
+        self.tape.block(f"{what} {self._values.here()} cannot be watched")
 
 
 BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})

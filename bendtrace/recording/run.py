@@ -190,7 +190,8 @@ def record(
     with without(around):
         look_once()
         code = {} if inserter is None else inserter.code
-        environment = Environment(function, signature.bind(args, kwargs), code)
+        inputs = frozenset() if lifting is None else lifting.inputs
+        environment = Environment(function, signature.bind(args, kwargs), code, inputs)
         if not environment.is_repeated and (environment.is_lazy or has_lazy_modules(function)):
             raise Uninitialized(function)
         recorder = Recorder(

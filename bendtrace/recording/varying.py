@@ -1,7 +1,8 @@
 """Numbers that differ between calls at one place stay traced where Python makes others of them.
 
 `int(n)`, `math.sqrt(n)`, `rates[n]`, `range(n)`: C code asks a traced scalar for its number, so
-that the number is guarded, and each number is a path of its own. After a few numbers at one place
+that the number is guarded, and each number is a path of its own. `max(m, n)` and `sorted(numbers)`
+ask which of two numbers is greater, so that each order is a path. After a few numbers at one place
 (`TraceTree`), the frame receives a traced scalar in place of the plain result, and a loop over
 `range(n)` asks in each round whether there is another one (`Rounds`). So the replay computes the
 number.
@@ -30,6 +31,7 @@ from bendtrace.source.results import (
     COMPUTING,
     can_exchange,
     exchange,
+    in_order,
     is_awaited,
     is_computation,
     item_of,
@@ -39,7 +41,7 @@ from bendtrace.source.usage import compares_identity
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.scalars import TRACED, TracedInt
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedInt, TracedScalar
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 
 Place: TypeAlias = tuple[CodeType, int]
@@ -50,8 +52,17 @@ _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 
 def place_of(guard: Guard) -> Place | None:
-    """Return where a guard asks for a number that could stay traced; None if it does not."""
-    if not isinstance(guard, ValueGuard) or guard.use not in ASKS or guard.site is None:
+    """Return where a guard asks for a number that could stay traced; None if it does not.
+
+    A truth that C code asks for may be that of a comparison.
+    """
+    if guard.site is None:
+        return None
+    if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
+        code, offset = guard.site.chain[0]
+        is_called = dis.opname[code.co_code[offset]] == "CALL"
+        return (code, offset) if is_called and not code.co_filename.startswith(TORCH) else None
+    if not isinstance(guard, ValueGuard) or guard.use not in ASKS:
         return None
     if type(guard.answer) not in (int, float):
         return None
@@ -90,11 +101,12 @@ class Varying:
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
 
-    def answers(self, use: Use | FunctionUse) -> bool:
+    def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
 
         Args:
             use: how it is asked.
+            scalar: the traced scalar.
         """
         frame, callee = _asking()
         if is_awaited(frame):
@@ -111,10 +123,15 @@ class Varying:
         try:
             if place not in self.places and type(function) is not functools._lru_cache_wrapper:
                 return False
+            result: Any
             if function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._uncached(function, given)
+            elif use is Use.BOOL:
+                result = self._in_order(function, given)
+            elif function is len and type(scalar) is TracedInt:
+                result = scalar  # that of a container of the state
             elif (function is item_of and _has_item(*given)) or (
                 function in COMPUTING and all(type(one) in _NUMBERS for one in given)
             ):
@@ -157,7 +174,7 @@ class Varying:
 
     def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
         """Return where a number is asked for, if numbers differ there."""
-        if self._is_busy or use not in ASKS:
+        if self._is_busy or not (use in ASKS or (use is Use.BOOL and self._places)):
             return None
         code = frame.f_code
         offset = instruction_at(code, frame.f_lasti)
@@ -168,6 +185,22 @@ class Varying:
             return None
         tells = needs_plain_numbers(code, frame.f_globals) or compares_identity(code)
         return None if tells else place
+
+    def _in_order(self, function: Any, given: tuple[Any, ...]) -> Any:
+        """Return the greatest or least of some numbers, or all of them in order."""
+        if not any(function is one for one in (max, min, sorted)):
+            return None
+        if function is sorted or len(given) == 1:
+            if len(given) != 1 or type(given[0]) not in (list, tuple):
+                return None
+            given = tuple(given[0])
+        kinds = {*map(type, given)}
+        is_alike = any(map(kinds.issubset, ({int, TracedInt}, {float, TracedFloat})))
+        if not (is_alike and len(given) <= _MOST_SORTED):
+            return None
+        if function is sorted:
+            return [self._arithmetic(in_order, (at, *given)) for at in range(len(given))]
+        return self._arithmetic(function, given)
 
     def _ended(self, gave: bool) -> None:
         if not gave:
@@ -293,6 +326,7 @@ class Rounds:
 
 
 _NUMBERS = TRACED | {int, float}
+_MOST_SORTED = 64
 _FEW_ROUNDS = 4
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
@@ -417,11 +451,12 @@ class Lifting:
     Args:
         excluded: the variables that stay as they are; None for all.
         as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
-        numbers: the labels of numbers in the state that are inputs of the run.
+        inputs: the labels of numbers in the state that are inputs of the run, and of containers.
         places: where numbers differ from run to run, so that they stay traced (`varying.py`).
 
     Attributes:
         counts: whether counters of loops are lifted.
+        inputs: as given.
         lifted: the variables that were lifted, by the op that gives the number of each.
         places: as given.
     """
@@ -430,12 +465,12 @@ class Lifting:
         self,
         excluded: frozenset[Counter] | None = frozenset(),
         as_tensors: bool = False,
-        numbers: frozenset[str] = frozenset(),
+        inputs: frozenset[str] = frozenset(),
         places: frozenset[Place] = frozenset(),
     ) -> None:
         self._excluded = excluded
         self._as_tensors = as_tensors
-        self._numbers = numbers
+        self.inputs: frozenset[str] = inputs
         self.counts: bool = excluded is not None
         self.lifted: dict[int, Counter] = {}
         self.places: frozenset[Place] = places
@@ -459,7 +494,7 @@ class Lifting:
     def place(self) -> None:
         """Put traced scalars in the place of the numbers in the state."""
         environment, scalars = self._values.environment, []
-        for part in environment.lift(self._numbers):
+        for part in environment.lift(self.inputs):
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)
             op.meta = part.value
             self._writer.tape.counters.add(op.index)

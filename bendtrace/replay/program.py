@@ -190,11 +190,11 @@ class Program:
         Args:
             counters: whether to lift those that count the rounds of loops in any case.
         """
-        numbers = self.recording.environment.lifted
-        if not (counters or self.is_lifted or self.places or numbers):
+        inputs = self.recording.environment.lifted
+        if not (counters or self.is_lifted or self.places or inputs):
             return None
         excluded = self.excluded if counters or self.is_lifted else None
-        return Lifting(excluded, numbers=numbers, places=self.places)
+        return Lifting(excluded, inputs=inputs, places=self.places)
 
     def follows(self, other: Program, begins: bool) -> None:
         """Take the place of another program.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bendtrace.environment.containers import can_be_watched, has_content
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.recording.recorder import Recording
 from bendtrace.recording.varying import Lifting, Place, place_of, required_numbers
@@ -33,7 +34,7 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
 )
-from bendtrace.tape.guards import ValueGuard
+from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
 from bendtrace.torch_rules.functions import name_of
 
@@ -118,7 +119,7 @@ class TraceTree:
         self._outdated: dict[tuple[tuple[str, ...], str], set[Any]] = {}
         self._settled: Counter[tuple[str, ...]] = Counter()  # how often that did not last
         self._ties = False  # whether a call was given what the model holds
-        self._numbers: frozenset[str] = frozenset()  # those in the state that are inputs
+        self._inputs: frozenset[str] = frozenset()  # the numbers and containers that are inputs
         self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
         self._moved: Counter[str] = Counter()  # how often each was another one in a new run
         self._needed: Counter[str] = Counter()  # how many runs needed it by value
@@ -186,9 +187,9 @@ class TraceTree:
 
     def lifting(self) -> Lifting | None:
         """Return the lifting of numbers in a run of a new program; None if there is none."""
-        if not (self._numbers or self.varying):
+        if not (self._inputs or self.varying):
             return None
-        return Lifting(None, numbers=self._numbers, places=self.varying)
+        return Lifting(None, inputs=self._inputs, places=self.varying)
 
     def _notice(self, recording: Recording, program: Program) -> None:
         """Note which numbers a run has asked for, and where.
@@ -212,14 +213,20 @@ class TraceTree:
                 elif program.graph is not None:
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
             self._aside.clear()
-        new = set()
+        answers: dict[Place, list[Any]] = {}
         for guard in recording.tape.guards:
             place = place_of(guard)
             if place is not None and place not in self._steady:
-                seen = self._asked.setdefault(place, set())
-                seen.add(guard.answer)
-                if len(seen) >= _VARYING:
-                    new.add(place)
+                answers.setdefault(place, []).append(guard)
+        new = set()
+        for place, guards in answers.items():
+            seen = self._asked.setdefault(place, set())
+            if isinstance(guards[0], TruthGuard):  # of comparisons, which tell an order
+                seen.add(tuple(guard.answer for guard in guards))
+            else:
+                seen.update(guard.answer for guard in guards)
+            if len(seen) >= _VARYING:
+                new.add(place)
         if new - self.varying and can_exchange() and self._joins:
             self.varying |= new
             for names, listed in list(self._programs.items()):
@@ -272,7 +279,7 @@ class TraceTree:
         self._keep_to_limit()
 
     def compare_numbers(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
-        """Make inputs of the numbers in the state that keep being others in new runs.
+        """Make inputs of the numbers and containers in the state that differ in new runs.
 
         Args:
             names: names of the arguments.
@@ -281,18 +288,38 @@ class TraceTree:
         latest = next(self.programs(names), None)
         if latest is None:
             return
-        known = self._numbers | self._excluded
-        for part in latest.recording.environment.parts:
-            if part.label not in known and holds_number(part):
-                now = _read(part, arguments)
-                if type(now) in _NUMBERS and not identical(now, part.value):
-                    with self._lock:
-                        self._moved[part.label] += 1
-                        if self._moved[part.label] == _MOVING:
-                            self._numbers |= {part.label}
-                            for key in [*self._outdated]:
-                                if f"{part.label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
-                                    del self._outdated[key]
+        environment = latest.recording.environment
+        known = self._inputs | self._excluded
+        for part in environment.parts:
+            if part.label in known or not _has_moved(part, arguments):
+                continue
+            with self._lock:
+                self._moved[part.label] += 1
+                if self._moved[part.label] == _MOVING:
+                    self._inputs |= {part.label}
+                    for key in [*self._outdated]:
+                        if f"{part.label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
+                            del self._outdated[key]
+        # A container that is replaced is no input: it is told by its identity.
+        replaced = (
+            part.label
+            for part in environment.parts
+            if id(part.value) in environment.watched_containers
+            and _read(part, arguments) is not part.value
+        )
+        self.exclude(frozenset(replaced))
+
+    def exclude(self, labels: frozenset[str]) -> None:
+        """Let containers be guarded by their content again, and drop what took them for inputs."""
+        if not labels:
+            return
+        with self._lock:
+            self._excluded |= labels
+            self._inputs -= labels
+            for names, listed in list(self._programs.items()):
+                lifted = (one.recording.environment.lifted for one in listed)
+                pairs = zip(listed, lifted, strict=True)
+                self._drop(names, *(one for one, inputs in pairs if inputs & labels))
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
@@ -301,7 +328,7 @@ class TraceTree:
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
                 self._excluded |= {label}
-                self._numbers -= {label}
+                self._inputs -= {label}
 
     def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
         """Restart a program with a run in which the counters of loops are lifted.
@@ -613,6 +640,14 @@ def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
         return part.read(arguments)
     except (LookupError, AttributeError, TypeError):
         return None
+
+
+def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a number, or a container of keys, differs from the one that a run found."""
+    if holds_number(part):
+        now = _read(part, arguments)
+        return type(now) in _NUMBERS and not identical(now, part.value)
+    return can_be_watched(part) and not has_content(part, _read(part, arguments))
 
 
 def _is_item(part: Captured) -> bool:

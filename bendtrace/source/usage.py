@@ -307,6 +307,118 @@ def read_names(code: CodeType) -> frozenset[str]:
     return known[1]
 
 
+def hands_over(code: CodeType, name: str, level: int) -> bool:
+    """Return whether code does more with a container than to operate on it.
+
+    Its methods and operators may be called, and `len`. It may not be passed to anything else, kept
+    or returned: code that asks for its type, or reads its memory, might receive it.
+
+    Args:
+        code: the code, without the functions in it.
+        name: the attribute, global or variable of a function around it that leads to the container.
+        level: how many items of items lie between.
+    """
+    if name in _texts_in(code.co_consts):
+        return True
+    if name not in code.co_names and name not in code.co_freevars + code.co_cellvars:
+        return False
+    return _Operating(single_steps(code)).hands_over(name, level)
+
+
+class _Operating:
+    """Follows a container on the stack, from where code loads it."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._steps = steps
+        self._variables: set[tuple[str, int]] = set()
+
+    def hands_over(self, name: str, level: int) -> bool:
+        for at, step in enumerate(self._steps):
+            if step.value != name or step.name.endswith("_FAST") or step.name in _IDLE:
+                continue
+            if step.name.startswith("STORE_"):
+                continue  # another container, which the next run finds
+            if step.name not in _LOADS or self._is_lost(at, level):
+                return True
+        return False
+
+    def _is_lost(self, at: int, level: int) -> bool:
+        """Whether the container that an instruction loads gets where it is not followed."""
+        # What is on the stack: the levels of containers, None for others, and `len`.
+        stack: list[Any] = ["len"] * self._is_length(at) + [level]
+        for step in self._steps[at + 1 :]:
+            if not any(type(one) is int for one in stack):
+                return False
+            name = "BINARY_SUBSCR" if _is_item(step) else step.name
+            count = step.argument or 0
+            if name == "KW_NAMES":
+                continue
+            if name == "STORE_FAST":
+                kept = stack.pop()
+                if type(kept) is int and self._is_variable_lost(step.value, kept):
+                    return True
+            elif name == "LOAD_FAST" or name in CONSTANTS or name in ("LOAD_GLOBAL", "LOAD_DEREF"):
+                stack.append("len" if step.value == "len" else None)
+            elif name == "COPY" and count <= len(stack):
+                stack.append(stack[-count])
+            elif name == "SWAP" and count <= len(stack):
+                stack[-1], stack[-count] = stack[-count], stack[-1]
+            elif name in _TAKING or name in ("CALL", "BUILD_TUPLE", "BUILD_SLICE"):
+                takes = _TAKING.get(name, count + (name == "CALL"))
+                taken = [*[None] * (takes - len(stack)), *stack[max(len(stack) - takes, 0) :]]
+                del stack[max(len(stack) - takes, 0) :]
+                # What is operated on is the last, or the last but one in front of a key.
+                place = -1 if takes == 1 or name == "CONTAINS_OP" else -2
+                own = taken.pop(place) if takes and name in _TAKING else None
+                if name == "CALL" and taken[0] == "len" and takes == 2:
+                    taken.pop()
+                if any(type(one) is int for one in taken):
+                    return True
+                if name == "BINARY_SUBSCR" and type(own) is int and own:
+                    stack.append(own - 1)
+                elif name not in _GIVING_NOTHING:
+                    stack.append(None)
+            elif _is_test(name):
+                stack.pop()
+                if any(type(one) is int for one in stack):
+                    return True
+            else:
+                return True
+        return True
+
+    def _is_length(self, at: int) -> bool:
+        """Whether `len` is called with what an instruction loads, or with an item of it."""
+        first = at
+        while first > 0 and self._steps[first].name in ("LOAD_ATTR", "LOAD_METHOD"):
+            first -= 1
+        before = self._steps[first - 1] if first else None
+        return before is not None and (before.name, before.value) == ("LOAD_GLOBAL", "len")
+
+    def _is_variable_lost(self, variable: str, level: int) -> bool:
+        if (variable, level) in self._variables:
+            return False
+        self._variables.add((variable, level))
+        return any(
+            self._is_lost(at, level)
+            for at, step in enumerate(self._steps)
+            if step.name == "LOAD_FAST" and step.value == variable
+        )
+
+
+def _is_test(name: str) -> bool:
+    return name.startswith("POP_JUMP") or name == "POP_TOP"
+
+
+# Instructions that operate on what they take from the stack, and how much that is.
+_TAKING = {
+    "LOAD_ATTR": 1, "LOAD_METHOD": 1, "GET_ITER": 1, "TO_BOOL": 1, "UNARY_NOT": 1,
+    "UNARY_NEGATIVE": 1,
+    "BINARY_SUBSCR": 2, "CONTAINS_OP": 2, "COMPARE_OP": 2, "BINARY_OP": 2, "DELETE_SUBSCR": 2,
+    "STORE_SUBSCR": 3,
+}  # fmt: skip
+_GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR"})
+
+
 def _is_read(steps: Sequence[Step], at: int) -> bool:
     """Return whether an instruction uses a name, and what it stands for is not only added to."""
     name = steps[at].name

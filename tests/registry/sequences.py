@@ -199,6 +199,64 @@ class AValueThatStopsChanging(nn.Module):
         return x * self.longest
 
 
+@case(*[x(*values) for values in (*itertools.permutations((1, 4, 7, 2)), (3, 3, 3, 3))])
+def numbers_that_are_put_in_order(x: Tensor) -> Any:
+    sizes = x.long().tolist()
+    most = max(sizes)
+    if x[0] > x[1]:
+        most = min(most, sizes[0])
+    return torch.arange(most) * sorted(sizes)[1], most, max(x.tolist()) * x
+
+
+LENGTHS = ones(*range(1, 8), *range(7, 2, -1), 9, 3, 11, 9)
+
+
+@case(*LENGTHS, served=in_turn("replays", 12))
+class ACacheByLength(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[0]
+        if n not in self.cache:
+            self.cache[n] = torch.arange(n).cos()
+        return x * self.cache[n]
+
+
+@case(*LENGTHS)
+class ACacheOfTheLatestLengths(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: OrderedDict[Any, Any] = OrderedDict()
+
+    def forward(self, x: Tensor) -> Tensor:
+        key = (x.shape[0], x.dtype)
+        table = self.tables.pop(key, None)
+        if table is None:
+            table = torch.arange(x.shape[0]).cos(), torch.arange(x.shape[0]).sin()
+        self.tables[key] = table
+        if len(self.tables) > 3:
+            self.tables.popitem(last=False)
+        return x * table[0] + table[1]
+
+
+@case(*[x(*values) for values in itertools.permutations((1, 2, -3, 4))])
+class CountsAndMembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.usage: Any = collections.Counter()
+        self.seen: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = int(x.argmax())
+        self.usage[best] += 1
+        if best not in self.seen:
+            self.seen.add(best)
+            return x * self.usage[best]
+        return x.relu() if x[0] > x[1] else x + self.usage[best]
+
+
 SETS = [args(lambda s=s: (torch.ones(2), set(s))) for s in ([1, 9], [9, 1], [0.0], [-0.0])]
 
 
