@@ -36,20 +36,20 @@ if TYPE_CHECKING:
         show_model_graph,
         trace,
     )
-    from bendtrace.bisecting.bisect import Bisection, bisect
     from bendtrace.compat.graphpatch import PatchableGraph
-    from bendtrace.dispatcher import Explanation, Stats
+    from bendtrace.debug.bisect import Bisection, bisect
+    from bendtrace.debug.search import Domain
+    from bendtrace.engine.dispatcher import Explanation, Stats
     from bendtrace.errors import BendtraceError
-    from bendtrace.exploring.search import Domain
-    from bendtrace.harvesting.harvest import harvest
-    from bendtrace.history.entries import LayerEntry
     from bendtrace.hooks import HookManager
-    from bendtrace.interject.activations import Activations
-    from bendtrace.interject.insertion import Insertion, Report
-    from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+    from bendtrace.insert.activations import Activations
+    from bendtrace.insert.insertion import Insertion, Report
+    from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+    from bendtrace.log.entries import LayerEntry
     from bendtrace.module import BendedModule
-    from bendtrace.torch_rules.intercepts import opaque
-    from bendtrace.view.difference import Difference, diff
+    from bendtrace.research.harvest import harvest
+    from bendtrace.show.difference import Difference, diff
+    from bendtrace.watch.intercepts import opaque
 
 __all__ = [
     "Activations",

@@ -2,7 +2,7 @@
 
 import sys
 
-from bendtrace.cli.main import main
+from bendtrace.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

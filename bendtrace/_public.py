@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bendtrace._lazy import imported
+from bendtrace.python.lazy import imported
 
 # Public modules, which are names by themselves.
 MODULES = (
@@ -28,30 +28,30 @@ MODULES = (
 # The words of other libraries, in `compat`.
 COMPAT = ("graphpatch", "tacklebox", "torchbend", "torchlens", "torchwatcher")
 PLACES = {
-    "Activations": "bendtrace.interject.activations",
+    "Activations": "bendtrace.insert.activations",
     "BendedModule": "bendtrace.module",
     "BendtraceError": "bendtrace.errors",
-    "Bisection": "bendtrace.bisecting.bisect",
-    "Difference": "bendtrace.view.difference",
-    "Domain": "bendtrace.exploring.search",
-    "Explanation": "bendtrace.dispatcher",
+    "Bisection": "bendtrace.debug.bisect",
+    "Difference": "bendtrace.show.difference",
+    "Domain": "bendtrace.debug.search",
+    "Explanation": "bendtrace.engine.dispatcher",
     "HookManager": "bendtrace.hooks",
-    "Inputs": "bendtrace.interject.interjection",
-    "Insertion": "bendtrace.interject.insertion",
-    "Interjection": "bendtrace.interject.interjection",
-    "LayerEntry": "bendtrace.history.entries",
+    "Inputs": "bendtrace.insert.interjection",
+    "Insertion": "bendtrace.insert.insertion",
+    "Interjection": "bendtrace.insert.interjection",
+    "LayerEntry": "bendtrace.log.entries",
     "ModelHistory": "bendtrace._trace",
-    "NodePass": "bendtrace.interject.interjection",
+    "NodePass": "bendtrace.insert.interjection",
     "PatchableGraph": "bendtrace.compat.graphpatch",
-    "Report": "bendtrace.interject.insertion",
-    "Stats": "bendtrace.dispatcher",
+    "Report": "bendtrace.insert.insertion",
+    "Stats": "bendtrace.engine.dispatcher",
     "Trace": "bendtrace._trace",
-    "bisect": "bendtrace.bisecting.bisect",
-    "diff": "bendtrace.view.difference",
-    "harvest": "bendtrace.harvesting.harvest",
+    "bisect": "bendtrace.debug.bisect",
+    "diff": "bendtrace.show.difference",
+    "harvest": "bendtrace.research.harvest",
     "load": "bendtrace._trace",
     "log_forward_pass": "bendtrace._trace",
-    "opaque": "bendtrace.torch_rules.intercepts",
+    "opaque": "bendtrace.watch.intercepts",
     "show_model_graph": "bendtrace._trace",
     "trace": "bendtrace._trace",
 }

@@ -17,49 +17,49 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import fx, nn
 
-from bendtrace._checks import required_model, similar
-from bendtrace._lazy import LazyMethod, LazyModule
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program
+from bendtrace.engine.stretches import Divergence
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
-from bendtrace.history.building import Log, writes_in_place
-from bendtrace.history.capture import Capture, SaveOptions, Selection, Spec
-from bendtrace.history.entries import counted
-from bendtrace.history.run_log import Facts, Lookup, RunLog
-from bendtrace.paths.nodes import Registry
-from bendtrace.paths.view import LazyRoot, Tree
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, record
-from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Divergence
-from bendtrace.run import Run, name_of_function
+from bendtrace.log.building import Log, writes_in_place
+from bendtrace.log.capture import Capture, SaveOptions, Selection, Spec
+from bendtrace.log.entries import counted
+from bendtrace.log.nodes import Registry
+from bendtrace.log.path_views import LazyRoot, Tree
+from bendtrace.log.run import Run, name_of_function
+from bendtrace.log.run_log import Facts, Lookup, RunLog
+from bendtrace.python.checks import required_model, similar
+from bendtrace.python.lazy import LazyMethod, LazyModule
+from bendtrace.record.recorder import Recording
+from bendtrace.record.run import Signature, record
 from bendtrace.tape.tape import ModuleCall, Op
 
 if TYPE_CHECKING:
     from bendtrace import storage
-    from bendtrace.backward import backward
-    from bendtrace.graph import fx as conversion
-    from bendtrace.graph.mirror import Graph
-    from bendtrace.history import validate
-    from bendtrace.history.validate import Validation
-    from bendtrace.interject.selectors import naming
-    from bendtrace.replay import explain
-    from bendtrace.replay.explain import GuardTable
+    from bendtrace.debug.backward import backward
+    from bendtrace.engine import explain
+    from bendtrace.engine.explain import GuardTable
+    from bendtrace.insert.selectors import naming
+    from bendtrace.log import fx as conversion
+    from bendtrace.log import validate
+    from bendtrace.log.mirror import Graph
+    from bendtrace.log.validate import Validation
+    from bendtrace.show.folded import log as folded
+    from bendtrace.show.picture import Picture, draw
+    from bendtrace.show.viewer import viewer_html
     from bendtrace.storage import save
-    from bendtrace.view.folded import log as folded
-    from bendtrace.view.picture import Picture, draw
-    from bendtrace.view.viewer import viewer_html
 else:
-    backward = LazyMethod("bendtrace.backward", "backward")
-    conversion = LazyModule("bendtrace.graph.fx")
-    explain = LazyModule("bendtrace.replay.explain")
-    naming = LazyModule("bendtrace.interject.selectors.naming")
+    backward = LazyMethod("bendtrace.debug.backward", "backward")
+    conversion = LazyModule("bendtrace.log.fx")
+    explain = LazyModule("bendtrace.engine.explain")
+    naming = LazyModule("bendtrace.insert.selectors.naming")
     storage = LazyModule("bendtrace.storage")
-    validate = LazyModule("bendtrace.history.validate")
-    draw = LazyMethod("bendtrace.view.picture", "draw")
-    folded = LazyMethod("bendtrace.view.folded", "log")
+    validate = LazyModule("bendtrace.log.validate")
+    draw = LazyMethod("bendtrace.show.picture", "draw")
+    folded = LazyMethod("bendtrace.show.folded", "log")
     save = LazyMethod("bendtrace.storage", "save")
-    viewer_html = LazyMethod("bendtrace.view.viewer", "viewer_html")
+    viewer_html = LazyMethod("bendtrace.show.viewer", "viewer_html")
 
 
 # ModelHistory: the log of a run, and the operations on it.

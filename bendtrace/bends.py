@@ -9,9 +9,9 @@ The names and their meanings are those of torchbend.
 tensor([0., 6.])
 """
 
-from bendtrace.interject.bends.bend import Bend, BendingParameter, CallbackChain
-from bendtrace.interject.bends.bending import Bending, BendingConfig
-from bendtrace.interject.bends.callbacks import (
+from bendtrace.insert.bends.bend import Bend, BendingParameter, CallbackChain
+from bendtrace.insert.bends.bending import Bending, BendingConfig
+from bendtrace.insert.bends.callbacks import (
     Affine,
     Bias,
     Capture,

@@ -20,9 +20,9 @@ from torch import nn
 
 from bendtrace.errors import InputError
 from bendtrace.module import BendedModule
-from bendtrace.recording import rank_sync as core
-from bendtrace.source.internals import pytree
-from bendtrace.torch_rules.collectives import group_of
+from bendtrace.python.internals import pytree
+from bendtrace.record import rank_sync as core
+from bendtrace.watch.collectives import group_of
 
 __all__ = ["Agreement", "Traffic", "agree", "agreement", "traffic", "whole"]
 __dir__ = __all__.copy

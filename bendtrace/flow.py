@@ -19,12 +19,15 @@ from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, Literal, NamedTuple, overload
 
-from bendtrace._checks import required_choice
-from bendtrace._lazy import tabulate
-from bendtrace._places import is_installed, path_text, place_text
 from bendtrace.errors import InputError
-from bendtrace.recording.finish import Recording
-from bendtrace.recording.iterations import (
+from bendtrace.python.checks import required_choice
+from bendtrace.python.features import is_off
+from bendtrace.python.lazy import tabulate
+from bendtrace.python.places import is_installed, path_text, place_text
+from bendtrace.python.sites import Place, Site, Span
+from bendtrace.python.statements import Loop, dependent_source, part_taken
+from bendtrace.record.finish import Recording
+from bendtrace.record.iterations import (
     Iterations,
     Mark,
     is_inside_comparison,
@@ -32,13 +35,10 @@ from bendtrace.recording.iterations import (
     running_code,
     user_code,
 )
-from bendtrace.recording.probes import look_at_flow_once
-from bendtrace.source.features import is_off
-from bendtrace.source.sites import Place, Site, Span
-from bendtrace.source.statements import Loop, dependent_source, part_taken
+from bendtrace.record.probes import look_at_flow_once
 from bendtrace.tape.guards import LengthGuard, TruthGuard
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Use
-from bendtrace.torch_rules.functions import SHAPES, is_gate
+from bendtrace.watch.functions import SHAPES, is_gate
 
 __all__ = [
     "AssertFlowStep",

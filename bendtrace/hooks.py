@@ -16,10 +16,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 from torch import nn
 
-from bendtrace._checks import free_name
 from bendtrace.errors import InputError
-from bendtrace.history.entries import counted
-from bendtrace.interject.hooks import (
+from bendtrace.insert.hooks import (
     Category,
     HookContext,
     HookFunction,
@@ -32,11 +30,13 @@ from bendtrace.interject.hooks import (
     is_same,
     short,
 )
-from bendtrace.interject.insertion import Insertion
-from bendtrace.interject.native import Attached
-from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.module_proxy import ModuleProxy
-from bendtrace.torch_rules import owners
+from bendtrace.insert.insertion import Insertion
+from bendtrace.insert.native import Attached
+from bendtrace.insert.registry import InsertionRegistry
+from bendtrace.log.entries import counted
+from bendtrace.python.checks import free_name
+from bendtrace.record.module_proxy import ModuleProxy
+from bendtrace.watch import owners
 
 __all__ = ["HookFunction", "HookHandle", "HookManager"]
 __dir__ = __all__.copy

@@ -13,92 +13,87 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from bendtrace._checks import listed, required_model
-from bendtrace._lazy import LazyMethod, LazyModule
-from bendtrace.dispatcher import Dispatcher, Explanation, Stats, Trees
+from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
+from bendtrace.engine.stretches import Finished
+from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
-from bendtrace.module_proxy import ModelT, ModuleProxy, SignedMethod
-from bendtrace.recording.effects import Effects
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, record
-from bendtrace.recording.serving import call_itself, serving
-from bendtrace.replay.stretches import Finished
-from bendtrace.replay.tree import TraceTree
-from bendtrace.source.internals import disable_dynamo
+from bendtrace.python.checks import listed, required_model
+from bendtrace.python.internals import disable_dynamo
+from bendtrace.python.lazy import LazyMethod, LazyModule
+from bendtrace.record.effects import Effects
+from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod
+from bendtrace.record.recorder import Recording
+from bendtrace.record.run import Signature, record
+from bendtrace.record.serving import call_itself, serving
 from bendtrace.tape.watchers import current_watcher
-from bendtrace.torch_rules.intercepts import opaque
-from bendtrace.torch_rules.owners import named_modules
+from bendtrace.watch.intercepts import opaque
+from bendtrace.watch.owners import named_modules
 
 if TYPE_CHECKING:
-    from bendtrace import _trace, auditing
-    from bendtrace import calls as call_forms
+    from bendtrace import _trace
     from bendtrace import hooks as hooks_module
-    from bendtrace import run as run_views
     from bendtrace._trace import Trace
-    from bendtrace.compiled import settings as compiled_settings
-    from bendtrace.compiled import speculation as compiled_speculation
-    from bendtrace.compiled.speculation import CompiledReport, Speculation
-    from bendtrace.exploring import search as exploring_search
-    from bendtrace.exploring.search import Exploration
+    from bendtrace.debug import auditing
+    from bendtrace.debug import calls as call_forms
+    from bendtrace.debug import search as exploring_search
+    from bendtrace.debug import stepping as stepping_run
+    from bendtrace.debug.search import Exploration
+    from bendtrace.debug.stepping import SteppedRun
+    from bendtrace.engine import compile_settings as compiled_settings
+    from bendtrace.engine import speculation as compiled_speculation
+    from bendtrace.engine.explain import Mismatch
+    from bendtrace.engine.speculation import CompiledReport, Speculation
     from bendtrace.export import exporting
     from bendtrace.export.exporting import Exported
     from bendtrace.hooks import HookManager
-    from bendtrace.interject import (
-        activations,
-        gates,
-        inserter,
-        registry,
-        resume_point,
-    )  # fmt: skip
-    from bendtrace.interject import resolver as knowledge
-    from bendtrace.interject.activations import Activations
-    from bendtrace.interject.bends import bending as model_bends
-    from bendtrace.interject.bends.bend import Bend, Value
-    from bendtrace.interject.bends.bending import Bending, Out
-    from bendtrace.interject.bends.catalogue import BendHandle, Filter
-    from bendtrace.interject.inserter import LiveInserter, Within
-    from bendtrace.interject.insertion import Insertion, What
-    from bendtrace.interject.interjection import PassNumbers
-    from bendtrace.interject.patches import builtin as patches_module
-    from bendtrace.interject.patches.builtin import PatchContext, Patches
-    from bendtrace.interject.registry import InsertionRegistry
-    from bendtrace.interject.resolver import Knowledge
-    from bendtrace.interject.where import Rows, Where
-    from bendtrace.paths.nodes import Text
-    from bendtrace.replay.explain import Mismatch
-    from bendtrace.stepping import run as stepping_run
-    from bendtrace.stepping.run import SteppedRun
-    from bendtrace.view import outline as outline_coverage
-    from bendtrace.view import program as outline_program
-    from bendtrace.view import state_graph as outline_graph
-    from bendtrace.view.folded import bended_model as folded
-    from bendtrace.view.outline import Coverage
-    from bendtrace.view.picture import Format, Picture
-    from bendtrace.view.program import Outline
-    from bendtrace.view.state_graph import StateGraph
+    from bendtrace.insert import activations, gates, inserter, registry, resume_point  # fmt: skip
+    from bendtrace.insert import resolver as knowledge
+    from bendtrace.insert.activations import Activations
+    from bendtrace.insert.bends import bending as model_bends
+    from bendtrace.insert.bends.bend import Bend, Value
+    from bendtrace.insert.bends.bending import Bending, Out
+    from bendtrace.insert.bends.catalogue import BendHandle, Filter
+    from bendtrace.insert.inserter import LiveInserter, Within
+    from bendtrace.insert.insertion import Insertion, What
+    from bendtrace.insert.interjection import PassNumbers
+    from bendtrace.insert.patches import builtin as patches_module
+    from bendtrace.insert.patches.builtin import PatchContext, Patches
+    from bendtrace.insert.registry import InsertionRegistry
+    from bendtrace.insert.resolver import Knowledge
+    from bendtrace.insert.where import Rows, Where
+    from bendtrace.log import run as run_views
+    from bendtrace.log.nodes import Text
+    from bendtrace.show import outline as outline_coverage
+    from bendtrace.show import program as outline_program
+    from bendtrace.show import state_graph as outline_graph
+    from bendtrace.show.folded import bended_model as folded
+    from bendtrace.show.outline import Coverage
+    from bendtrace.show.picture import Format, Picture
+    from bendtrace.show.program import Outline
+    from bendtrace.show.state_graph import StateGraph
 else:
     _trace = LazyModule("bendtrace._trace")
-    activations = LazyModule("bendtrace.interject.activations")
-    auditing = LazyModule("bendtrace.auditing")
-    call_forms = LazyModule("bendtrace.calls")
-    compiled_settings = LazyModule("bendtrace.compiled.settings")
-    compiled_speculation = LazyModule("bendtrace.compiled.speculation")
-    patches_module = LazyModule("bendtrace.interject.patches.builtin")
-    exploring_search = LazyModule("bendtrace.exploring.search")
-    outline_coverage = LazyModule("bendtrace.view.outline")
-    outline_graph = LazyModule("bendtrace.view.state_graph")
-    outline_program = LazyModule("bendtrace.view.program")
+    activations = LazyModule("bendtrace.insert.activations")
+    auditing = LazyModule("bendtrace.debug.auditing")
+    call_forms = LazyModule("bendtrace.debug.calls")
+    compiled_settings = LazyModule("bendtrace.engine.compile_settings")
+    compiled_speculation = LazyModule("bendtrace.engine.speculation")
+    patches_module = LazyModule("bendtrace.insert.patches.builtin")
+    exploring_search = LazyModule("bendtrace.debug.search")
+    outline_coverage = LazyModule("bendtrace.show.outline")
+    outline_graph = LazyModule("bendtrace.show.state_graph")
+    outline_program = LazyModule("bendtrace.show.program")
     exporting = LazyModule("bendtrace.export.exporting")
-    folded = LazyMethod("bendtrace.view.folded", "bended_model")
+    folded = LazyMethod("bendtrace.show.folded", "bended_model")
     hooks_module = LazyModule("bendtrace.hooks")
-    gates = LazyModule("bendtrace.interject.gates")
-    inserter = LazyModule("bendtrace.interject.inserter")
-    knowledge = LazyModule("bendtrace.interject.resolver")
-    registry = LazyModule("bendtrace.interject.registry")
-    resume_point = LazyModule("bendtrace.interject.resume_point")
-    run_views = LazyModule("bendtrace.run")
-    model_bends = LazyModule("bendtrace.interject.bends.bending")
-    stepping_run = LazyModule("bendtrace.stepping.run")
+    gates = LazyModule("bendtrace.insert.gates")
+    inserter = LazyModule("bendtrace.insert.inserter")
+    knowledge = LazyModule("bendtrace.insert.resolver")
+    registry = LazyModule("bendtrace.insert.registry")
+    resume_point = LazyModule("bendtrace.insert.resume_point")
+    run_views = LazyModule("bendtrace.log.run")
+    model_bends = LazyModule("bendtrace.insert.bends.bending")
+    stepping_run = LazyModule("bendtrace.debug.stepping")
 
 __all__ = ["BendedModule"]
 

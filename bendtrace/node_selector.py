@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bendtrace.interject.selectors.algebra import (
+from bendtrace.insert.selectors.algebra import (
     Family,
     Layers,
     Nth,
@@ -53,7 +53,7 @@ from bendtrace.interject.selectors.algebra import (
     has_following,
     has_preceding,
 )
-from bendtrace.interject.selectors.naming import (
+from bendtrace.insert.selectors.naming import (
     has_parameters,
     is_module,
     is_parametrized,
@@ -69,8 +69,8 @@ from bendtrace.interject.selectors.naming import (
     with_dtype,
     with_shape,
 )
-from bendtrace.interject.selectors.source import at_line, in_loop, under_branch
-from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector, Selectable
+from bendtrace.insert.selectors.source import at_line, in_loop, under_branch
+from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector, Selectable
 
 if TYPE_CHECKING:
     from bendtrace._trace import Trace

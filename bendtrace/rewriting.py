@@ -20,20 +20,20 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError, NeverFiredWarning
-from bendtrace.interject.gates import of_this_run
-from bendtrace.interject.insertion import Insertion, Report, What, as_interjection
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass, PassNumbers
-from bendtrace.interject.plan import forms_of
-from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.interject.resolver import describe_where
-from bendtrace.interject.selectors.naming import leaves_in, outside
-from bendtrace.interject.structure import assemble, describe, take_apart, version_of
-from bendtrace.interject.where import Where, near_misses
+from bendtrace.insert.gates import of_this_run
+from bendtrace.insert.insertion import Insertion, Report, What, as_interjection
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass, PassNumbers
+from bendtrace.insert.plan import forms_of
+from bendtrace.insert.registry import InsertionRegistry
+from bendtrace.insert.resolver import describe_where
+from bendtrace.insert.selectors.naming import leaves_in, outside
+from bendtrace.insert.structure import assemble, describe, take_apart, version_of
+from bendtrace.insert.where import Where, near_misses
+from bendtrace.log.nodes import identifier
+from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector
 from bendtrace.module import BendedModule
-from bendtrace.paths.nodes import identifier
-from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector
-from bendtrace.torch_rules.functions import is_torchs_function
-from bendtrace.torch_rules.owners import parts_of
+from bendtrace.watch.functions import is_torchs_function
+from bendtrace.watch.owners import parts_of
 
 __all__ = ["between", "remove", "replace", "replace_module", "replace_module_native", "splice"]
 __dir__ = __all__.copy

@@ -11,8 +11,8 @@ import math
 import os
 
 from bendtrace._trace import load
-from bendtrace.history.run_log import RunLog
-from bendtrace.view.difference import diff
+from bendtrace.log.run_log import RunLog
+from bendtrace.show.difference import diff
 
 __all__ = ["assert_same_structure"]
 __dir__ = __all__.copy

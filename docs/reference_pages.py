@@ -24,7 +24,7 @@ from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
 from bendtrace import _public
-from bendtrace._lazy import LazyMethod
+from bendtrace.python.lazy import LazyMethod
 
 MODULES = (
     "bendtrace",
@@ -33,8 +33,8 @@ MODULES = (
 )
 # What methods return that only bendtrace itself calls.
 INTERNAL = {
-    "bendtrace.analysis.spectra", "bendtrace.analysis.probes", "bendtrace.interject.native",
-    "bendtrace.paths.nodes",
+    "bendtrace.research.spectra", "bendtrace.research.probes", "bendtrace.insert.native",
+    "bendtrace.log.nodes",
 }  # fmt: skip
 # Bases whose members are described elsewhere.
 BASES = ("Module", "BaseException", "Exception", "UserWarning", "Mapping", "Sequence", "Enum",

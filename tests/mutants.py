@@ -1,8 +1,8 @@
 """Drops each check of a replay in turn, and says which of them no test notices.
 
 `python -m tests.mutants` runs tests once for each check, and once for each kind of guard, with that
-one dropped: what is asked of captured values, of the model and the world (`replay/check.py`), of
-words of memory (`source/versions.py`), and the kinds of guards in a run (`KINDS`). A mutant
+one dropped: what is asked of captured values, of the model and the world (`engine/check.py`), of
+words of memory (`python/versions.py`), and the kinds of guards in a run (`KINDS`). A mutant
 that *survives* makes no test fail. Each run stops at the first failure.
 
     python -m tests.mutants                     the tests of guards, which takes an hour
@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bendtrace.recording.writer import Writer
-from bendtrace.replay.check import GuardCode
-from bendtrace.replay.source import Source
-from bendtrace.source.versions import Words
+from bendtrace.engine.check import GuardCode
+from bendtrace.engine.source import Source
+from bendtrace.python.versions import Words
+from bendtrace.record.writer import Writer
 from bendtrace.tape.guards import KINDS
 from bendtrace.tape.tape import Guard
 
@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent
 MUTANT = os.environ.get("BENDTRACE_MUTANT", "")
 # Where checks are written, and what writes one.
 FILES = {
-    "replay/check.py": re.compile(r"\b(self\.note|_questions\.note|fail_if)\("),
-    "source/versions.py": re.compile(r"^ +self\.(add_\w+|_expect|_point)\("),
+    "engine/check.py": re.compile(r"\b(self\.note|_questions\.note|fail_if)\("),
+    "python/versions.py": re.compile(r"^ +self\.(add_\w+|_expect|_point)\("),
 }
 WORDS = re.compile(r"\bwords\.add_\w+\(|map\(words\.add_")
 TESTS = ("guarded", "guards", "check", "memory_words", "scan_cache", "state")

@@ -8,10 +8,10 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from bendtrace.dispatcher import Floor
-from bendtrace.recording.states import States
-from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Divergence, Node
+from bendtrace.engine.dispatcher import Floor
+from bendtrace.engine.program import Program
+from bendtrace.engine.stretches import Divergence, Node
+from bendtrace.record.states import States
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import Guard, State
 

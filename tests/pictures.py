@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-from bendtrace.view.canvas import Canvas, Group, Mark, Text
+from bendtrace.show.canvas import Canvas, Group, Mark, Text
 
 
 def flat(marks: Iterable[Mark]) -> Iterator[Mark]:

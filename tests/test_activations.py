@@ -23,9 +23,9 @@ from bendtrace.errors import (
     NeverFiredWarning,
     NodePathError,
 )
-from bendtrace.interject.activations import get_activations, inputs_of
-from bendtrace.interject.resume_point import from_activations, parse_replacements
-from bendtrace.interject.structure import assemble, take_apart
+from bendtrace.insert.activations import get_activations, inputs_of
+from bendtrace.insert.resume_point import from_activations, parse_replacements
+from bendtrace.insert.structure import assemble, take_apart
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, state

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace.analysis.evaluation import AnalyserEvaluation
-from bendtrace.analysis.probes import LinearProbe
 from bendtrace.errors import InputError
+from bendtrace.research.evaluation import AnalyserEvaluation
+from bendtrace.research.probes import LinearProbe
 from tests.promise import state
 from tests.shares import some
 
@@ -293,7 +293,7 @@ def test_what_waits_can_be_discarded_and_is_bounded(monkeypatch: pytest.MonkeyPa
     probe.discard()
     assert probe.train_step() == {}
     assert torch.equal(probe.probes["x"].weight, weight)
-    monkeypatch.setattr("bendtrace.analysis.probes._MOST_WAITING", 3)
+    monkeypatch.setattr("bendtrace.research.probes._MOST_WAITING", 3)
     for _ in range(3):
         probe.update("x", x, y)
     with pytest.raises(InputError, match=r"3 batches are pending: call train_step\(\)"):

@@ -23,10 +23,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import bendtrace as bt
-from bendtrace.analysis.composed import PerClassAnalyser
-from bendtrace.analysis.spectra import CovarianceSpectrum, Rank, power_law, spectrum
-from bendtrace.analysis.weights import LayerWeightRank, weight_ranks
 from bendtrace.errors import InputError
+from bendtrace.research.composed import PerClassAnalyser
+from bendtrace.research.spectra import CovarianceSpectrum, Rank, power_law, spectrum
+from bendtrace.research.weights import LayerWeightRank, weight_ranks
 from tests.promise import state
 
 MODES = ("aTa", "aaT", "a")
@@ -826,7 +826,7 @@ def test_an_insertion_takes_weights_down_once_in_a_step(monkeypatch: pytest.Monk
         times.append(1)
         return weight_ranks(*args, **kwargs)
 
-    monkeypatch.setattr("bendtrace.analysis.weights.weight_ranks", counted)
+    monkeypatch.setattr("bendtrace.research.weights.weight_ranks", counted)
     model = refined()
     bended, ranks = bt.BendedModule(model), LayerWeightRank()
     with bended.interject(nn.Linear, ranks):

@@ -32,8 +32,8 @@ from bendtrace.analysis import (
     TopK,
     Variance,
 )
-from bendtrace.analysis.streaming import decode_state, encode_state, even_edges, merge_states
 from bendtrace.errors import InputError
+from bendtrace.research.streaming import decode_state, encode_state, even_edges, merge_states
 
 MAKERS: dict[str, Callable[[], Any]] = {
     "count": Count,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace._compare import same_bits
-from bendtrace.backward import BackwardNode, BackwardPass, _Watch
+from bendtrace.debug.backward import BackwardNode, BackwardPass, _Watch
+from bendtrace.python.compare import same_bits
 
 
 class Reader(nn.Module):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace._compare import same_bits
-from bendtrace.backward import AutogradGraph
+from bendtrace.debug.backward import AutogradGraph
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
+from bendtrace.python.compare import same_bits
 from tests.test_backward import CASES, Torch, gradients, loss_of, made, one, recorded
 
 Edit = Callable[[Tensor], Tensor]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.source import stacks
+from bendtrace.python import stacks
 from tests.promise import bits
 from tools.benchmarks import comparing, page, starting
 from tools.benchmarks.__main__ import main, measured, middle

@@ -24,9 +24,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import bendtrace as bt
 from bendtrace.errors import BendError, BendShapeError, InputError, NeverFiredWarning
-from bendtrace.interject.bends.bend import Bend, BendingParameter, CallbackChain, Expression
-from bendtrace.interject.bends.bending import Bending, BendingConfig
-from bendtrace.interject.bends.callbacks import (
+from bendtrace.insert.bends.bend import Bend, BendingParameter, CallbackChain, Expression
+from bendtrace.insert.bends.bending import Bending, BendingConfig
+from bendtrace.insert.bends.callbacks import (
     Affine,
     Bias,
     Capture,
@@ -41,7 +41,7 @@ from bendtrace.interject.bends.callbacks import (
     ThresholdActivation,
     ThresholdPermute,
 )
-from bendtrace.interject.interjection import Inputs, NodePass
+from bendtrace.insert.interjection import Inputs, NodePass
 from tests.promise import bits, footprint, state
 
 

@@ -376,7 +376,7 @@ def test_a_fault_of_another_torch_is_named_from_its_log(net: Net, tmp_path: Path
 
 @pytest.mark.parametrize("target", ["torch.hub.load", "torch.os.system", "torch.load", "nothing"])
 def test_a_log_cannot_name_a_function_that_is_no_op(net: Net, tmp_path: Path, target: str) -> None:
-    from bendtrace.bisecting.bisect import Unable, again_of
+    from bendtrace.debug.bisect import Unable, again_of
 
     log = saved(net, tmp_path / "a")
     entry = log["relu_1"]
@@ -509,7 +509,7 @@ def test_a_port_is_compared_by_its_values(fault: str, text: str) -> None:
 def test_a_port_that_differs_without_a_cause_is_not_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bendtrace.bisecting.bisect.partings", lambda *_: (None, None))
+    monkeypatch.setattr("bendtrace.debug.bisect.partings", lambda *_: (None, None))
     torch.manual_seed(0)
     model = Original().eval()
     with torch.no_grad():

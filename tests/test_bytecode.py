@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from bendtrace.environment import code_facts, environment, reachability
-from bendtrace.source import bytecode, usage
-from bendtrace.source.bytecode import global_uses, has, steps_of
+from bendtrace.python import bytecode, usage
+from bendtrace.python.bytecode import global_uses, has, steps_of
 from bendtrace.tape import plain_numbers
+from bendtrace.watch import code_facts, environment, reachability
 
 MODULES = (
     collections, dis, inspect, bytecode, code_facts, environment, reachability, usage,

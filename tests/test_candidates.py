@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace.paths.nodes import Registry
-from bendtrace.paths.view import CandidateGraph, dug
-from bendtrace.run import Run
+from bendtrace.log.nodes import Registry
+from bendtrace.log.path_views import CandidateGraph, dug
+from bendtrace.log.run import Run
 from tests.sweep.modules import MODULES
 from tests.tree_models import EarlyExit
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
 from bendtrace.errors import InputError, LayerKeyError, NotReplayableError
-from bendtrace.torch_rules.functions import DESCEND, inner_twin
+from bendtrace.watch.functions import DESCEND, inner_twin
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS, TinyModel
@@ -1416,7 +1416,7 @@ class Written(nn.Module):
 
 
 def flat_values(found: Any) -> list[Any]:
-    entries = [found] if isinstance(found, bt.history.entries.LayerEntry) else list(found)
+    entries = [found] if isinstance(found, bt.log.entries.LayerEntry) else list(found)
     return [None if entry.tensor_contents is None else entry.tensor_contents.tolist()
             for entry in entries]  # fmt: skip
 

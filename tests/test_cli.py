@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import bendtrace
-from bendtrace.cli import main as runs
-from bendtrace.cli.main import main
+from bendtrace import cli as runs
+from bendtrace.cli import main
 
 MODELS = """\
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Result:
         assert self.out == ""
         last = self.err.splitlines()[-1]
         assert last.startswith("bendtrace: error: ")
-        assert "bendtrace/" not in self.err.replace("bendtrace/cli/example.py", "")
+        assert "bendtrace/" not in self.err.replace("bendtrace/show/example.py", "")
         return last.removeprefix("bendtrace: error: ")
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.environment import reachability
-from bendtrace.environment.reachability import reachable_from
-from bendtrace.source.versions import CodeVersion, Depends
+from bendtrace.python.versions import CodeVersion, Depends
+from bendtrace.watch import reachability
+from bendtrace.watch.reachability import reachable_from
 
 FIRST, OTHER = 2.0, 3.0
 HERE = sys.modules[__name__]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bendtrace._compare import same_bits
+from bendtrace.python.compare import same_bits
 
 
 def float_of(bits: int) -> float:

@@ -22,9 +22,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.compiled import path as path_module
-from bendtrace.compiled import speculation as speculation_module
-from bendtrace.compiled.attempts import Backend, Shortcuts
+from bendtrace.engine import compiled_path as path_module
+from bendtrace.engine import speculation as speculation_module
+from bendtrace.engine.compile_attempts import Backend, Shortcuts
 from bendtrace.errors import CompileWarning, InputError
 from tests.compiled.common import ALWAYS, assert_promise_with, states
 from tests.compiled.models import Assigned, Experts, Gated, Layered, MaskedExperts

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import bendtrace as bt
-from bendtrace.compiled import settings as module
-from bendtrace.compiled.settings import Artefacts
+from bendtrace.engine import compile_settings as module
+from bendtrace.engine.compile_settings import Artefacts
 from bendtrace.errors import CompileWarning, InputError
 from tests.documents import ROOT
 

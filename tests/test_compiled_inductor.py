@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.compiled import settings
+from bendtrace.engine import compile_settings as settings
 from tests.compiled.models import Experts, Gated
 from tests.cuda.waiting import waits
 

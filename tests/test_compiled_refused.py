@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import bendtrace as bt
-from bendtrace.compiled.attempts import _Comparison
+from bendtrace.engine.compile_attempts import _Comparison
 from tests.compiled.common import assert_promise_with, states
 from tests.promise import bits
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import bendtrace as bt
-from bendtrace.compiled import speculation as segments_module
-from bendtrace.compiled import speculation as speculation_module
+from bendtrace.engine import speculation as segments_module
+from bendtrace.engine import speculation as speculation_module
 from bendtrace.errors import CompileWarning, InputError
 from tests.compiled.common import ALWAYS, assert_promise_with
 from tests.corpus import CASES

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import bendtrace as bt
-from bendtrace.environment import containers, environment
-from bendtrace.source.usage import hands_over
+from bendtrace.python.usage import hands_over
+from bendtrace.watch import containers, environment
 from tests.promise import bits
 
 TABLES: dict[Any, Any] = {}

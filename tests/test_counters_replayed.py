@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.replay import program
-from bendtrace.source import stacks
+from bendtrace.engine import program
+from bendtrace.python import stacks
 from tests.promise import bits
 
 pytestmark = pytest.mark.skipif(

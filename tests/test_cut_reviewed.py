@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
 from bendtrace.errors import InputError, InterjectionError
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from tests.promise import bits
 
 

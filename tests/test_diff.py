@@ -17,8 +17,8 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.view.difference import Differences
-from bendtrace.view.matching import align, compare_numbers, compare_tensors, match
+from bendtrace.show.difference import Differences
+from bendtrace.show.matching import align, compare_numbers, compare_tensors, match
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.shares import some

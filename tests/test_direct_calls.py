@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.recording.run import Signature, record
+from bendtrace.record.run import Signature, record
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import (
     ModuleCall,
@@ -24,13 +24,7 @@ from bendtrace.tape.tape import (
     OpKind,
     Ref,
 )
-from bendtrace.torch_rules.direct_calls import (
-    ENTRIES,
-    Asked,
-    Entry,
-    cheapest,
-    plain_values,
-)
+from bendtrace.watch.direct_calls import ENTRIES, Asked, Entry, cheapest, plain_values
 from tests.promise import bits
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -225,7 +219,7 @@ def test_a_function_whose_code_does_something_else_is_called_itself(monkeypatch)
         return torch.relu(input).clamp(max=6)
 
     monkeypatch.setattr(functional, "relu", changed)
-    from bendtrace.torch_rules import direct_calls as module
+    from bendtrace.watch import direct_calls as module
 
     assert changed not in module._entries()
     assert functional.silu in module._entries()

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 import bendtrace as bt
 from bendtrace.errors import InputError, RankDivergenceError
-from bendtrace.recording import rank_sync as core
-from bendtrace.torch_rules.collectives import Group, Ranks
+from bendtrace.record import rank_sync as core
+from bendtrace.watch.collectives import Group, Ranks
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "tests" / "distributed"

@@ -19,10 +19,10 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.view.canvas import cut, width
-from bendtrace.view.paint import _BOXES, FAINT, FILLS, INK, color, contrast, figure, ink
-from bendtrace.view.picture import draw
-from bendtrace.view.scene import Node, Scene, scene
+from bendtrace.show.canvas import cut, width
+from bendtrace.show.paint import _BOXES, FAINT, FILLS, INK, color, contrast, figure, ink
+from bendtrace.show.picture import draw
+from bendtrace.show.scene import Node, Scene, scene
 from tests.corpus import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bendtrace.view.layout import Crossing, Net, Shape, Wire, heights, place
+from bendtrace.show.layout import Crossing, Net, Shape, Wire, heights, place
 
 
 @st.composite

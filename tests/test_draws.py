@@ -17,7 +17,7 @@ from numpy.random import rand
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.torch_rules.draws import state_of
+from bendtrace.watch.draws import state_of
 from tests.promise import bits
 
 CALLS = 30

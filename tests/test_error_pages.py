@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 import bendtrace as bt
-from bendtrace.environment import code_facts
-from bendtrace.torch_rules import intercepts
+from bendtrace.watch import code_facts, intercepts
 from tests.documents import ROOT, shown_in
 
 PAGES = ROOT / "docs" / "errors"

@@ -15,7 +15,7 @@ from torch import nn
 
 import bendtrace as bt
 from bendtrace.errors import ConversionError
-from bendtrace.graph.mirror import from_node_link, to_dot, to_graphml, to_node_link
+from bendtrace.log.mirror import from_node_link, to_dot, to_graphml, to_node_link
 from tests.corpus import CASES, Case
 from tests.shares import some
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import bendtrace as bt
-from bendtrace.calls import Call
+from bendtrace.debug.calls import Call
 from bendtrace.export.exporting import difference
 from tests.promise import Inputs, assert_promise
 from tests.shares import some

@@ -15,7 +15,7 @@ import tqdm
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.cli.main import main
+from bendtrace.cli import main
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export.exporting import Exported, difference
 from tests.export_models import MODELS, D

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.history.run_log import Form
+from bendtrace.log.run_log import Form
 
 
 class Looped(nn.Module):

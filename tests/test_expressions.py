@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bendtrace._compare import same_bits
-from bendtrace.cli.inputs import Inputs, read
+from bendtrace.cli import Inputs, read
 from bendtrace.errors import InputError
+from bendtrace.python.compare import same_bits
 
 
 def made(*texts: str) -> tuple[tuple[Any, ...], dict[str, Any]]:

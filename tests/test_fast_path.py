@@ -15,12 +15,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
-from bendtrace.history.capture import Capture
-from bendtrace.recording import fast_path, recorder
-from bendtrace.recording.recorder import Recorder, Recording
-from bendtrace.recording.run import Signature, record
+from bendtrace.log.capture import Capture
+from bendtrace.record import fast_path, recorder
+from bendtrace.record.recorder import Recorder, Recording
+from bendtrace.record.run import Signature, record
 from bendtrace.tape.tape import Op
-from bendtrace.torch_rules.functions import is_pure
+from bendtrace.watch.functions import is_pure
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.hf_models import MODELS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.floor import Floor
+from bendtrace.engine.floor import Floor
 
 
 class Gated(nn.Module):

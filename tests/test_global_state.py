@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from bendtrace.replay.global_state import GlobalState
+from bendtrace.engine.global_state import GlobalState
 from bendtrace.tape.contexts import Context
-from bendtrace.torch_rules.monkeypatches import Monkeypatch
+from bendtrace.watch.monkeypatches import Monkeypatch
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bendtrace as bt
-from bendtrace.graph import NodeRef, mirror
+from bendtrace.graph import NodeRef
+from bendtrace.log import mirror
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import Inputs, assert_graph_agrees, bits

@@ -55,9 +55,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.source.results import can_exchange
+from bendtrace.python.results import can_exchange
 from bendtrace.tape.tape import OpKind
-from bendtrace.torch_rules.functions import SHAPES
+from bendtrace.watch.functions import SHAPES
 from tests.promise import Inputs, bits, footprint, outcome, random_states, state
 from tests.registry.program import Program, Wrap, add
 

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import bendtrace as bt
 from bendtrace.errors import HarvestError, InputError, NodePathError
 from bendtrace.harvesting import Harvest
+from bendtrace.log.saved_tensors import LOCK, DirectoryLock
 from bendtrace.storage import LoadError, SaveError
-from bendtrace.storage.tensors import LOCK, DirectoryLock
 from tests.promise import bits
 
 ROOT = Path(__file__).parent.parent
@@ -803,7 +803,7 @@ def test_another_harvest_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_a_full_disk_stops_it_and_it_can_be_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import bendtrace.harvesting.formats as files
+    import bendtrace.research.formats as files
 
     data = samples(40, 3).split(2)
     real, written = files.write_all, [0]

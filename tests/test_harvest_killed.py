@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import bendtrace as bt
 from bendtrace.harvesting import Harvest
-from bendtrace.storage.tensors import LOCK
+from bendtrace.log.saved_tensors import LOCK
 
 pytestmark = pytest.mark.all
 

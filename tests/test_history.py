@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import LayerKeyError
-from bendtrace.history.run_log import Entries
+from bendtrace.log.run_log import Entries
 from tests.corpus import CASES
 from tests.shares import some
 

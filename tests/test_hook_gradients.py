@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.interject import native as station
-from bendtrace.interject.structure import tensors_of
+from bendtrace.insert import native as station
+from bendtrace.insert.structure import tensors_of
 from tests.hf_models import MODELS as HF_MODELS
 from tests.hf_models import TinyModel
 from tests.hooked import Function, Log, leaf, traces_of_hooks, values

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.interject import native as station
-from bendtrace.interject.gradients import CallGradients
+from bendtrace.insert import native as station
+from bendtrace.insert.gradients import CallGradients
 from tests.hooked import ONE, TWO, Function, Log, leaf, traces_of_hooks
 from tests.promise import bits, state
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.interject import native as station
+from bendtrace.insert import native as station
 from tests.hooked import Log, leaf, traces_of_hooks
 from tests.promise import bits, state
 

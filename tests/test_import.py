@@ -16,8 +16,8 @@ import pytest
 from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
-from bendtrace._lazy import LazyModule, imported
 from bendtrace._public import COMPAT, MODULES, PLACES
+from bendtrace.python.lazy import LazyModule, imported
 from tests.documents import run_forked
 
 # What takes long to import, and is not needed for tracing and replaying.
@@ -25,24 +25,23 @@ HEAVY = {"matplotlib", "networkx", "pandas", "scipy", "tabulate", "tqdm", "xml"}
 LOOKS_AT_RUNS = {
     "bendtrace._trace",
     "bendtrace.analysis",
-    "bendtrace.compiled",
+    "bendtrace.engine",
     "bendtrace.distributed",
-    "bendtrace.graph.mirror",
-    "bendtrace.graph.fx",
+    "bendtrace.log.mirror",
+    "bendtrace.log.fx",
     "bendtrace.harvesting",
     "bendtrace.flow",
-    "bendtrace.history",
+    "bendtrace.log",
     "bendtrace.hooks",
-    "bendtrace.interject.bends",
-    "bendtrace.interject.gates",
-    "bendtrace.interject.registry",
-    "bendtrace.interject.resume_point",
-    "bendtrace.interject.selectors",
-    "bendtrace.interject.where",
-    "bendtrace.paths",
-    "bendtrace.recording.script",
-    "bendtrace.replay.explain",
-    "bendtrace.view",
+    "bendtrace.insert.bends",
+    "bendtrace.insert.gates",
+    "bendtrace.insert.registry",
+    "bendtrace.insert.resume_point",
+    "bendtrace.insert.selectors",
+    "bendtrace.insert.where",
+    "bendtrace.record.script",
+    "bendtrace.engine.explain",
+    "bendtrace.show",
     "bendtrace.storage",
     "bendtrace.workflows",
 }
@@ -68,7 +67,7 @@ def fresh(code: str) -> set[str]:
 
 
 def test_importing_loads_nothing_but_the_names() -> None:
-    assert fresh("") == {"bendtrace", "bendtrace._lazy", "bendtrace._public"}
+    assert fresh("") == {"bendtrace", "bendtrace.python.lazy", "bendtrace._public"}
 
 
 @pytest.mark.all
@@ -98,7 +97,7 @@ def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_
 @pytest.mark.all
 def test_what_is_asked_for_is_loaded_then() -> None:
     loaded = fresh(f"{USE}\nassert len(bended.latest_trace.graph) == 6\nprint(bended.tree)")
-    assert {"networkx", "bendtrace.graph.mirror", "bendtrace.view.program"} <= loaded
+    assert {"networkx", "bendtrace.log.mirror", "bendtrace.show.program"} <= loaded
 
 
 @pytest.mark.all

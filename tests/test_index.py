@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import bendtrace as bt
+from bendtrace.engine.program import Program
 from bendtrace.errors import TraceLimitWarning
-from bendtrace.replay.program import Program
 from tests.promise import bits
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace.errors import InputError, InterjectionError, NodePathError
-from bendtrace.graph.mirror import NodeRef
+from bendtrace.log.mirror import NodeRef
 from tests.promise import bits
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from bendtrace.errors import BendtraceError
-from bendtrace.source import features
-from bendtrace.source.internals import Missing, internal
+from bendtrace.python import features
+from bendtrace.python.internals import Missing, internal
 from tests.documents import ROOT, run_forked
 
 PACKAGE = ROOT / "bendtrace"
@@ -318,7 +318,7 @@ wanted = [(kind, is_class, eager(kind, is_class)) for kind, is_class in MODELS]
 resolve_name, pkgutil.resolve_name = pkgutil.resolve_name, resolve
 
 import bendtrace as bt
-from bendtrace.source import features
+from bendtrace.python import features
 
 for file in sorted(pathlib.Path(bt.__file__).parent.rglob("*.py")):
     name = ".".join(file.relative_to(pathlib.Path(bt.__file__).parents[1]).with_suffix("").parts)

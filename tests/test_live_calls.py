@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.recording.recorder import Recorder
-from bendtrace.replay.tree import TraceTree
+from bendtrace.engine.tree import TraceTree
+from bendtrace.record.recorder import Recorder
 
 SETTINGS = {"factor": 2.0, "live": True}
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.source import versions as memory_words
-from bendtrace.source.versions import Reader, Unreadable, Words, offsets
+from bendtrace.python import versions as memory_words
+from bendtrace.python.versions import Reader, Unreadable, Words, offsets
 from tests.promise import bits
 
 readable = pytest.mark.skipif(
@@ -203,7 +203,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("reads", [False, pytest.param(True, marks=readable)])
 def test_a_model_is_checked_alike_with_words_and_without(monkeypatch, reads):
     if not reads:
-        monkeypatch.setattr("bendtrace.replay.check.offsets", lambda: None)
+        monkeypatch.setattr("bendtrace.engine.check.offsets", lambda: None)
     monkeypatch.setattr(Model, "forward", Model.forward)  # puts it back
     model, x = Model(), torch.randn(2, 3)
     bended = bt.BendedModule(model)
@@ -246,7 +246,7 @@ class Picky(nn.Module):
 @pytest.mark.parametrize("reads", [False, pytest.param(True, marks=readable)])
 def test_classes_and_ranks_may_change_while_the_tables_do_not(monkeypatch, reads):
     if not reads:
-        monkeypatch.setattr("bendtrace.replay.check.offsets", lambda: None)
+        monkeypatch.setattr("bendtrace.engine.check.offsets", lambda: None)
     model, x = Picky(), torch.randn(4, 3)
     bended = bt.BendedModule(model)
     changes: tuple[Callable[[], object], ...] = (

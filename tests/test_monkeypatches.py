@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 import bendtrace as bt
-from bendtrace.torch_rules import monkeypatches as module
-from bendtrace.torch_rules.monkeypatches import monkeypatches
+from bendtrace.watch import monkeypatches as module
+from bendtrace.watch.monkeypatches import monkeypatches
 from tests.promise import bits
 
 functional = nn.functional
@@ -297,7 +297,7 @@ def test_without_versions_it_is_noticed_as_well(monkeypatch: pytest.MonkeyPatch)
 
 QUIET = """
 import torch, bendtrace as bt
-from bendtrace.torch_rules.monkeypatches import monkeypatches
+from bendtrace.watch.monkeypatches import monkeypatches
 seen = []
 bended = bt.BendedModule(lambda x: (seen.append(monkeypatches()), x + 1)[1])
 bended(torch.ones(1))

@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
-from bendtrace.interject.activations import get_activations
-from bendtrace.interject.interjection import Interjection, NodePass
-from bendtrace.interject.resume_point import from_activations
+from bendtrace.insert.activations import get_activations
+from bendtrace.insert.interjection import Interjection, NodePass
+from bendtrace.insert.resume_point import from_activations
 from tests.hf_models import MODELS as LANGUAGE_MODELS
 from tests.hf_models import VOCAB
 from tests.promise import bits, footprint, state

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import BendtraceError, InputError, LayerKeyError, NodePathError
 from bendtrace.graph import NodeRef
-from bendtrace.paths.nodes import NodePath
-from bendtrace.torch_rules.functions import display_name, name_of
+from bendtrace.log.nodes import NodePath
+from bendtrace.watch.functions import display_name, name_of
 
 
 class Attention(nn.Module):

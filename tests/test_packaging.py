@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import bendtrace as bt
-from bendtrace._lazy import imported
+from bendtrace.python.lazy import imported
 from tests.documents import PAGES, ROOT, needs
 from tests.environments import PROJECT, names_in
 

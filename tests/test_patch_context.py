@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import bendtrace as bt
 from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, PatchError
-from bendtrace.interject.patches.builtin import (
+from bendtrace.insert.patches.builtin import (
     AddPatch,
     CustomPatch,
     ProbePatch,
@@ -33,8 +33,8 @@ from bendtrace.interject.patches.builtin import (
     ReplacePatch,
     ZeroPatch,
 )
-from bendtrace.paths.nodes import NodePath, TreeNode
-from bendtrace.paths.view import dug
+from bendtrace.log.nodes import NodePath, TreeNode
+from bendtrace.log.path_views import dug
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, outcome, state

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, PatchError
-from bendtrace.interject.interjection import Inputs, NodePass
-from bendtrace.interject.patches.builtin import (
+from bendtrace.insert.interjection import Inputs, NodePass
+from bendtrace.insert.patches.builtin import (
     AddPatch,
     CustomPatch,
     Patch,

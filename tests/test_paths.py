@@ -27,9 +27,9 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.paths.nodes import Registry, identifier
-from bendtrace.paths.view import Node, Tree
-from bendtrace.run import Run
+from bendtrace.log.nodes import Registry, identifier
+from bendtrace.log.path_views import Node, Tree
+from bendtrace.log.run import Run
 from bendtrace.tape.tape import OpKind, TensorMeta
 from tests.corpus import CASES, Case
 from tests.promise import bits

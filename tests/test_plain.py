@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bendtrace._plain import Codec, Remembered
+from bendtrace.log.plain import Codec, Remembered
 from tests.stored import exact
 
 

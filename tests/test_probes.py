@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.recording import iterations, probes
-from bendtrace.source import features, sites, usage
+from bendtrace.python import features, sites, usage
+from bendtrace.record import iterations, probes
 from bendtrace.tape import plain_numbers
-from bendtrace.torch_rules import intercepts
+from bendtrace.watch import intercepts
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_a_part_of_torch_that_is_not_met_is_found(
         "threads": "start", "files": "open", "random numbers of Python": "random",
     }  # fmt: skip
     if probe.part == "sizes and numbers":
-        monkeypatch.setattr("bendtrace.recording.values.TracedInt", lambda value, *_: value)
+        monkeypatch.setattr("bendtrace.record.values.TracedInt", lambda value, *_: value)
     else:
         kept = [e for e in intercepts._ENTRY_POINTS if e.name != met[probe.part]]
         assert len(kept) < len(intercepts._ENTRY_POINTS)

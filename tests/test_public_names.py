@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.backward import BackwardNode, BackwardPass
-from bendtrace.history.entries import ModuleEntry
-from bendtrace.history.run_log import Entries
-from bendtrace.interject.bends.bending import Bending
-from bendtrace.interject.bends.catalogue import BendHandle
-from bendtrace.interject.patches.builtin import PatchContext
-from bendtrace.stepping.run import SteppedRun
+from bendtrace.debug.backward import BackwardNode, BackwardPass
+from bendtrace.debug.stepping import SteppedRun
+from bendtrace.insert.bends.bending import Bending
+from bendtrace.insert.bends.catalogue import BendHandle
+from bendtrace.insert.patches.builtin import PatchContext
+from bendtrace.log.entries import ModuleEntry
+from bendtrace.log.run_log import Entries
 
 LOG = """
     draw entries flow_steps flow_table graph guard_rows hash layers modules name picture rolled

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bendtrace as bt
-from bendtrace.view.paint import color, color_around_zero, heat_map
+from bendtrace.show.paint import color, color_around_zero, heat_map
 
 
 def model(x: torch.Tensor) -> torch.Tensor:

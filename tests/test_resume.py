@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.replay import program
-from bendtrace.replay.graph import Graph
-from bendtrace.replay.stretches import Divergence
+from bendtrace.engine import program
+from bendtrace.engine.graph import Graph
+from bendtrace.engine.stretches import Divergence
 from tests.promise import Inputs, bits, state
 
 Make = Callable[[], Callable[..., Any]]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.environment.provenance import is_installed_file
 from bendtrace.errors import ExportError, InputError, NodePathError
+from bendtrace.watch.provenance import is_installed_file
 from bendtrace.workflows import activation_patching, run_with_cache
 from tests.stateful import KINDS, UNRESTORABLE, X, library, outputs
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.environment import scan_cache
-from bendtrace.environment.environment import Environment
 from bendtrace.errors import InputError
-from bendtrace.recording.run import Signature, record
+from bendtrace.record.run import Signature, record
 from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.watch import scan_cache
+from bendtrace.watch.environment import Environment
 
 SCALES = [1.0, 2.0]
 FACTOR = 3.0

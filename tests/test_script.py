@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.engine.program import Following
+from bendtrace.engine.schedule import Schedule
+from bendtrace.engine.stretches import Divergence
 from bendtrace.errors import NondeterminismError
-from bendtrace.recording import effects, states
-from bendtrace.recording.script import Script
-from bendtrace.recording.states import _Reader
-from bendtrace.replay.program import Following
-from bendtrace.replay.schedule import Schedule
-from bendtrace.replay.stretches import Divergence
+from bendtrace.record import effects, states
+from bendtrace.record.script import Script
+from bendtrace.record.states import _Reader
 from bendtrace.tape.tape import State, Tape
-from bendtrace.torch_rules.functions import is_gate
-from bendtrace.torch_rules.writes import Writes
+from bendtrace.watch.functions import is_gate
+from bendtrace.watch.writes import Writes
 from tests.promise import bits, seed_everything
 
 

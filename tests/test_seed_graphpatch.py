@@ -20,6 +20,7 @@ from torch import nn
 import bendtrace as bt
 from bendtrace import PatchableGraph
 from bendtrace.errors import NodePathError
+from bendtrace.log.path_views import Tree, resolve
 from bendtrace.patches import (
     AddPatch,
     CustomPatch,
@@ -28,7 +29,6 @@ from bendtrace.patches import (
     ReplacePatch,
     ZeroPatch,
 )
-from bendtrace.paths.view import Tree, resolve
 from tests import seeds
 
 

@@ -20,11 +20,11 @@ from torch.nn.utils import parametrizations
 import bendtrace as bt
 from bendtrace import node_selector as ns
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.interject.selectors.algebra import ALIASES, FAMILIES, PARTS
-from bendtrace.interject.selectors.source import branches_around
-from bendtrace.paths.view import Candidate, CandidateGraph, NodeSelector
-from bendtrace.run import Run
-from bendtrace.source.sites import Place, Span
+from bendtrace.insert.selectors.algebra import ALIASES, FAMILIES, PARTS
+from bendtrace.insert.selectors.source import branches_around
+from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector
+from bendtrace.log.run import Run
+from bendtrace.python.sites import Place, Span
 from tests.shares import some
 from tests.sweep.modules import MODULES
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
-from bendtrace.interject import through
-from bendtrace.interject.gates import Attempt
-from bendtrace.interject.splicer import has_gates
-from bendtrace.recording import scopes
-from bendtrace.recording.recorder import Recording
+from bendtrace.insert import through
+from bendtrace.insert.gates import Attempt
+from bendtrace.insert.splicer import has_gates
+from bendtrace.record import scopes
+from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import Tape
 from tests.promise import bits, seed_everything
 from tests.shares import some

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bendtrace.source import stacks
+from bendtrace.python import stacks
 
 pytestmark = pytest.mark.skipif(
     stacks.layout() is None, reason="the frames of this Python cannot be read, so nothing is"
@@ -99,7 +99,7 @@ def test_nothing_is_read_of_frames_that_free_something(ask: Callable[..., None])
 STRESS = """
     import faulthandler, functools, gc, sys, weakref
     faulthandler.enable()
-    from bendtrace.source import stacks
+    from bendtrace.python import stacks
 
     places, reads = stacks.layout(), 0
 

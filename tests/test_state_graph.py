@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.graph import NodeRef, StateGraph
-from bendtrace.source import stacks
-from bendtrace.view.outline import Branch
-from bendtrace.view.paint import figure
+from bendtrace.python import stacks
+from bendtrace.show.outline import Branch
+from bendtrace.show.paint import figure
 from tests.pictures import apart
 
 reads_stacks = pytest.mark.skipif(

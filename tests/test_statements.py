@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bendtrace.source.sites import Place, Span
-from bendtrace.source.statements import (
+from bendtrace.python.sites import Place, Span
+from bendtrace.python.statements import (
     Loop,
     decides,
     dependent_source,

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
+from bendtrace.engine import graph
 from bendtrace.errors import DivergenceError, NondeterminismError
-from bendtrace.recording import states
-from bendtrace.replay import graph
-from bendtrace.source import stacks
-from bendtrace.source.bytecode import read_later
+from bendtrace.python import stacks
+from bendtrace.python.bytecode import read_later
+from bendtrace.record import states
 from tests.past_joins import past_joins
 
 pytestmark = pytest.mark.skipif(

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import bendtrace as bt
+from bendtrace.debug.stepping import SteppedRun
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.stepping.run import SteppedRun
-from bendtrace.torch_rules.functions import inner_twin
+from bendtrace.watch.functions import inner_twin
 from tests.promise import bits, random_states, state
 
 # Models

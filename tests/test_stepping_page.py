@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.debug.stepping import SteppedRun
+from bendtrace.debug.visit import text_of
 from bendtrace.errors import InputError
-from bendtrace.stepping.run import SteppedRun
-from bendtrace.stepping.visit import text_of
-from bendtrace.view.viewer import viewer_frame
+from bendtrace.show.viewer import viewer_frame
 from tests.browser import Browser, browser, chromium
 from tests.corpus import CASES
 from tests.corpus._case import Case
@@ -134,7 +134,7 @@ def test_each_position_has_the_variables_that_goto_gives() -> None:
 def test_a_capture_that_shows_the_variables_of_another_position_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from bendtrace.stepping.visit import Looks
+    from bendtrace.debug.visit import Looks
 
     take = Looks.take
     monkeypatch.setattr(Looks, "take", lambda looks, n, frames: take(looks, n + 1, frames))

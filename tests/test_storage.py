@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.graph.mirror import to_node_link
-from bendtrace.history.run_log import RunLog
-from bendtrace.storage import LoadError, SaveError, ShardWriter, load, save, tensors
-from bendtrace.storage.log import draft_in
+from bendtrace.log import saved_tensors as tensors
+from bendtrace.log.mirror import to_node_link
+from bendtrace.log.run_log import RunLog
+from bendtrace.log.saved_logs import draft_in
+from bendtrace.storage import LoadError, SaveError, ShardWriter, load, save
 from tests.corpus import CASES, Case
 from tests.stored import FullDisk, assert_same, exact, raw
 

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.storage import (
-    LoadError,
-    NotSaved,
-    SaveError,
-    ShardWriter,
-    StoredTensor,
-    read_stream,
-    tensors,
-)
-from bendtrace.storage.tensors import bits_of, layout_of
+from bendtrace.log import saved_tensors as tensors
+from bendtrace.log.saved_tensors import bits_of, layout_of
+from bendtrace.storage import LoadError, NotSaved, SaveError, ShardWriter, StoredTensor, read_stream
 from tests.stored import FullDisk, assert_same, of_bits, raw
 
 DTYPES = sorted(
@@ -155,7 +148,7 @@ def test_tensors_inside_transforms_cannot_be_stored(tmp_path: Path) -> None:
 def test_large_tensors_are_written_and_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bendtrace.storage.tensors._CHUNK", 64)
+    monkeypatch.setattr("bendtrace.log.saved_tensors._CHUNK", 64)
     monkeypatch.setattr(tensors, "_LARGEST_READ", 48)
     tensor = of_bits(torch.float32, 7, 31)
     pieces = [bytes(piece) for piece in bits_of(tensor.t(), layout_of(tensor.t()))]
@@ -191,7 +184,7 @@ def test_a_shard_is_closed_when_it_is_full(tmp_path: Path, monkeypatch: pytest.M
         for number in range(5):
             writer.add(str(number), torch.zeros(100))
     assert len(list((tmp_path / "bytes").glob("*.safetensors"))) == 3
-    monkeypatch.setattr("bendtrace.storage.log._HEADER", 512)
+    monkeypatch.setattr("bendtrace.log.saved_logs._HEADER", 512)
     names = ["x" * 400, "\udead" * 300, "é\n\t", "", "__metadata__", *map(str, range(20))]
     with ShardWriter(tmp_path / "header") as writer:
         for number, name in enumerate(names):

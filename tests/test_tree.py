@@ -235,13 +235,13 @@ def test_only_where_values_decide_is_a_live_run_looked_at_again(
 ) -> None:
     pytest.importorskip("numpy", reason="needs the test extra")
     looked: list[Any] = []
-    record = bt.dispatcher.record
+    record = bt.engine.dispatcher.record
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         looked.append(args)
         return record(*args, **kwargs)
 
-    monkeypatch.setattr(bt.dispatcher, "record", noted)
+    monkeypatch.setattr(bt.engine.dispatcher, "record", noted)
     called(lambda x: torch.from_numpy(x.numpy() * 2), *[torch.ones(2)] * 9)
     assert len(looked) == 1
     looked.clear()

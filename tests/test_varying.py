@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.recording import varying
-from bendtrace.source.results import can_exchange, exchange, is_computation
+from bendtrace.python.results import can_exchange, exchange, is_computation
+from bendtrace.record import varying
 from tests.promise import bits
 
 pytestmark = pytest.mark.skipif(

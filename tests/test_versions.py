@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.source import versions
-from bendtrace.source.versions import version_of
+from bendtrace.python import versions
+from bendtrace.python.versions import version_of
 
 
 class Thing:
@@ -102,7 +102,7 @@ def test_the_one_that_is_relied_on_tells():
 
 
 def test_without_versions_all_is_compared_each_time(monkeypatch):
-    monkeypatch.setattr("bendtrace.replay.check.version_of", versions._never_the_same)
+    monkeypatch.setattr("bendtrace.engine.check.version_of", versions._never_the_same)
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval()
     bended = bt.BendedModule(model)
     x = torch.ones(1, 2)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.view.viewer import activation_data, viewer_data, viewer_frame, viewer_html
+from bendtrace.show.viewer import activation_data, viewer_data, viewer_frame, viewer_html
 from tests.browser import Browser, browser, chromium
 
 # A browser opens each page: the README's command leaves these out.

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bendtrace as bt
-from bendtrace.calls import Call
+from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, SiteError
-from bendtrace.workflows.ablation import ablate, ablation_study
-from bendtrace.workflows.steering import steering_vector
+from bendtrace.research.ablation import ablate, ablation_study
+from bendtrace.research.steering import steering_vector
 from tests.causal_models import (
     CLEAN,
     HEADS,

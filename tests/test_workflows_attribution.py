@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import SiteError
-from bendtrace.workflows.patching import activation_patching, attribution_patching
+from bendtrace.research.patching import activation_patching, attribution_patching
 from tests.causal_models import (
     CLEAN,
     CORRUPTED,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import SiteError
-from bendtrace.workflows.patching import causal_tracing
+from bendtrace.research.patching import causal_tracing
 from tests.causal_models import (
     CLEAN,
     LENGTH,

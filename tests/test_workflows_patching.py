@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.calls import Call
+from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, SiteError
-from bendtrace.workflows.patching import activation_patching
+from bendtrace.research.patching import activation_patching
 from tests.causal_models import (
     CLEAN,
     CORRUPTED,

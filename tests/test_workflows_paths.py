@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import NodePathError, SiteError
+from bendtrace.research.patching import activation_patching
+from bendtrace.research.paths import path_patching
 from bendtrace.rewriting import between
-from bendtrace.workflows.patching import activation_patching
-from bendtrace.workflows.paths import path_patching
 from tests.causal_models import (
     CLEAN,
     CORRUPTED,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import bendtrace as bt
-from bendtrace.calls import Call
+from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError
 from bendtrace.workflows import fit_ridge, probe_data
 from tests.lens_models import WIDTH, Transformer, hooked, made, tokens, untouched

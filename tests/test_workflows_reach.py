@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import bendtrace as bt
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.paths.nodes import NodePath
+from bendtrace.log.nodes import NodePath
 from bendtrace.workflows import ancestry, influence
 from tests.lens_models import Patient, Transformer, made, tokens
 

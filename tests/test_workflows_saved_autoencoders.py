@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError, LoadError
-from bendtrace.interject.purity import lift_tensors, why_not_pure
+from bendtrace.insert.purity import lift_tensors, why_not_pure
 from bendtrace.workflows import load_autoencoder, splice_autoencoder
 from tests.lens_models import Transformer, hooked, made, same, tokens
 

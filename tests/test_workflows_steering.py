@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import bendtrace as bt
-from bendtrace.calls import Call
+from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.workflows import SteeringVectors, steer, steering_vector
 from tests.lens_models import (

@@ -22,7 +22,6 @@ from torch.fx import Graph
 
 from bendtrace import bends
 from bendtrace import module as core
-from bendtrace._checks import free_name
 from bendtrace._trace import Trace
 from bendtrace.compat._torchbend_callbacks import (
     BendingConfig,
@@ -34,9 +33,8 @@ from bendtrace.compat._torchbend_callbacks import (
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.export.exporting import Exported
 from bendtrace.flow import LogicalFlowStep
-from bendtrace.graph.fx import check_guard
-from bendtrace.interject.bends.bending import ORIGINAL, Bending, written
-from bendtrace.interject.bends.catalogue import (
+from bendtrace.insert.bends.bending import ORIGINAL, Bending, written
+from bendtrace.insert.bends.catalogue import (
     Activation,
     BendHandle,
     BendSpec,
@@ -47,12 +45,14 @@ from bendtrace.interject.bends.catalogue import (
     activation_table,
     compile_pattern,
 )
-from bendtrace.interject.resolver import Knowledge, flat
-from bendtrace.interject.where import Where, near_misses
-from bendtrace.paths.nodes import Text
-from bendtrace.paths.view import Node, NodePath
+from bendtrace.insert.resolver import Knowledge, flat
+from bendtrace.insert.where import Where, near_misses
+from bendtrace.log.fx import check_guard
+from bendtrace.log.nodes import Text
+from bendtrace.log.path_views import Node, NodePath
+from bendtrace.python.checks import free_name
 from bendtrace.tape.structure import Instance
-from bendtrace.torch_rules.owners import module_of
+from bendtrace.watch.owners import module_of
 
 # The methods of one model, called along paths of their own.
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from bendtrace import bends
 from bendtrace.errors import InputError
-from bendtrace.interject.bends.bend import Value, value_of
-from bendtrace.interject.bends.callbacks import mix_rows
-from bendtrace.interject.interjection import Effect, NodePass
+from bendtrace.insert.bends.bend import Value, value_of
+from bendtrace.insert.bends.callbacks import mix_rows
+from bendtrace.insert.interjection import Effect, NodePass
 from bendtrace.tape.tape import TensorMeta
 
 __all__ = [

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from bendtrace._compare import same_bits
-from bendtrace._lazy import required, required_pandas
 from bendtrace._trace import LoadedHistory, ModelHistory, Trace
+from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import InputError, LayerKeyError
-from bendtrace.history.capture import tensors_in
-from bendtrace.history.entries import LayerEntry, ModuleEntry, depths, size_text
-from bendtrace.history.run_log import Entries
-from bendtrace.preserved_state import PreservedState
+from bendtrace.log.capture import tensors_in
+from bendtrace.log.entries import LayerEntry, ModuleEntry, depths, size_text
+from bendtrace.log.run_log import Entries
+from bendtrace.python.compare import same_bits
+from bendtrace.python.lazy import required, required_pandas
 from bendtrace.tape.tape import OpKind, map_refs
 
 if TYPE_CHECKING:
-    from bendtrace.backward import BackwardPass
-    from bendtrace.view.picture import Picture
+    from bendtrace.debug.backward import BackwardPass
+    from bendtrace.show.picture import Picture
 
 # TorchLens's `debug`: non-finite values, dependencies, costs and the shapes of inputs.
 

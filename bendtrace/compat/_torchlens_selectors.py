@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError
-from bendtrace.history.entries import OPERATORS, LayerEntry, layer_type_of, torchlens_name
-from bendtrace.paths.view import Candidate
+from bendtrace.log.entries import OPERATORS, LayerEntry, layer_type_of, torchlens_name
+from bendtrace.log.path_views import Candidate
 
 __all__ = [
     "clamp", "contains", "func", "in_module", "label", "mean_ablate", "module", "noise",

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bendtrace.analysis import streaming
 from bendtrace.errors import InputError
-from bendtrace.interject.gates import of_this_run
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.selectors.algebra import Selector
-from bendtrace.interject.structure import tensors_of
-from bendtrace.paths.nodes import identifier
-from bendtrace.paths.view import Candidate
-from bendtrace.source.internals import pytree
+from bendtrace.insert.gates import of_this_run
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.selectors.algebra import Selector
+from bendtrace.insert.structure import tensors_of
+from bendtrace.log.nodes import identifier
+from bendtrace.log.path_views import Candidate
+from bendtrace.python.internals import pytree
+from bendtrace.research import streaming
 
 __all__ = [
     "Analyser", "AnalyserEvaluation", "AnalyserList", "AnalyserState", "Covariance",

@@ -20,15 +20,15 @@ import torch
 from torch import nn
 
 from bendtrace import patches
-from bendtrace._checks import free_name
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.patches.builtin import raise_all, with_numbers
-from bendtrace.interject.where import Rows
+from bendtrace.insert.patches.builtin import raise_all, with_numbers
+from bendtrace.insert.where import Rows
+from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
+from bendtrace.log.path_views import Node, Tree
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
-from bendtrace.paths.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
-from bendtrace.paths.view import Node, Tree
-from bendtrace.torch_rules.owners import module_of, modules_in, without_hooks
+from bendtrace.python.checks import free_name
+from bendtrace.watch.owners import module_of, modules_in, without_hooks
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
 __dir__ = __all__.copy

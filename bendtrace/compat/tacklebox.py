@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace import hooks
-from bendtrace._checks import free_name
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookFunction, HookHandle
-from bendtrace.interject.hooks import HookContext
+from bendtrace.insert.hooks import HookContext
+from bendtrace.python.checks import free_name
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
 __dir__ = __all__.copy

@@ -32,10 +32,10 @@ from bendtrace.compat._torchbend_bending import BendingModule
 from bendtrace.compat._torchbend_callbacks import *  # noqa: F403
 from bendtrace.compat._torchbend_callbacks import flat_callbacks, further_arguments, running
 from bendtrace.errors import BendShapeError, InputError
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.where import Where, near_misses
-from bendtrace.paths.nodes import NodePath
-from bendtrace.source.internals import pytree
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.where import Where, near_misses
+from bendtrace.log.nodes import NodePath
+from bendtrace.python.internals import pytree
 
 __all__ = ["BendShapeError", "BendedModule", "BendedWrapper", "BendingError", "compare_outs"]
 __dir__ = __all__.copy

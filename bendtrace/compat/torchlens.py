@@ -39,17 +39,17 @@ from torch import Tensor
 
 from bendtrace._trace import ModelHistory, positional, run_logged
 from bendtrace._trace import load as load_log
-from bendtrace.calls import Call, own_copy
 from bendtrace.compat import _torchlens_logs, _torchlens_selectors
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
 from bendtrace.compat._torchlens_selectors import *  # noqa: F403
 from bendtrace.compat._torchlens_selectors import Change, Listed, Selector
+from bendtrace.debug.calls import Call, own_copy
+from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import InputError
-from bendtrace.history.capture import SaveOptions
+from bendtrace.log.capture import SaveOptions
+from bendtrace.log.path_views import NodePath
 from bendtrace.module import BendedModule
-from bendtrace.paths.view import NodePath
-from bendtrace.preserved_state import PreservedState
-from bendtrace.view.picture import Picture
+from bendtrace.show.picture import Picture
 
 __all__ = [
     "Accessor", "Bundle", "CaptureOptions", "ModelHistory", "Op", "Trace", "bundle", "debug",

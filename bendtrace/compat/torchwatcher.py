@@ -24,8 +24,6 @@ from torch import nn
 from torch.fx import symbolic_trace as symbolic_trace
 
 from bendtrace import node_selector
-from bendtrace.analysis import analyser
-from bendtrace.analysis.streaming import CrossCovariance
 from bendtrace.compat._torchwatcher_analysis import *  # noqa: F403
 from bendtrace.compat._torchwatcher_analysis import (
     Execution,
@@ -37,19 +35,16 @@ from bendtrace.compat._torchwatcher_analysis import (
     split_number,
 )
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.interject.insertion import as_interjection
-from bendtrace.interject.interjection import Interjection
-from bendtrace.interject.native import Attached, Counts
-from bendtrace.interject.plan import forms_of
-from bendtrace.interject.selectors.naming import (
-    leaf_names,
-    leaves_in,
-    matches_module_class,
-    outside,
-)
+from bendtrace.insert.insertion import as_interjection
+from bendtrace.insert.interjection import Interjection
+from bendtrace.insert.native import Attached, Counts
+from bendtrace.insert.plan import forms_of
+from bendtrace.insert.selectors.naming import leaf_names, leaves_in, matches_module_class, outside
 from bendtrace.module import BendedModule
+from bendtrace.research import analyser
+from bendtrace.research.streaming import CrossCovariance
 from bendtrace.rewriting import replace_module, replace_module_native, shared_copy
-from bendtrace.torch_rules.owners import is_leaf_module, modules_in
+from bendtrace.watch.owners import is_leaf_module, modules_in
 
 __all__ = [
     "CrossCovariance", "ForwardInterjection", "WrappedForwardBackwardInterjection",

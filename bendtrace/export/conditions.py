@@ -20,13 +20,13 @@ from torch.export.graph_signature import InputKind
 
 from bendtrace.errors import ExportError
 from bendtrace.export.machine import DTYPES, told
-from bendtrace.history.capture import lazily_copied
-from bendtrace.recording.recorder import Recording
-from bendtrace.source.internals import pytree
-from bendtrace.source.usage import compares_identity as asks
+from bendtrace.log.capture import lazily_copied
+from bendtrace.python.internals import pytree
+from bendtrace.python.usage import compares_identity as asks
+from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import Guard, Op
-from bendtrace.torch_rules.functions import METADATA, name_of
-from bendtrace.torch_rules.writes import storage_of
+from bendtrace.watch.functions import METADATA, name_of
+from bendtrace.watch.writes import storage_of
 
 # Copies
 

@@ -20,6 +20,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
+from bendtrace.debug.preserved_state import PreservedState
+from bendtrace.engine.explain import explain_check
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export import targets
 from bendtrace.export.conditions import (
@@ -40,16 +44,12 @@ from bendtrace.export.conditions import (
 from bendtrace.export.insertions import Insertions
 from bendtrace.export.machine import Machine, lengths_in, parameters_in, refuse, told
 from bendtrace.export.writer import BODY, Unseen, Written, write
-from bendtrace.history.entries import counted
-from bendtrace.preserved_state import PreservedState
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, record
-from bendtrace.recording.varying import Counter, Lifting, Place
-from bendtrace.replay.explain import explain_check
-from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.program import Program
-from bendtrace.source.internals import TorchDispatchMode, internal, pytree
-from bendtrace.source.results import can_exchange
+from bendtrace.log.entries import counted
+from bendtrace.python.internals import TorchDispatchMode, internal, pytree
+from bendtrace.python.results import can_exchange
+from bendtrace.record.recorder import Recording
+from bendtrace.record.run import Signature, record
+from bendtrace.record.varying import Counter, Lifting, Place
 
 __all__ = ["Exported", "Insertions", "compare", "difference", "export", "tensors_in"]
 

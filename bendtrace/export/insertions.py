@@ -10,27 +10,27 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bendtrace.environment.code_facts import names_in
-from bendtrace.environment.provenance import is_users_class
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import separate_copies_of
 from bendtrace.export.machine import told
 from bendtrace.export.ops import refusal_of
-from bendtrace.interject.gates import Gate, running
-from bendtrace.interject.inserter import LiveInserter, Spot
-from bendtrace.interject.interjection import Inputs, Interjection, NodePass
-from bendtrace.interject.plan import Entry, Plan
-from bendtrace.interject.registry import InsertionRegistry
-from bendtrace.interject.resolver import Knowledge, describe_where
-from bendtrace.interject.splicer import record_with_insertions
-from bendtrace.recording.recorder import Recorder, Recording
-from bendtrace.recording.run import Signature, record
-from bendtrace.recording.varying import Lifting
-from bendtrace.source.internals import pytree
-from bendtrace.source.sites import definition
+from bendtrace.insert.gates import Gate, running
+from bendtrace.insert.inserter import LiveInserter, Spot
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.plan import Entry, Plan
+from bendtrace.insert.registry import InsertionRegistry
+from bendtrace.insert.resolver import Knowledge, describe_where
+from bendtrace.insert.splicer import record_with_insertions
+from bendtrace.python.internals import pytree
+from bendtrace.python.sites import definition
+from bendtrace.record.recorder import Recorder, Recording
+from bendtrace.record.run import Signature, record
+from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Stage
+from bendtrace.watch.code_facts import names_in
+from bendtrace.watch.provenance import is_users_class
 
 
 class Insertions:

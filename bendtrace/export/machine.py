@@ -1,6 +1,6 @@
 """A state machine of recorded runs: their questions, and the ops after each answer.
 
-Runs that ask the same question in the same state continue alike (see `recording/states.py`), so
+Runs that ask the same question in the same state continue alike (see `record/states.py`), so
 this module merges the paths of all runs: branches join, and loops close. `View` finds the structure
 of the result: where the sides of a question meet again, and which questions a loop repeats.
 """
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.errors import ExportError
-from bendtrace.recording.iterations import user_code
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.varying import Place, place_of
-from bendtrace.replay.analysis import Analysis, GuardKind
+from bendtrace.record.iterations import user_code
+from bendtrace.record.recorder import Recording
+from bendtrace.record.varying import Place, place_of
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
     ClassGuard,
@@ -38,7 +38,7 @@ from bendtrace.tape.guards import (
     ValueGuard,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Tape, TensorMeta, Use, refs_in
-from bendtrace.torch_rules.functions import (
+from bendtrace.watch.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
     SHAPES,

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.compiled.expressions import Expressions, wide_dtype
-from bendtrace.compiled.probing import why_not_op
+from bendtrace.engine.compile_probing import why_not_op
+from bendtrace.engine.expressions import Expressions, wide_dtype
+from bendtrace.engine.schedule import Schedule
+from bendtrace.engine.source import INFIX, gives_nothing
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import fact_of
 from bendtrace.export.machine import (
@@ -30,12 +32,10 @@ from bendtrace.export.machine import (
     rebuilt,
     told,
 )
-from bendtrace.recording.effects import makes_anew
-from bendtrace.replay.schedule import Schedule
-from bendtrace.replay.source import INFIX, gives_nothing
+from bendtrace.record.effects import makes_anew
 from bendtrace.tape.structure import Existing, Instance
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
-from bendtrace.torch_rules.functions import (
+from bendtrace.watch.functions import (
     METADATA,
     SHAPES,
     OpOverload,

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bendtrace._checks import required_path
-from bendtrace._lazy import required
-from bendtrace.compiled.attempts import Quiet
+from bendtrace.engine.compile_attempts import Quiet
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export.conditions import arguments_of
-from bendtrace.source.internals import internal, pytree
-from bendtrace.torch_rules.functions import OpOverload
+from bendtrace.python.checks import required_path
+from bendtrace.python.internals import internal, pytree
+from bendtrace.python.lazy import required
+from bendtrace.watch.functions import OpOverload
 
 # Tracing by torch: quietly, each side of a question once, leaving nothing behind.
 

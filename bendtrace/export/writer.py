@@ -21,6 +21,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from bendtrace.engine.analysis import GuardKind
+from bendtrace.engine.schedule import Schedule
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import Fact
 from bendtrace.export.machine import (
@@ -48,9 +50,7 @@ from bendtrace.export.machine import (
     told,
 )
 from bendtrace.export.ops import Scope, SegmentOps
-from bendtrace.recording.effects import makes_anew
-from bendtrace.replay.analysis import GuardKind
-from bendtrace.replay.schedule import Schedule
+from bendtrace.record.effects import makes_anew
 from bendtrace.tape.captured import Access, Captured, CaptureKind, TensorFacts, identical
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import LengthGuard, TruthGuard

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bendtrace.source.internals import internal
+from bendtrace.python.internals import internal
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch
 from bendtrace.tape.structure import Fixed, Instance, Made, build

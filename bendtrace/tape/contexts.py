@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils import parametrize
 
-from bendtrace.source.internals import internal
+from bendtrace.python.internals import internal
 
 
 class Autocast(NamedTuple):

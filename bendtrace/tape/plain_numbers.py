@@ -8,7 +8,7 @@ code that is known to ask, and a function that names any other C code receives p
 
 Code written in Python only passes numbers on. That of the user, of torch and of packages that use
 torch is read here. Any other (`yaml.dump`) receives plain arguments where it is entered
-(`recording/recorder.py`).
+(`record/recorder.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 
-from bendtrace.source.bytecode import constant_of, has, single_steps, steps_of
-from bendtrace.source.features import is_off
-from bendtrace.source.sites import PACKAGE, TORCH
+from bendtrace.python.bytecode import constant_of, has, single_steps, steps_of
+from bendtrace.python.features import is_off
+from bendtrace.python.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
 
 # Functions and types written in C that give for a traced number what they give for a plain one.

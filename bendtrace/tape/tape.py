@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.source.sites import Place, Site
-from bendtrace.source.statements import asks_for_error, is_under_handler
+from bendtrace.python.sites import Place, Site
+from bendtrace.python.statements import asks_for_error, is_under_handler
 from bendtrace.tape.captured import PLAIN_TENSORS, identical
 from bendtrace.tape.contexts import Context
 
@@ -470,7 +470,7 @@ class Tape:
         is_joint: whether ranks communicate in it, and have to agree.
         joint: the places of communicating ops, in the same words on all ranks.
         states: the states at guards, by guard number, if they were read.
-        counters: the ops that compute lifted counters (`recording/varying.py`), which are no nodes:
+        counters: the ops that compute lifted counters (`record/varying.py`), which are no nodes:
             a run that lifts none has plain numbers there.
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bendtrace.source.sites import Site
+from bendtrace.python.sites import Site
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall, Op
 
@@ -182,7 +182,7 @@ class Stage(Protocol):
 
     @property
     def follows_script(self) -> bool:
-        """Return whether the run repeats earlier work (see `recording/script.py`)."""
+        """Return whether the run repeats earlier work (see `record/script.py`)."""
 
     @property
     def is_in_block(self) -> bool:

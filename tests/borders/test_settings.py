@@ -28,7 +28,7 @@ import transformers
 from torch import Tensor
 
 import bendtrace as bt
-from bendtrace.environment.findings import SETTINGS, _Content
+from bendtrace.watch.findings import SETTINGS, _Content
 from tests.promise import bits
 
 _ARRAY = np.array([0.123456789, 1e-9])

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import bendtrace as bt
-from bendtrace.calls import Call
+from bendtrace.debug.calls import Call
 from tests.registry.comparing import compare, each
 from tests.registry.program import Program
 

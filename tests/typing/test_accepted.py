@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.history.entries import ModuleEntry, Source
-from bendtrace.paths.nodes import NodePath
+from bendtrace.log.entries import ModuleEntry, Source
+from bendtrace.log.nodes import NodePath
 
 
 class Net(nn.Module):

@@ -16,10 +16,10 @@ from tabulate import tabulate
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.recording.run import Signature, record
-from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Finished
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program
+from bendtrace.engine.stretches import Finished
+from bendtrace.record.run import Signature, record
 from tests.hf_models import MODELS
 from tests.promise import bits
 from tools.benchmarks.models import Gated, LoopRNN

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.recording.finish import Recording
-from bendtrace.replay.analysis import is_read
-from bendtrace.replay.source import Code, Source
+from bendtrace.engine.analysis import is_read
+from bendtrace.engine.source import Code, Source
+from bendtrace.record.finish import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.structure import Existing, Instance, Made
 from bendtrace.tape.tape import (
@@ -26,7 +26,7 @@ from bendtrace.tape.tape import (
     Ref,
     refs_in,
 )
-from bendtrace.torch_rules.functions import name_of
+from bendtrace.watch.functions import name_of
 
 __all__ = ["flat_of"]
 
@@ -60,7 +60,7 @@ def flat_of(recording: Recording) -> Callable[..., Any]:
 
     Example:
         >>> import torch
-        >>> from bendtrace.recording.run import Signature, record
+        >>> from bendtrace.record.run import Signature, record
         >>> def model(x, scale):
         ...     return (x * scale).relu() if x.shape[0] > 1 else x
         >>> inputs = torch.ones(2), torch.full((2,), 3.0)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import bendtrace as bt
-from bendtrace.recording.recorder import Recording
-from bendtrace.recording.run import Signature, record
-from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Finished
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program
+from bendtrace.engine.stretches import Finished
+from bendtrace.record.recorder import Recording
+from bendtrace.record.run import Signature, record
 from tools.benchmarks.timing import once
 
 __all__ = ["GROWTHS", "exponent", "growth"]

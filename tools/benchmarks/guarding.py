@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.recording.run import Signature, record
-from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.program import Program
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program
+from bendtrace.record.run import Signature, record
 from tools.benchmarks.timing import interleaved
 from tools.benchmarks.ways import reason_of
 

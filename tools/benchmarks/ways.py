@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.recording.run import Signature, record
-from bendtrace.replay.global_state import GlobalState
-from bendtrace.replay.program import Program
-from bendtrace.replay.stretches import Finished
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program
+from bendtrace.engine.stretches import Finished
+from bendtrace.record.run import Signature, record
 from tests.promise import bits
 from tools.benchmarks.flat import flat_of
 

@@ -62,9 +62,9 @@ def _checking(case: str, rounds: int, seconds: float) -> Any:
     """How long it takes to find that a known program admits some arguments."""
     import torch
 
-    from bendtrace.recording.run import Signature, record
-    from bendtrace.replay.global_state import GlobalState
-    from bendtrace.replay.program import Program
+    from bendtrace.engine.global_state import GlobalState
+    from bendtrace.engine.program import Program
+    from bendtrace.record.run import Signature, record
     from tools.benchmarks.models import case_of, inputs_of
     from tools.benchmarks.timing import interleaved
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
-from bendtrace.torch_rules.draws import global_generators, is_host_generator, state_of
+from bendtrace.watch.draws import global_generators, is_host_generator, state_of
 from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import bits, footprint, state
 

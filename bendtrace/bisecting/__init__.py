@@ -1,1 +1,0 @@
-"""Finding the op that makes two runs differ."""

@@ -1,1 +1,0 @@
-"""Recorded paths as compiled graphs that are run speculatively."""

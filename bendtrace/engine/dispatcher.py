@@ -1,0 +1,861 @@
+"""Decides how to serve a call: along a known path, resumed, recorded from its start, or live."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bendtrace.engine.floor import Floor
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program
+from bendtrace.engine.source import Unfit
+from bendtrace.engine.stretches import Divergence, Exit, Finished
+from bendtrace.engine.tree import TraceTree
+from bendtrace.errors import InputError
+from bendtrace.python.compare import is_uneven
+from bendtrace.python.internals import Missing, pytree
+from bendtrace.python.lazy import LazyModule
+from bendtrace.python.places import full_place_text
+from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.recorder import Recording
+from bendtrace.record.run import Signature, Uninitialized, has_lazy_modules, record
+from bendtrace.record.serving import Calls, call_itself
+from bendtrace.record.varying import Lifting
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.watch.mode_queries import seeing_modes
+
+if TYPE_CHECKING:
+    from bendtrace import _trace
+    from bendtrace._trace import Trace
+    from bendtrace.debug.auditing import Auditor
+    from bendtrace.engine import explain
+    from bendtrace.engine.explain import Mismatch
+    from bendtrace.engine.speculation import Guess, Speculation
+    from bendtrace.insert import beside, compiling, gates, reading
+    from bendtrace.insert import splicer as splicing
+    from bendtrace.insert.beside import Beside
+    from bendtrace.insert.plan import Plan
+    from bendtrace.insert.resolver import Knowledge
+    from bendtrace.insert.splicer import Splicer
+    from bendtrace.log import nodes
+    from bendtrace.log.nodes import Registry
+    from bendtrace.record.script import Script
+    from bendtrace.show import program as outlines
+else:
+    _trace = LazyModule("bendtrace._trace")
+    beside = LazyModule("bendtrace.insert.beside")
+    compiling = LazyModule("bendtrace.insert.compiling")
+    explain = LazyModule("bendtrace.engine.explain")
+    gates = LazyModule("bendtrace.insert.gates")
+    nodes = LazyModule("bendtrace.log.nodes")
+    reading = LazyModule("bendtrace.insert.reading")
+    splicing = LazyModule("bendtrace.insert.splicer")
+    outlines = LazyModule("bendtrace.show.program")
+
+
+class Examples:
+    """Copies of inputs, from which a model can be exported. Large ones are not kept.
+
+    They are bytes: tensors would stay in the memory of a device.
+
+    Attributes:
+        missed: the number of calls whose inputs were too large, or no plain values.
+    """
+
+    def __init__(self) -> None:
+        self.missed: int = 0
+        self._calls: list[Any] = []
+        self._left = _ALL_BYTES
+
+    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the positional and keyword arguments of each call."""
+        found = []
+        for call in self._calls:
+            leaves, spec = pytree.tree_flatten(call)
+            made: dict[int, Tensor] = {}  # the same tensor stays one
+            for leaf in leaves:
+                if type(leaf) is _Saved and id(leaf) not in made:
+                    made[id(leaf)] = leaf.tensor()
+            found.append(pytree.tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec))
+        return found
+
+    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep copies of inputs; the same tensor stays one."""
+        if isinstance(pytree, Missing):  # without which nothing is exported
+            self.missed += 1
+            return
+        # Modes around the call see what the model does, and nothing of this.
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            self._add(args, kwargs)
+
+    def _add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        tensors = {id(leaf): leaf for leaf in leaves if type(leaf) is Tensor}
+        is_plain = all(id(one) in tensors or type(one) in PLAIN_TYPES for one in leaves)
+        if not is_plain or any(
+            is_uneven(one) or one.is_conj() or one.is_neg() or one.is_meta
+            for one in tensors.values()
+        ):
+            self.missed += 1
+            return
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if size > min(self._left, _BYTES):
+            self.missed += 1
+            return
+        self._left -= size
+        try:
+            saved = {key: _Saved(tensor) for key, tensor in tensors.items()}
+        except RuntimeError:  # its content cannot be read: inside of a transform, for example
+            self.missed += 1
+            return
+        self._calls.append(
+            pytree.tree_map_only(Tensor, lambda one: saved[id(one)], (args, dict(kwargs)))
+        )
+
+
+class _Saved:
+    """The content of a tensor as bytes, and how it lies in memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        plain = tensor.detach().clone()
+        self._form = plain.dtype, plain.device, plain.shape, plain.stride()
+        self._data: bytes = _flat(plain).cpu().numpy().tobytes()
+
+    def tensor(self) -> Tensor:
+        """Return the tensor."""
+        dtype, device, shape, stride = self._form
+        made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        if self._data:
+            _flat(made).copy_(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
+        return made
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+_BYTES, _ALL_BYTES = 1 << 20, 1 << 24
+
+
+class Dispatcher:
+    """Serves the calls of one model, and keeps the paths that they take.
+
+    Attributes:
+        speculation: the compiled paths; None if there is no backend.
+        calls: the calls of the model that each thread is in.
+        stats: how the calls so far were served.
+        last_mismatch: why the latest call that was not a replay was not one.
+        latest: the latest trace.
+        latest_run: what the latest call has repeated, or made.
+        floor: which calls with nothing inserted run the model itself; asked before `call`.
+        passing: why some runs could not be repeated, although later ones may.
+        examples: the inputs of calls that took new paths.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        known: Callable[[], Knowledge],
+        signature: Signature,
+        trees: Trees,
+        speculation: Speculation | None,
+        auditor: Auditor | None = None,
+    ) -> None:
+        self.speculation = speculation
+        self.stats: Stats = Stats()
+        self._mismatch: Mismatch | Callable[[], Mismatch] | None = None
+        # A trace, or what it is made of when it is first asked for.
+        self._latest: Trace | tuple[Recording, GlobalState, Program | None] | None = None
+        self.latest_run: Recording | None = None
+        self._model = model
+        self._registry: Registry | None = None  # made when it is first used
+        self._lock = threading.Lock()
+        self._known = known
+        self._signature = signature
+        self._trees = trees
+        self.calls: Calls = Calls()
+        self._passing = 0  # runs that filled a cache
+        self.passing: dict[str, None] = {}
+        self._auditor = auditor
+        self.floor: Floor = Floor()
+        self.examples: Examples = Examples()
+        self._has_blocks = False
+        # The latest insertions, what calls them without the tracer, and how many traces there were.
+        self._latest_beside: tuple[Plan, Beside | None, int] | None = None
+
+    def call_with(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call with insertions."""
+        guess: Guess | None = None
+        # Compiled paths have no gates, which `running` takes some time to prepare.
+        if self.speculation is not None and not (seeing_modes() or self._trees.floor(plan).waiting):
+            names, arguments = self.named_arguments(args, kwargs, plan)
+            inserted = compiling.insertions_of_plan(plan)
+            guess = self.speculation.guess(names, arguments, inserted)
+            if guess.recording is not None:
+                self._trees.uses(plan)
+                return self._guessed(guess)
+        with gates.running(plan):
+            return self.call(args, kwargs, plan, guess=guess)
+
+    def _guessed(self, guess: Guess) -> Any:
+        self.stats.replays += 1
+        self.latest_run = guess.recording
+        return guess.output
+
+    def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
+        auditor: Auditor | None = None, guess: Guess | None = None,
+    ) -> Any:  # fmt: skip
+        """Serve a call.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            plan: the insertions; None without any.
+            auditor: compares a replay with the model.
+            guess: the result of trying it on a compiled path, if that was done.
+        """
+        if modes := seeing_modes():
+            self.passing[_reason_of_mode(modes[-1])] = None
+            return self._under_modes(args, kwargs, plan)
+        floor = self.floor
+        if plan is not None:
+            floor = self._trees.floor(plan)
+            if floor.waiting and (runner := self._beside(plan)) is not None and floor.takes():
+                self.stats.live += 1
+                return runner.call(args, kwargs, self.latest_run)
+        names, arguments = self.named_arguments(args, kwargs, plan)
+        if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
+            splicer, known = found
+            if known is None and self._signature.has_changed():
+                return self.call(args, kwargs, plan, auditor)
+            call = _Call(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
+            try:
+                return self._spliced(call, known)
+            except Unfit:
+                splicer.is_apart = True
+            with gates.again():
+                return self._record_new(call._replace(tree=self._trees.of(plan), splicer=None))
+        tree = self._trees.plain if plan is None else self._trees.of(plan)
+        if self.speculation is not None and guess is None and auditor is None:
+            inserted = None if plan is None else compiling.insertions_of_plan(plan)
+            guess = self.speculation.guess(names, arguments, inserted)
+            if guess.recording is not None:
+                if plan is None:
+                    self.floor.followed(True)
+                return self._guessed(guess)
+        program = tree.find(names, arguments)
+        if program is not None and program.ignored:
+            if tree.settles(names, program, arguments, floor.has_waited):
+                program = None
+        if program is None and self._signature.has_changed():
+            return self.call(args, kwargs, plan, auditor)
+        if program is None and has_lazy_modules(self._model):
+            if plan is not None:
+                raise InputError(
+                    "the model has lazy modules, whose parameters the first call makes: call it "
+                    "once before anything is inserted"
+                )
+            return self._initialize(args, kwargs)
+        if program is None and plan is not None:
+            plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
+            if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
+                if (runner := self._beside(plan)) is not None:
+                    self._trees.plain.ran_live(plain)
+                    floor.lived()
+                    self.stats.live += 1
+                    return runner.call(args, kwargs, plain.recording)
+        if program is None:
+            floor.followed(False)
+            try:
+                return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
+            except Uninitialized as error:  # of modules that are not registered in the model
+                if plan is not None or error.function is not self._model:
+                    raise
+            return self._initialize(args, kwargs)
+        if program.live_only:
+            if tree.looks_again(program):
+                floor.followed(False)
+                call = _Call(args, kwargs, names, arguments, plan, tree)
+                return self._look_again(call, program)
+            tree.ran_live(program)
+            floor.lived()
+            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
+        if plan is not None and plan.looks_at_changes(
+            program.recordings(), reading.read_and_changed
+        ):
+            floor.lived()
+            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
+        if program.wants_lifting and tree.lifts:
+            return self._record_lifted(_Call(args, kwargs, names, arguments, plan, tree), program)
+        auditor = auditor or self._auditor
+        audit = None
+        if auditor is not None and plan is None:
+            audit = auditor.begin(program.recording, args, kwargs)
+        result = tree.replay(names, program, arguments, guess is not None and guess.may_compile)
+        if isinstance(result, Finished):
+            self.stats.replays += 1
+            self.latest_run = result.recording
+            if audit is not None:
+                audit.compare(result.recording, result.output)
+            if plan is not None:
+                plan.ran(result.recording)
+            if floor.counts:
+                floor.followed(True)
+            if guess is not None and self.speculation is not None:
+                self.speculation.replayed(guess, names, program, result, arguments)
+            return result.output
+        return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
+
+    def _splicer(
+        self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> tuple[Splicer, Program | None] | None:
+        """Return the splicer of insertions, and the paths that it uses; None if there is none."""
+        if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
+            return None
+        if plan.lookup is not None:
+            return None
+        splicer = self._trees.splicer(plan, self._known())
+        if splicer.is_apart:
+            return None
+        program = self._trees.plain.find(names, arguments)
+        if program is None:
+            # Among all nodes that a selector finds, one that cannot be spliced is likely.
+            waits = not plan.names_places or self._trees.has_paths(plan)
+            return None if waits or has_lazy_modules(self._model) else (splicer, None)
+        if program.live_only or program.ignored:
+            return None
+        graph = program.graph
+        if graph is None or graph.is_broken:
+            return None
+        if plan.looks_at_changes(program.recordings(), reading.read_and_changed):
+            return None
+        splicer.goes_along(graph)
+        return splicer, program
+
+    def serving(
+        self, plan: Plan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> TraceTree:
+        """Return the paths along which a call would be served."""
+        if plan is not None and self._splicer(plan, names, arguments) is not None:
+            return self._trees.plain
+        return self._trees.of(plan)
+
+    def _spliced(self, call: _Call, program: Program | None) -> Any:
+        """Serve a call with insertions along the paths without them."""
+        assert call.splicer is not None
+        assert call.plan is not None
+        gates.attempt().receives(call.args, call.kwargs)
+        if program is None:
+            self._floor_of(call.plan).followed(False)
+            return self._record_new(call)
+        if program.wants_lifting and call.tree.lifts:
+            return self._record_lifted(call, program)
+        result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)
+        if isinstance(result, Finished):
+            call.splicer.calls += 1
+            self.stats.replays += 1
+            self.latest_run = result.recording
+            call.plan.ran(result.recording)
+            if (floor := self._floor_of(call.plan)).counts:
+                floor.followed(True)
+            return result.output
+        with nullcontext() if result.held is not None else gates.again():
+            return self._resume(call, program, result)
+
+    def _floor_of(self, plan: Plan | None) -> Floor:
+        return self.floor if plan is None else self._trees.floor(plan)
+
+    def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model itself, which makes the parameters of lazy modules."""
+        self.stats.live += 1
+        with self.calls:
+            return call_itself(self._model, args, kwargs)
+
+    # By the model's own Python, without the tracer where that is possible
+
+    def _run_live(self, call: _Call, program: Program) -> Any:
+        self.stats.live += 1
+        if call.plan is None:
+            with self.calls:
+                return call_itself(self._model, call.args, call.kwargs)
+        runner = self._beside(call.plan)
+        if runner is None:
+            return self._recorded(call).result
+        return runner.call(call.args, call.kwargs, program.recording)
+
+    def _under_modes(self, args: Any, kwargs: dict[str, Any], plan: Plan | None) -> Any:
+        """Serve a call under function modes, which see exactly the model's calls."""
+        self.stats.live += 1
+        if plan is None:
+            with self.calls:
+                return call_itself(self._model, args, kwargs)
+        runner = self._beside(plan)
+        if runner is not None:
+            return runner.call(args, kwargs, self.latest_run)
+        names, arguments = self.named_arguments(args, kwargs, plan)
+        recording = self._recorded(
+            _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
+        )
+        output, recording.result = recording.result, None
+        return output
+
+    def _beside(self, plan: Plan) -> Beside | None:
+        """Return an object that calls insertions without the tracer; None if that is impossible."""
+        if self._has_blocks and torch.is_grad_enabled():
+            return None  # what is inserted in a checkpointed block has to be done again with it
+        known, traces = self._latest_beside, self.stats.traces
+        if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
+            known = self._latest_beside = plan, beside.beside(self._known(), plan), traces
+        return known[1]
+
+    def named_arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan | None
+    ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+        """Return the names of the arguments of a call, and the arguments."""
+        return self._signature.named_arguments(args, kwargs, plan is not None and plan.sees_inputs)
+
+    def forget_insertions(self) -> None:
+        """Keep nothing of the insertions of earlier calls."""
+        self._latest_beside = None
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+        """Run the model under the tracer, keep the path, and return the output."""
+        self._signature.has_changed()
+        names, arguments = self.named_arguments(args, kwargs, plan)
+        call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
+        with nullcontext() if plan is None else gates.running(plan):
+            return self._record_new(call)
+
+    def explained(
+        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
+    ) -> Explanation:
+        """Say which programs of a tree could serve some arguments."""
+        serving, nearest = self._serving(tree, names, arguments, None)
+        return Explanation(tuple(serving), None if nearest is None else nearest())
+
+    def _serving(
+        self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
+        most: int | None,
+    ) -> tuple[list[Trace], Callable[[], Mismatch] | None]:  # fmt: skip
+        """Return the traces that could serve, or what says what fails in the nearest one."""
+        serving: list[Trace] = []
+        nearest: tuple[int, Callable[[], Mismatch]] | None = None
+        for program in itertools.islice(tree.programs(names), most):
+            failed = program.failing(arguments)
+            if failed is None:
+                serving += [self.trace_of(r, program) for r in program.recordings()]
+                continue
+            depth = program.checks.index(failed) if failed in program.checks else -1
+            if nearest is None or depth > nearest[0]:
+                nearest = depth, explain.explain_check(failed, program, arguments)
+        return serving, None if serving or nearest is None else nearest[1]
+
+    def trace_of(self, recording: Recording, program: Program) -> Trace:
+        """Return a run as people see it."""
+        return self._build_trace(*_parts_of_trace(recording, program))
+
+    @property
+    def registry(self) -> Registry:
+        """The names of the model's nodes."""
+        with self._lock:
+            if self._registry is None:
+                self._registry = nodes.Registry()
+            return self._registry
+
+    @property
+    def latest(self) -> Trace | None:
+        """The latest recorded run."""
+        if isinstance(self._latest, tuple):
+            self._latest = self._build_trace(*self._latest)
+        return self._latest
+
+    def _build_trace(
+        self, recording: Recording, global_state: GlobalState, program: Program | None
+    ) -> Trace:
+        return _trace.Trace(
+            recording,
+            global_state,
+            self._signature,
+            self._model,
+            program,
+            registry=self.registry,
+        )
+
+    # By the model's own Python, under the tracer
+
+    def _record_new(self, call: _Call) -> Any:
+        global_state = GlobalState.current()
+        call.tree.compare_numbers(call.names, call.arguments)
+        evolving = call.tree.outdated(call.names, call.arguments)
+        _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
+        recording = self._traced(call, lifting=call.tree.lifting())
+        is_mixed = False
+        if (splicer := call.splicer) is not None and call.plan is not None:
+            looks = call.plan.looks_at_changes([recording], reading.read_and_changed)
+            if looks or splicing.has_gates(recording):
+                call = call._replace(tree=self._trees.of(call.plan), splicer=None)
+            is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
+        elif call.plan is not None and call.plan.has_grown:
+            names, _ = self.named_arguments(call.args, call.kwargs, call.plan)
+            call = call._replace(names=names, tree=self._trees.of(call.plan))
+        if is_mixed or self._passes(recording):
+            self.stats.live += 1
+            output, recording.result = recording.result, None
+            self._latest = recording, global_state, None
+            return output
+        program = call.tree.add(call.names, recording, global_state, evolving)
+        self.stats.retraces += self.stats.traces > 0
+        self.stats.traces += 1
+        self.stats.live += program.live_only
+        self._mismatch = mismatch
+        return self._kept(recording, program)
+
+    def _passes(self, recording: Recording) -> bool:
+        """Return whether a run could not be repeated, although later ones may; note why."""
+        is_misused = bool(recording.environment.misused())  # the next run guards the content
+        if not is_misused and (not recording.is_transient or self._passing >= _PASSING):
+            return False
+        self._passing += not is_misused
+        reasons = recording.tape.blockers or ["the run leaves something that later runs find"]
+        self.passing.update(dict.fromkeys(reasons))
+        return True
+
+    def _look_again(self, call: _Call, live: Program) -> Any:
+        """Record a call whose like could only be run live: it may go another way."""
+        global_state = GlobalState.current()
+        recording = self._traced(call, lifting=call.tree.lifting())
+        if recording.tape.blockers or recording.is_transient:
+            self.stats.live += 1
+            call.tree.ran_live(live)
+            return recording.result
+        program, leaves = call.tree.replace(call.names, live, recording, global_state)
+        self.stats.retraces += 1
+        self.stats.traces += 1
+        self._mismatch = None
+        if leaves is not None:
+            before, now = live.recording, recording.tape.guards[leaves[0]].answer
+            self._mismatch = functools.partial(explain.explain_guard, before, leaves[0], now)
+        return self._kept(recording, program)
+
+    def _record_lifted(self, call: _Call, program: Program) -> Any:
+        """Record a call whose path may be known, with the counters of its loops lifted."""
+        lifting = program.lifting(counters=True)
+        assert lifting is not None
+        recording = self._traced(call, lifting=lifting)
+        if call.splicer is not None and call.splicer.is_apart:
+            self.stats.live += 1
+            return recording.result
+        self.stats.retraces += 1
+        self.stats.traces += 1
+        self.stats.live += bool(recording.tape.blockers)
+        call.tree.lift(program, recording, lifting)
+        return self._kept(recording, program)
+
+    def _traced(
+        self,
+        call: _Call,
+        divergence: Divergence | None = None,
+        script: Script | None = None,
+        lifting: Lifting | None = None,
+    ) -> Recording:
+        """Record a call, from its start or after a divergence, and note it if the model raises."""
+        reads_states = divergence is not None or (lifting is not None and lifting.counts)
+        try:
+            recording = self._recorded(call, script, reads_states, lifting)
+        except Exception as error:
+            call.tree.failed(error, divergence)
+            raise
+        if call.plan is not None and call.plan.lookup is not None:
+            call.plan.lookup.settle(recording)
+        self.examples.add(call.args, call.kwargs)
+        return recording
+
+    def _recorded(
+        self,
+        call: _Call,
+        script: Script | None = None,
+        reads_states: bool = False,
+        lifting: Lifting | None = None,
+    ) -> Recording:
+        """Run the model under the tracer, with its insertions."""
+        with self.calls:
+            if call.plan is None:
+                recording = record(
+                    self._model, call.args, dict(call.kwargs), self._signature, script,
+                    reads_states=reads_states, lifting=lifting,
+                )  # fmt: skip
+            else:
+                recording = splicing.record_with_insertions(
+                    self._known(), self._signature, call.args, dict(call.kwargs), call.plan, script,
+                    reads_states, lifting, call.splicer,
+                )  # fmt: skip
+        self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
+        call.tree.exclude(recording.environment.misused())
+        return recording
+
+    @property
+    def last_mismatch(self) -> Mismatch | None:
+        """Why the latest call that was not a replay was not one."""
+        if callable(self._mismatch):
+            self._mismatch = self._mismatch()
+        return self._mismatch
+
+    def _kept(self, recording: Recording, program: Program) -> Any:
+        """Remember a run as the latest, but not its output, which is only the caller's."""
+        output, recording.result = recording.result, None
+        self.latest_run = recording
+        self._latest = _parts_of_trace(recording, program)
+        return output
+
+    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
+        was_live = divergence.known_live
+        known_live = was_live and not call.tree.looks_again_after(divergence)
+        if known_live and call.plan is None and not divergence.has_acted:
+            self.stats.live += 1
+            self.floor.lived()
+            call.tree.ran_live(program, divergence)
+            divergence.drop()
+            with self.calls:
+                return call_itself(self._model, call.args, dict(call.kwargs))
+        self._floor_of(call.plan).followed(False)
+        mismatch = explain.explain_divergence(
+            divergence.recording, divergence.number, divergence.outcome
+        )
+        script, lifting = divergence.script(), program.lifting()
+        try:
+            recording = self._traced(call, divergence, script, lifting)
+        finally:
+            divergence.release(script)
+        self.stats.retraces += 1
+        self.stats.resumes += 1
+        self._mismatch = mismatch
+        is_mixed = call.splicer is not None and call.splicer.is_apart
+        is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
+        is_live = known_live or (was_live and bool(recording.tape.blockers))
+        if self._passes(recording) or is_live or is_mixed:
+            self.stats.live += 1
+            call.tree.ran_live(program, divergence)
+            return recording.result
+        self.stats.traces += 1
+        self.stats.live += bool(recording.tape.blockers)
+        call.tree.grow(program, recording, divergence)
+        return self._kept(recording, program)
+
+
+def _reason_of_mode(mode: Any) -> str:
+    code = getattr(type(mode).__torch_function__, "__code__", None)
+    place = f" at {full_place_text(code.co_filename, code.co_firstlineno)}" if code else ""
+    return f"{type(mode).__qualname__}{place}, a function mode around the call, sees the model"
+
+
+class _Call(NamedTuple):
+    """One call: its inputs, the insertions, and the known paths with these.
+
+    With a splicer, these are the paths without what is inserted.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    names: tuple[str, ...]
+    arguments: tuple[Any, ...]
+    plan: Plan | None
+    tree: TraceTree
+    splicer: Splicer | None = None
+
+
+# Of so many programs, the latest, the one that came nearest is said when a new path is recorded.
+_NEAR = 16
+# After this many runs that filled a cache, a cache is taken to be filled by every call.
+_PASSING = 4
+
+
+# How calls were served, and how others would be.
+
+
+@dataclass
+class Stats:
+    """Counts of how the calls of a `BendedModule` were served.
+
+    Attributes:
+        traces: paths recorded.
+        replays: calls served from recorded paths alone.
+        retraces: calls that led down a path not recorded before, after the first trace.
+        resumes: those of them that took over what a replay had computed already.
+        live: calls for which the model's own Python ran because no guard could watch it.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+        >>> for value in (1.0, 2.0, -1.0, -2.0):
+        ...     _ = bended(torch.tensor([value]))
+        >>> bended.stats
+        Stats(traces=2, replays=2, retraces=1, resumes=1, live=0)
+    """
+
+    traces: int = 0
+    replays: int = 0
+    retraces: int = 0
+    resumes: int = 0
+    live: int = 0
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The traces that could serve some inputs, judging by the input guards alone.
+
+    Attributes:
+        serving: traces whose input guards all hold.
+        nearest: if there are none: what fails in the trace that comes nearest.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
+        >>> _ = bended(torch.ones(4, 2))
+        >>> bended.explain(torch.ones(3, 2)).serving
+        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
+        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
+        would be traced again: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
+        and is False now
+    """
+
+    serving: tuple[Trace, ...]
+    nearest: Mismatch | None
+
+    def __str__(self) -> str:
+        if self.serving:
+            return "could be served by " + ", ".join(map(repr, self.serving))
+        if self.nearest is None:
+            return "nothing has been traced for these arguments yet"
+        return f"would be traced again: {self.nearest}"
+
+
+def _parts_of_trace(
+    recording: Recording, program: Program
+) -> tuple[Recording, GlobalState, Program | None]:
+    own = program if recording is program.recording else None
+    return recording, program.global_state, own
+
+
+# The trace trees of one model: one for each set of insertion locations.
+
+
+_MOST = 64  # sets of places that paths are kept for
+
+
+class Trees:
+    """The paths without insertions, and those with insertions at some locations.
+
+    The inserted objects are not part of a path: another patch at the same node uses the same paths.
+    If there are too many sets of locations, the paths of the least recently used sets are
+    forgotten.
+
+    Args:
+        limit: how many paths each tree keeps; None for all.
+
+    Attributes:
+        limit: as given.
+        plain: the paths without insertions.
+    """
+
+    plain: TraceTree
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit: int | None = limit
+        self.plain = self._new()
+        self._latest: Hashable = None  # the key of the insertions of the latest call
+        self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
+        self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()
+        self._floors: OrderedDict[Hashable, Floor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, plan: Plan | None) -> TraceTree:
+        """Return the tree for some insertions."""
+        if plan is None:
+            return self.plain
+        with self._lock:
+            tree = self._inserted.get(plan.key)
+            if tree is None:
+                tree = self._inserted[plan.key] = self._new(plan.joins)
+            self._inserted.move_to_end(plan.key)
+            while len(self._inserted) > _MOST:
+                self._inserted.popitem(last=False)
+        self._latest = plan.key
+        return tree
+
+    def uses(self, plan: Plan) -> None:
+        """Note that a call with some insertions was served without its tree."""
+        self._latest = plan.key
+
+    @property
+    def latest(self) -> TraceTree:
+        """The tree for the insertions of the latest call."""
+        return self._inserted.get(self._latest, self.plain)
+
+    def has_paths(self, plan: Plan) -> bool:
+        """Return whether paths with some insertions are known."""
+        tree = self._inserted.get(plan.key)
+        return tree is not None and next(iter(tree.programs()), None) is not None
+
+    def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
+        """Return the splicer of some insertions into the paths without any."""
+        self._latest = None
+        splicer: Splicer | None = plan.splicer
+        if splicer is None:
+            with self._lock:
+                splicer = self._splicers.get(plan.key)
+                if splicer is None:
+                    splicer = self._splicers[plan.key] = splicing.Splicer(plan, known, self._exits)
+                self._splicers.move_to_end(plan.key)
+                while len(self._splicers) > _MOST:
+                    self._splicers.popitem(last=False)
+                plan.splicer = splicer
+        return splicer.serves(plan)
+
+    def _exits(self) -> Iterator[Exit]:
+        """Yield the exits of all paths without insertions."""
+        for program in self.plain.programs():
+            if program.graph is not None:
+                yield from program.graph.exits()
+
+    def floor(self, plan: Plan) -> Floor:
+        """Return which calls with some insertions run the model itself."""
+        if plan.floor is None:
+            with self._lock:
+                plan.floor = self._floors.setdefault(plan.key, Floor())
+                self._floors.move_to_end(plan.key)
+                while len(self._floors) > _MOST:
+                    self._floors.popitem(last=False)
+        return plan.floor
+
+    def floors(self) -> list[Floor]:
+        """Return which calls run the model itself, for each set of locations."""
+        return list(self._floors.values())
+
+    def plain_runs(self) -> list[Recording]:
+        """Return the runs without insertions, the latest first."""
+        return _runs(self.plain)
+
+    def inserted_runs(self) -> list[Recording]:
+        """Return the runs with insertions."""
+        return [run for tree in list(self._inserted.values()) for run in _runs(tree)]
+
+    def _new(self, joins: bool = True) -> TraceTree:
+        return TraceTree(self.limit, _reason, joins)
+
+
+def _reason(tree: TraceTree) -> str | None:
+    return outlines.most_divergent(tree)
+
+
+def _runs(tree: TraceTree) -> list[Recording]:
+    return [run for program in tree.programs() for run in program.recordings()]

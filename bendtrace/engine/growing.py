@@ -1,0 +1,330 @@
+"""Caches that a run makes longer: the old tensor is let go as soon as the new one is there.
+
+A replay changes objects at its end, since the model may have to be run from its start instead.
+A cache of keys and values would then be there twice. Where a tensor is exchanged for
+`torch.cat([tensor, ...])`, the old one is the beginning of the new one: it can be cut out of that
+if the run is given up. Nobody can tell it from the one that was there, because nobody has that one
+any more; whoever has it, or a view of it, keeps it alive, and then that very tensor is put back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from bendtrace.engine.analysis import Analysis, GuardKind
+from bendtrace.record.effects import Effects, makes_anew, sets_nothing
+from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.recorder import Recording
+from bendtrace.tape.captured import (
+    Access,
+    Captured,
+    CaptureKind,
+    Change,
+    TensorFacts,
+    put,
+)
+from bendtrace.tape.contexts import Hold
+from bendtrace.tape.structure import existing_in
+from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, refs_in
+from bendtrace.watch.functions import table_name
+from bendtrace.watch.writes import works_in_place
+
+_CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
+
+# How a thing is reached from an argument or a fixed object: the same in all runs of a program.
+_Place = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Growth:
+    """A tensor outside that a run exchanges for a longer one.
+
+    Attributes:
+        old: the op that names the tensor which was there.
+        new: the op that makes the longer one.
+        dim: along which it is longer.
+        change: the exchange.
+        part: the tensor which was there.
+        place: where it is.
+    """
+
+    old: int
+    new: int
+    dim: int
+    change: Change
+    part: Captured
+    place: _Place
+
+
+def growths_of(recording: Recording) -> dict[int, Growth]:
+    """Return the tensors that a run makes longer, by the ops that make them."""
+    if not recording.changes:
+        return {}
+    tape, parts = recording.tape, recording.environment.parts
+    tensors = {
+        (part.parent.index, part.key): part
+        for part in parts
+        if part.kind is CaptureKind.TENSOR and part.parent is not None and _is_plain(part)
+    }
+    known: dict[int, int] = {}  # the only op for each part
+    times = Counter(op.target.index for op in tape.ops if op.is_given and _is_part(op))
+    for op in tape.ops:
+        if op.is_given and _is_part(op) and times[op.target.index] == 1:
+            known[op.target.index] = op.index
+    # What is reached by way of a tensor, or is the same as it, would be looked for in it.
+    used = {part.parent.index for part in parts if part.parent is not None}
+    used.update(part.value.index for part in parts if part.kind is CaptureKind.ALIAS)
+    given = [(op.args, op.kwargs) for op in tape.ops]
+    outputs = [recording.root.output, *(change.value for change in recording.changes)]
+    used.update(existing.part.index for existing in existing_in([given, outputs]))
+    found: dict[int, Growth] = {}
+    for change in recording.changes:
+        if type(change.value) is not Ref or change.deleted or change.key is None:
+            continue
+        part = tensors.get((change.part.index, change.key))
+        if part is None or part.index not in known or part.index in used:
+            continue
+        old, op = known[part.index], tape.ops[change.value.index]
+        dim = _dim_of(op, old)
+        if dim is not None and op.index not in found and not may_write_to(tape, {op.index}):
+            found[op.index] = Growth(old, op.index, dim, change, part, _place_of(part))
+    return found
+
+
+def _is_plain(part: Captured) -> bool:
+    """Return whether a part is a tensor like most, in something that can be written to.
+
+    The rest is asked of the tensor that is there when it grows (`Holes.grows`).
+    """
+    facts = part.size
+    return (
+        part.type is Tensor
+        and type(facts) is TensorFacts
+        and part.access in (Access.ITEM, Access.DICT, Access.ATTRIBUTE)
+        and not facts.attributes
+        and facts.dtype.is_floating_point
+    )
+
+
+def _is_part(op: Op) -> bool:
+    return isinstance(op.target, Captured)
+
+
+def _dim_of(op: Op, old: int) -> int | None:
+    """Return along which dimension an op makes a tensor longer; None if it does not."""
+    if op.kind is not OpKind.CALL or op.target not in _CAT or op.raised is not None:
+        return None
+    tensors = op.args[0] if op.args else None
+    if type(tensors) not in (tuple, list) or not tensors or tensors[0] != Ref(old):
+        return None
+    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
+    return dim if type(dim) is int and not op.kwargs.keys() - {"dim"} else None
+
+
+def _place_of(part: Captured) -> _Place:
+    steps: list[Any] = []
+    step: Captured | None = part
+    while step is not None:
+        steps.append((step.access, id(step.value) if step.access is Access.FIXED else step.key))
+        step = None if step.access is Access.FIXED else step.parent
+    return tuple(steps)
+
+
+def places_of(parts: Iterable[Captured]) -> frozenset[_Place]:
+    """Return where the tensors among some parts are."""
+    return frozenset(_place_of(part) for part in parts if part.kind is CaptureKind.TENSOR)
+
+
+class _Grown(NamedTuple):
+    """A tensor that was exchanged, with everything needed to put it back.
+
+    Attributes:
+        growth: what was exchanged for what.
+        holder: what holds it.
+        new: the longer tensor.
+        old: the one that was there, as long as somebody has it.
+        storage: its memory, as long as somebody has that.
+        shape: its sizes.
+        strides: its strides.
+        in_inference: whether it was made in inference mode.
+    """
+
+    growth: Growth
+    holder: Any
+    new: Tensor
+    old: ref[Tensor]
+    storage: ref[torch.UntypedStorage]
+    shape: torch.Size
+    strides: tuple[int, ...]
+    in_inference: bool
+
+    def cut_out(self) -> Tensor:
+        """Return the tensor that was there, or one that is like it in all."""
+        old, storage, new = self.old(), self.storage(), self.new
+        if old is not None:
+            return old
+        with torch._C.DisableTorchFunction(), torch.inference_mode(self.in_inference):
+            if storage is not None:
+                empty = torch.empty(0, dtype=new.dtype, device=new.device)
+                return empty.set_(storage, 0, self.shape, self.strides)
+            made = torch.empty_strided(self.shape, self.strides, dtype=new.dtype, device=new.device)
+            begin = new.detach().narrow(self.growth.dim, 0, self.shape[self.growth.dim])
+            return made.copy_(begin)
+
+
+class Holes(list[Any]):
+    """The values that segments hand to each other in a call, and what has grown in it."""
+
+    # Of its own only for a call in which something grows.
+    grown: tuple[_Grown, ...] = ()
+    _places: frozenset[_Place] = frozenset()
+    _memory: frozenset[int] = frozenset()
+
+    def __init__(self, may_grow: bool, hold: Hold) -> None:
+        self.may_grow: bool = may_grow
+        self.hold: Hold = hold
+
+    def grows(self, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
+        """Say whether a tensor may be exchanged now, and remember it."""
+        if not self.may_grow or growth.place in self._places:
+            return False
+        try:
+            if (
+                old.requires_grad
+                or old.dtype is not new.dtype
+                or not old.numel()
+                or old.dim() != new.dim()
+                or old.is_nested
+                or not old.is_contiguous()
+                or old.is_neg()
+                or old.storage_offset()
+            ):
+                return False
+            storage = old.untyped_storage()
+            memory = storage._cdata
+            # Two that share memory could not be put back so.
+            if storage.nbytes() != old.nbytes or memory in self._memory:
+                return False
+            grown = _Grown(
+                growth, holder, new, ref(old), ref(storage), old.shape, old.stride(),
+                old.is_inference(),
+            )  # fmt: skip
+        except RuntimeError:  # a tensor that has no memory, or not one of its own
+            return False
+        self.grown += (grown,)
+        self._places |= {growth.place}
+        self._memory |= {memory}
+        return True
+
+    def may_enter(self, growths: Collection[Growth], taken: frozenset[_Place]) -> bool:
+        """Return whether code that expects the tensors as they were can continue.
+
+        Args:
+            growths: what the run that the code is of makes longer.
+            taken: where the code reads tensors.
+        """
+        return self._places.isdisjoint(taken) and self._places <= {g.place for g in growths}
+
+    def put_back(self) -> None:
+        """Stop exchanging, and put back the tensors exchanged so far."""
+        self.may_grow = False
+        for grown in reversed(self.grown):
+            put(grown.holder, grown.growth.change.key, grown.cut_out())
+        self.grown, self._places, self._memory = (), frozenset(), frozenset()
+
+
+# The states of a recorded run that were not read, and what a run may write to.
+
+
+def know_states(recording: Recording, analysis: Analysis, joins: bool = True) -> None:
+    """Give questions whose states were not read states that are equal only to themselves.
+
+    From a question without a state, the model has to begin again. That may be where nothing was
+    done before that cannot be done twice.
+
+    Args:
+        recording: the run.
+        analysis: its guards, sorted.
+        joins: whether a run may be in the states of others; else no question keeps its own.
+    """
+    tape = recording.tape
+    if not joins:
+        tape.states = {}
+        unread = list(range(len(tape.guards)))
+    else:
+        unread = unread_in(recording, analysis)
+        effects = Effects(tape)
+        if not (recording.draws or is_one_of_several()):
+            first = effects.first if effects.have_begun() else len(tape.ops)
+            assert first is not None
+            unread = [number for number in unread if tape.guards[number].position > first]
+    for number in unread:
+        tape.states[number] = _state_after(tape, number)
+
+
+def _state_after(tape: Tape, number: int) -> State:
+    """Return a state that is known by the path to it: it holds all computed values."""
+    before = number - 1
+    while before >= 0 and before not in tape.states:
+        before -= 1
+    position = tape.guards[before].position if before >= 0 else 0
+    computed = tuple(
+        op.index for op in tape.ops[position : tape.guards[number].position] if _gives_value(op)
+    )
+    known = tape.states.get(before, _START)
+    between = [
+        (guard.name, type(guard.answer).__name__, str(guard.answer))
+        for guard in tape.guards[max(before, 0) : number]
+    ]
+    said = repr((known.key, between, tape.guards[number].name)).encode("utf-8", "replace")
+    key = hashlib.blake2b(said, digest_size=20).digest()
+    return State(key, known.holes + computed, known.kept)
+
+
+def _gives_value(op: Op) -> bool:
+    return op.kind is OpKind.SCALAR or (
+        op.kind is OpKind.CALL and op.target is not Tensor.__setitem__
+    )
+
+
+_START = State(b"", (), ())
+
+
+def unread_in(recording: Recording, analysis: Analysis) -> list[int]:
+    """Return the questions of a run that need values, and whose states were not read."""
+    tape = recording.tape
+    return [
+        number
+        for number, kind in enumerate(analysis.kinds)
+        if kind is GuardKind.DATA and number not in tape.states
+    ]
+
+
+def may_write_to(tape: Tape, values: set[int]) -> bool:
+    """Return whether a replay may write to the memory of some values, under whatever name.
+
+    Args:
+        tape: what is replayed.
+        values: the ops that give them.
+    """
+    names = set(values)
+    for op in tape.ops:
+        if op.kind is OpKind.CALL and not sets_nothing(op):
+            written = set(op.writes)
+            if works_in_place(op) or table_name(op.target) == "__setitem__":
+                written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
+            if not names.isdisjoint(written):
+                return True
+            if makes_anew(op.target):
+                continue
+        if op.is_work and not names.isdisjoint(op.operands):
+            names.add(op.index)
+    return False

@@ -1,0 +1,145 @@
+"""Splices: the insertions at a gate, as steps of a compiled path.
+
+A gate calls Python that a compiler cannot see into. A *splice* expresses the same as functions of
+tensors that are applied to some of the gate's values, and as values that an observer wants. A path
+is compiled together with the splices of its gates. The other tensors that the functions need are
+inputs of the graph, and the observed values are outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bendtrace.record.recorder import Recording
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One insertion at a gate.
+
+    Attributes:
+        slots: the positions of its values among those of the gate.
+        function: given the value and `tensors`, returns the new one, or None to keep it, followed
+            by `kept` tensors in a tuple if there are any; None for a step that only looks.
+        tensors: the other tensors that the function needs.
+        kept: the number of tensors that the function returns after the new value.
+        check: given the same, says why the function cannot be compiled; None if it can be. It is
+            asked once, with the values of a call.
+    """
+
+    slots: tuple[int, ...]
+    function: Callable[..., Any] | None = None
+    tensors: tuple[Tensor, ...] = ()
+    kept: int = 0
+    check: Callable[..., str | None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Splice:
+    """The insertions at one gate.
+
+    Attributes:
+        steps: the insertions, in the order in which they are called.
+        exchanged: the positions of the values that the gate returns.
+        in_place: the flag that it returns after them; None if it returns none.
+    """
+
+    steps: tuple[Step, ...]
+    exchanged: tuple[int, ...]
+    in_place: bool | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The other tensors that the functions of all steps need."""
+        return tuple(tensor for step in self.steps for tensor in step.tensors)
+
+    def given(self, values: Sequence[Any]) -> Any:
+        """Return the result of the gate for the final values."""
+        given = [values[slot] for slot in self.exchanged]
+        if self.in_place is not None:
+            return (*given, self.in_place)
+        return given[0] if len(given) == 1 else tuple(given)
+
+
+class Spliced(Protocol):
+    """The splices of one path for the insertions of one call."""
+
+    @property
+    def key(self) -> Hashable:
+        """A key that is equal for calls that the same graph can serve."""
+
+    @property
+    def splices(self) -> dict[int, Splice]:
+        """The splices, by the numbers of the gates' ops."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The other tensors that their functions need, in order."""
+
+    @property
+    def identities(self) -> frozenset[int]:
+        """The identities of these tensors."""
+
+    def changing(self, calls: int) -> frozenset[int]:
+        """Return the numbers of functions that are known to change their value.
+
+        Args:
+            calls: in how many calls they did, or more.
+        """
+
+    def served(
+        self,
+        kept: Sequence[Any],
+        changed: Tensor | None,
+        unchanged: frozenset[int],
+        silent: frozenset[int],
+        alone: Sequence[Tensor],
+    ) -> None:
+        """Let the insertions record what a graph did in their place.
+
+        Args:
+            kept: the observed values, in order.
+            changed: for each function but the silent ones, whether it has changed its value.
+            unchanged: the numbers of the functions that return their argument itself.
+            silent: the numbers of those of which the graph does not say so.
+            alone: those of the observed values that nobody else has, nor their memory.
+        """
+
+
+class Inserted(Protocol):
+    """What is inserted in a call."""
+
+    @property
+    def places(self) -> Hashable:
+        """A key that is equal for calls that can take the same paths."""
+
+    def along(self, recording: Recording) -> Spliced | str:
+        """Return the splices of a path, or why one of its gates cannot be compiled."""
+
+
+def apply_step(step: Step, value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
+    """Return the new value of a step, and the tensors that it keeps."""
+    assert step.function is not None
+    made = step.function(value, *tensors)
+    kept: tuple[Tensor, ...] = ()
+    if step.kept:
+        made, *rest = made
+        kept = tuple(rest)
+    return (value if made is None else made), kept
+
+
+def differs(old: Tensor, new: Tensor) -> Tensor:
+    """Return whether two tensors differ, as a tensor."""
+    if new is old:
+        return torch.zeros((), dtype=torch.bool, device=old.device)
+    if old.shape != new.shape or old.dtype != new.dtype or old.device != new.device:
+        return torch.ones((), dtype=torch.bool, device=old.device)
+    old, new = old.detach(), new.detach()
+    if not (old.is_floating_point() or old.is_complex()):
+        return (old != new).any()
+    return ((old != new) & ((old == old) | (new == new))).any()

@@ -1,0 +1,416 @@
+"""Recorded runs, where others branch off them, and how a replay ends."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from bendtrace.engine.analysis import Analysis
+from bendtrace.engine.codegen import SegmentWriter
+from bendtrace.engine.growing import Growth, growths_of
+from bendtrace.engine.schedule import Schedule, may_be_caught
+from bendtrace.engine.source import Code, Splice
+from bendtrace.python.lazy import LazyModule
+from bendtrace.record.effects import Effects
+from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.recorder import Recording
+from bendtrace.tape.captured import identical
+from bendtrace.tape.contexts import Hold
+from bendtrace.tape.tape import AfterOp, Guard, Stop
+
+if TYPE_CHECKING:
+    from bendtrace.record import script as scripts
+    from bendtrace.record.script import Follower, Script
+else:
+    scripts = LazyModule("bendtrace.record.script")
+
+# The name of an exception's type, and the file and line where the model raised it.
+Failure = tuple[str, str, int]
+
+
+@dataclass(eq=False)
+class Path:
+    """A recorded run, and how often a call went the same way.
+
+    Attributes:
+        recording: the run.
+        hits: calls that came to the end of the path, the recorded one included.
+        worth: what the calls before the latest eviction count for now (see `TraceTree`).
+        weighed: how many of the hits `worth` accounts for.
+    """
+
+    recording: Recording
+    # Counted without a lock. CPython 3.11 and later switches threads at calls and jumps, and so
+    # not within `path.hits += 1`; a build without the GIL may lose a count, and nothing else.
+    hits: int = 0
+    worth: int = 0
+    weighed: int = 0
+
+    @property
+    def uses(self) -> int:
+        """The weight of its recent use."""
+        return self.worth + self.hits - self.weighed
+
+    def age(self) -> None:
+        """Let earlier use count for half."""
+        self.worth, self.weighed = self.uses // 2, self.hits
+
+
+@dataclass(eq=False)
+class Side:
+    """The continuation after a guard had another outcome than in the run that put it.
+
+    Attributes:
+        outcome: what the test gave; the `Raised` of an op that raised, None if it did not.
+        target: what follows, if that is known.
+        live: the run that showed that it can only be run live.
+        failures: exceptions that the model raised before such a run came to its end.
+    """
+
+    outcome: Any
+    target: Stretch | None = None
+    live: Path | None = None
+    failures: Counter[Failure] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class Stretch(Path):
+    """The rest of a recorded run, from where it left those before it.
+
+    Attributes:
+        parent: the one that it branches off.
+        sides: where runs go on whose guard, or op that raised (or did not although it had when
+            recorded), had another outcome.
+        failures: names of exceptions that its ops raised and the model has no handler for.
+    """
+
+    parent: Stretch | None = field(default=None, repr=False)
+    # Read without a lock: the tuples are exchanged, not changed.
+    sides: dict[Stop, tuple[Side, ...]] = field(default_factory=dict)
+    failures: Counter[tuple[int, str]] = field(default_factory=Counter)
+    # Made where there are many sides, and again where one is gone.
+    _by_outcome: dict[Stop, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
+
+    def side(self, number: Stop, outcome: Any) -> Side | None:
+        """Return the known side for an outcome of a guard."""
+        sides = self.sides.get(number, ())
+        if len(sides) > _FEW and type(outcome) in (bool, int, str):
+            return self._looked_up(number, sides).get((type(outcome), outcome))
+        for side in sides:
+            if identical(side.outcome, outcome):
+                return side
+        return None
+
+    def _looked_up(self, number: Stop, sides: tuple[Side, ...]) -> dict[tuple[type, Any], Side]:
+        """Return the sides of a guard by their outcomes, as far as these are plain."""
+        known = self._by_outcome.get(number)
+        if known is None or len(known) != len(sides):
+            plain = (side for side in sides if type(side.outcome) in (bool, int, str))
+            known = {(type(side.outcome), side.outcome): side for side in plain}
+            self._by_outcome[number] = known
+        return known
+
+    def make_side(self, number: Stop, outcome: Any) -> Side:
+        """Return the side for an outcome of a guard, which is added if it is new."""
+        side = self.side(number, outcome)
+        if side is None:
+            side = Side(outcome)
+            if (known := self._by_outcome.get(number)) is not None:
+                known[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
+            self.sides[number] = (*self.sides.get(number, ()), side)
+        return side
+
+
+@dataclass(slots=True, eq=False)
+class Finished:
+    """A replay that reached its end, with what it returned.
+
+    Attributes:
+        output: what it returned.
+        stretch: the one that it ended in.
+        way: the parts of the graph that it went along.
+    """
+
+    output: Any
+    stretch: Stretch
+    way: list[Trip]
+
+    @property
+    def recording(self) -> Recording:
+        """The run that was repeated."""
+        return self.stretch.recording
+
+
+@dataclass(eq=False)
+class Divergence:
+    """A replay that came to a guard whose other side is not known.
+
+    Attributes:
+        stretch: what was being repeated.
+        recording: the run that was being replayed. (That of `stretch` may be another by now:
+            threads grow the graph.)
+        number: the guard on the tape of `recording`; or the op that raised, or did not raise
+            although it had when recorded.
+        outcome: what the test gave.
+        hold: on autocast's cache; released by who goes on.
+        trips: the parts of the graph that the call went along.
+        held: the values of the state that it came to, by the ops of the last part; None if no state
+            was read, and the model can do everything again.
+        error: what an op raised, if it was not a guard that led away.
+        follower: knows states that a resumed run may come to.
+        asked: how many questions of the last part were asked, if no guard led away (see `Section`).
+    """
+
+    stretch: Stretch
+    recording: Recording
+    number: Stop
+    outcome: Any
+    hold: Hold
+    trips: list[Trip] = field(default_factory=list)
+    held: dict[int, Any] | None = None
+    error: Exception | None = None
+    follower: Follower | None = None
+    asked: int = 0
+
+    @property
+    def guard(self) -> Guard | None:
+        """The guard that does not hold; None where an op raised or did not."""
+        number = self.number
+        return None if isinstance(number, AfterOp) else self.recording.tape.guards[number]
+
+    @property
+    def is_raised(self) -> bool:
+        """Return whether an op raised an error that the model has no handler for."""
+        if self.error is None or not isinstance(self.number, AfterOp):
+            return False
+        return not may_be_caught(self.recording.tape.ops[self.number.index], self.recording)
+
+    @property
+    def exit(self) -> Exit | None:
+        """The way on from the state that it came to; None if that is not known."""
+        piece, _, number = self.trips[-1]
+        node = piece.nodes.get(number) if isinstance(number, int) else None
+        return None if node is None else node.after(self.outcome)
+
+    @property
+    def known_live(self) -> bool:
+        """Return whether the continuation is known to run live only."""
+        side = self.stretch.side(self.number, self.outcome)
+        return side is not None and side.target is None and side.live is not None
+
+    @property
+    def has_acted(self) -> bool:
+        """Return whether the call may have done something that must not be done twice."""
+        return is_one_of_several() or any(
+            piece.has_acted(left) for piece, _, left in self.trips if left is not None
+        )
+
+    def drop(self) -> None:
+        """Let go of the values, of which nothing will be used."""
+        self.hold.release()
+        self.held = None
+
+    def script(self) -> Script | None:
+        """Return the part that a resumed run does not have to repeat; None if that is nothing."""
+        if self.held is None:
+            self.hold.release()
+            return None
+        sections = [
+            scripts.Section(piece.recording.tape, entered, left, self.asked)
+            for piece, entered, left in self.trips
+            if left is not None
+        ]
+        held, self.held = self.held, {}  # the run alone holds the values
+        error, self.error = self.error, None
+        return scripts.Script(sections, self.outcome, held, error, self.hold, self.follower)
+
+    def release(self, script: Script | None) -> None:
+        """Let go of the values, once a run has been resumed with them."""
+        if script is None:
+            return
+        # Whoever else still holds the script, as the recorder does until the garbage collector
+        # comes by, would keep them alive.
+        self.hold.release()  # if the run did not even begin
+        script.release()
+        self.held = None
+
+
+_FEW = 8  # sides that are looked at one by one
+
+
+# Nodes of the graph of states, and the pieces of recorded runs that lead from node to node.
+#
+# A node is a state: a question, and everything that Python holds when it is asked. An exit of a
+# node is an answer, with the code that follows it.
+
+
+class Piece:
+    """A part of a recorded run that nothing else covers.
+
+    Attributes:
+        recording: the run.
+        after: the guard whose answer leads into it; -1 for the first piece.
+        stop: the guard at which it reaches a state of another piece; None for the end.
+        nodes: the states in it, by the guards of the run.
+        trips: how many calls ran it from one guard (-1 for its beginning) to another, or to an
+            op that raised (None where they ended).
+        analysis: the analysis of the run.
+        casts: whether some of the run is under autocast.
+        growths: caches that the run extends and may replace before its end, by the ops that
+            make the longer tensors.
+        owner: the object that counts the calls that take it.
+    """
+
+    def __init__(self, recording: Recording, after: int, analysis: Analysis | None = None) -> None:
+        self.recording = recording
+        self.after = after
+        self.stop: int | None = None
+        self.nodes: dict[int, Node] = {}
+        self.trips: dict[tuple[int, Stop | None], int] = {}
+        self.analysis: Analysis = Analysis(recording.tape) if analysis is None else analysis
+        self.casts: bool = any(op.context.autocast for op in recording.tape.ops)
+        self.owner: Any = None
+
+    @functools.cached_property
+    def growths(self) -> dict[int, Growth]:
+        """The tensors that the run may replace at its end, by the ops that make the longer ones."""
+        return growths_of(self.recording)
+
+    @functools.cached_property
+    def first_effect(self) -> int:
+        """The first op of the run that must not be carried out twice."""
+        effects = Effects(self.recording.tape)
+        effects.have_begun()
+        if self.recording.draws:  # by a function of which that is not known
+            return 0
+        return len(self.recording.tape.ops) if effects.first is None else effects.first
+
+    def has_acted(self, left: Stop) -> bool:
+        """Return whether such an op may precede the point where a guard or op leaves the run."""
+        return self.first_effect < self.recording.tape.position_of(left)
+
+    def count(self, entered: int, left: Stop | None) -> None:
+        """Count a call that ran it from one guard to another."""
+        try:
+            self.trips[entered, left] += 1
+        except KeyError:
+            self.trips[entered, left] = 1
+
+
+@dataclass(slots=True, eq=False)
+class Exit:
+    """The continuation of runs after an answer.
+
+    Attributes:
+        answer: the answer.
+        piece: the piece that contains what follows.
+        number: the guard of its run that had this answer.
+        written: the generated code, if it was requested already.
+        compiled: the same code with compiled ops in it, if there is any.
+        rewrites: how often the code was to be generated again.
+    """
+
+    answer: Any
+    piece: Piece
+    number: int
+    _write: Callable[..., Code]
+    written: Code | None = None
+    compiled: Code | None = None
+    rewrites: int = 0
+
+    @property
+    def code(self) -> Code:
+        """The code that follows, generated on first use.
+
+        Raises:
+            Unlinked: the code needs a value that the state does not hold.
+        """
+        if self.written is None:
+            self.written = self._write(self.piece, self.number)
+        return self.written
+
+    def write_with(self, writer: Callable[[Schedule, bool], SegmentWriter]) -> Code:
+        """Return the code as another writer generates it."""
+        return self._write(self.piece, self.number, writer)
+
+    def write_spliced(self, splices: Iterable[Splice]) -> Code:
+        """Return the code with values passed through something.
+
+        Raises:
+            Unlinked: the code needs a value that the state does not hold.
+        """
+        return self._write(self.piece, self.number, splices=splices)
+
+    @property
+    def passes(self) -> int:
+        """The number of calls that have taken this exit."""
+        trips = list(self.piece.trips.items())
+        return sum(count for (entered, _), count in trips if entered == self.number)
+
+    def rewrite(self) -> None:
+        """Drop the generated code, so that it is generated again on its next use."""
+        self.written = self.compiled = None
+        self.rewrites += 1
+
+
+class Node:
+    """A state.
+
+    Attributes:
+        piece: the piece that first reached it.
+        number: its guard in that piece.
+        exits: the known answers.
+        yes: the exit for True; None if it is not known.
+        no: the exit for False; None if it is not known.
+    """
+
+    __slots__ = ("_by_answer", "exits", "no", "number", "piece", "yes")
+
+    def __init__(self, piece: Piece, number: int) -> None:
+        self.piece: Piece = piece
+        self.number: int = number
+        self.exits: tuple[Exit, ...] = ()
+        self.yes: Exit | None = None
+        self.no: Exit | None = None
+        self._by_answer: dict[Any, Exit] = {}
+
+    def after(self, answer: Any) -> Exit | None:
+        """Return the exit for an answer, if it is known."""
+        if answer is True:
+            return self.yes
+        if answer is False:
+            return self.no
+        kind = type(answer)
+        if kind is int or kind is str:
+            return self._by_answer.get((kind, answer))
+        return next((exit for exit in self.exits if identical(exit.answer, answer)), None)
+
+    def add(self, exit: Exit) -> None:
+        """Add an exit."""
+        self.exits = (*self.exits, exit)
+        self._sort()
+
+    def drop(self, piece: Piece, since: int = -1) -> None:
+        """Remove the exits that lead into a piece, at some guard of it or later ones."""
+        self.exits = tuple(
+            exit for exit in self.exits if exit.piece is not piece or exit.number < since
+        )
+        self._sort()
+
+    def _sort(self) -> None:
+        exits = self.exits
+        self.yes = next((exit for exit in exits if exit.answer is True), None)
+        self.no = next((exit for exit in exits if exit.answer is False), None)
+        self._by_answer = {
+            (type(exit.answer), exit.answer): exit
+            for exit in exits
+            if type(exit.answer) in (int, str)
+        }
+
+
+# A piece, the guard from which a call ran it (-1 for its beginning), and the guard where the call
+# left it, or the op that raised: None where the call ended.
+Trip: TypeAlias = tuple[Piece, int, Stop | None]

@@ -1,0 +1,803 @@
+"""The trace tree: all recorded paths of one model."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import os
+import threading
+import traceback
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Set
+from typing import Any, NamedTuple
+
+import torch
+
+from bendtrace.engine.analysis import GuardKind
+from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.program import Program, Splicer
+from bendtrace.engine.stretches import Divergence, Failure, Finished, Path, Stretch
+from bendtrace.errors import NondeterminismError, TraceLimitWarning
+from bendtrace.python.results import can_exchange
+from bendtrace.python.sites import users_level
+from bendtrace.record.recorder import Recording
+from bendtrace.record.varying import Lifting, Place, place_of, required_numbers
+from bendtrace.tape.captured import (
+    PLAIN_TENSORS,
+    PLAIN_TYPES,
+    Access,
+    Captured,
+    CaptureKind,
+    Change,
+    holds_number,
+    identical,
+)
+from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
+from bendtrace.watch.containers import can_be_watched, has_content
+from bendtrace.watch.functions import name_of
+
+# Calls in a row without a change after which a value is taken to change no more. Of those that
+# come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
+# value which comes round again does not look the same.
+_SETTLED, _WAITED = 16, 4
+# How often calls are live before they are recorded again: each power of 2 up to the first number,
+# then not the next one, and at the latest after the second number.
+_OFTEN, _RARELY = 16, 2048
+# So many programs are looked at one by one; among more, what served such arguments goes first.
+_FEW, _MOST_KINDS = 4, 4096
+# After this many runs that each changed what the next one was checked for, a value is taken to
+# change on every call (a counter), and the model to be run live.
+_EVOLVING = 4
+
+# Up to so many items, a list that gets longer may have its full length soon: so may a deque that
+# holds no more than the second number.
+_SHORT, _SMALL = 10, 32
+
+# After it was another one so many times when a run was recorded, a number is an input.
+_MOVING, _NUMBERS = 2, (int, float)
+
+_MOST_WHILES = 10  # after which the while gets no longer
+
+# After so many numbers at one place, numbers stay traced there.
+_VARYING = 4
+
+# Errors are not noted for more outcomes of one guard than this.
+_MOST_SIDES = 64
+
+# A guard, and an outcome of it that leads elsewhere.
+Departing = tuple[int, Any]
+
+_NOT_THE_MODEL = (
+    os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep,
+)  # fmt: skip
+
+
+class TraceTree:
+    """Programs by the names of the arguments they were given, the latest first.
+
+    At most `limit` paths are kept. When there are more, those go first that were used least of
+    late: the calls that took each path are counted, and count for half after each time that
+    another path had to go. A path that others branch off stays as long as they do.
+
+    Threads may read while one changes something: what they read is exchanged, never changed.
+
+    Args:
+        limit: how many paths to keep; None for all.
+        culprit: says what makes the model diverge so often, for the warning given when the
+            limit is reached for the first time.
+        joins: whether paths may join.
+
+    Attributes:
+        lifts: whether runs may begin to lift counters of loops.
+        varying: the places where numbers differ from run to run.
+    """
+
+    def __init__(
+        self,
+        limit: int | None = None,
+        culprit: Callable[[TraceTree], str | None] | None = None,
+        joins: bool = True,
+    ) -> None:
+        self.limit = limit
+        self._joins = joins
+        self.forgotten: int = 0
+        self.lifts: bool = True
+        self.varying: frozenset[Place] = frozenset()
+        self._asked: dict[Place, set[Any]] = {}  # the numbers that were asked for at each place
+        self._steady: set[Place] = set()  # where numbers are better guarded
+        # Programs that guard numbers which are going to stay traced, with what is asked there.
+        self._aside: list[tuple[tuple[str, ...], Program]] = []
+        self.failures: Counter[Failure] = Counter()
+        self._culprit = culprit
+        self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
+        # What served arguments of a kind before: where to look first, nothing more.
+        self._served: dict[tuple[Any, ...], Program] = {}
+        self._indices: dict[tuple[str, ...], ProgramIndex] = {}
+        # What was another one when a program, or a value, did not fit any more.
+        self._outdated: dict[tuple[tuple[str, ...], str], set[Any]] = {}
+        self._settled: Counter[tuple[str, ...]] = Counter()  # how often that did not last
+        self._ties = False  # whether a call was given what the model holds
+        self._inputs: frozenset[str] = frozenset()  # the numbers and containers that are inputs
+        self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
+        self._moved: Counter[str] = Counter()  # how often each was another one in a new run
+        self._needed: Counter[str] = Counter()  # how many runs needed it by value
+        self._lock = threading.RLock()
+
+    def programs(self, names: tuple[str, ...] | None = None) -> Iterator[Program]:
+        """Yield the programs, or those for some argument names."""
+        for key, listed in list(self._programs.items()):
+            if names is None or key == names:
+                yield from listed
+
+    def find(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> Program | None:
+        """Return a program whose input guards hold."""
+        listed = self._programs.get(names, ())
+        if len(listed) <= _FEW:
+            for program in listed:
+                if program.admits(arguments):
+                    return program
+            return None
+        kind = names, *map(_kind_of, arguments)
+        served = self._served.get(kind)
+        if served is not None and served.admits(arguments):
+            return served
+        for program in self._indices[names].candidates(arguments):
+            if program is not served and program.admits(arguments):
+                if len(self._served) >= _MOST_KINDS:
+                    self._served.clear()
+                self._served[kind] = program
+                return program
+        return None
+
+    def add(
+        self,
+        names: tuple[str, ...],
+        recording: Recording,
+        global_state: GlobalState,
+        evolving: frozenset[str],
+    ) -> Program:
+        """Keep a new run.
+
+        Args:
+            names: names of its arguments.
+            recording: the run.
+            global_state: the global state it ran under.
+            evolving: labels of what changes on every call (see `outdated`).
+        """
+        written = [change for change in recording.changes if _evolving(change) in evolving]
+        ignored = frozenset(
+            part
+            for part in (recording.environment.parts if written else ())
+            if any(change.covers(part) for change in written)
+        )
+        if written:
+            for label in sorted({change.label for change in written}):
+                place = recording.environment.place_of(label)
+                see = f" (see {place})" if place else ""
+                recording.tape.block(f"{label} changes on every call{see}")
+        program = Program(recording, global_state, ignored, self._joins, self._ties)
+        with self._lock:
+            self._insert(names, program)
+            self._notice(recording, program)
+            self._count_needed(recording)
+        self._keep_to_limit()
+        return program
+
+    def lifting(self) -> Lifting | None:
+        """Return the lifting of numbers in a run of a new program; None if there is none."""
+        if not (self._inputs or self.varying):
+            return None
+        return Lifting(None, inputs=self._inputs, places=self.varying)
+
+    def _notice(self, recording: Recording, program: Program) -> None:
+        """Note which numbers a run has asked for, and where.
+
+        Where there are many, the programs that guard them are dropped: the next run keeps the
+        numbers traced. If that is of no use, these programs come back.
+        """
+        steady = recording.useless | recording.guarded
+        if steady:
+            self._steady |= steady
+            self.varying -= steady
+            if recording.useless:
+                for names, listed in list(self._programs.items()):
+                    lifted = [one for one in listed if not one.places.isdisjoint(recording.useless)]
+                    self._drop(names, *lifted)
+        if recording.places and self._aside:
+            for names, one in self._aside:
+                assert one.graph is not None
+                if _asks_at(one, steady):
+                    self._insert(names, one)
+                elif program.graph is not None:
+                    program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
+            self._aside.clear()
+        answers: dict[Place, list[Any]] = {}
+        for guard in recording.tape.guards:
+            place = place_of(guard)
+            if place is not None and place not in self._steady:
+                answers.setdefault(place, []).append(guard)
+        new = set()
+        for place, guards in answers.items():
+            seen = self._asked.setdefault(place, set())
+            if isinstance(guards[0], TruthGuard):  # of comparisons, which tell an order
+                seen.add(tuple(guard.answer for guard in guards))
+            else:
+                seen.update(guard.answer for guard in guards)
+            if len(seen) >= _VARYING:
+                new.add(place)
+        if new - self.varying and can_exchange() and self._joins:
+            self.varying |= new
+            for names, listed in list(self._programs.items()):
+                asking = [one for one in listed if one.graph is not None and _asks_at(one, new)]
+                self._drop(names, *asking)
+                self._aside += [(names, one) for one in asking]
+
+    def _program(self, recording: Recording, global_state: GlobalState) -> Program:
+        return Program(recording, global_state, joins=self._joins, ties=self._ties)
+
+    def _insert(self, names: tuple[str, ...], program: Program) -> None:
+        self._indices.setdefault(names, ProgramIndex()).add(program)
+        self._programs[names] = (program, *self._programs.get(names, ()))
+
+    def grow(
+        self,
+        program: Program,
+        recording: Recording,
+        divergence: Divergence | None = None,
+    ) -> None:
+        """Keep the path that a resumed run took.
+
+        Args:
+            program: the program that it left.
+            recording: the run.
+            divergence: where it did; None if that is not known to the program.
+        """
+        with self._lock:
+            first = program.recording.environment
+            ties_more = recording.environment.ties_more_than(first)
+            self._ties |= ties_more
+            more = ties_more or recording.environment.sees_more_than(first)
+            blocked = bool(recording.tape.blockers)  # which is run live, whatever it sees
+            if more and not blocked:
+                other = self._program(recording, program.global_state)
+                other.follows(program, False)
+                self._exchange(program, other)
+            elif program.grow(recording, divergence):
+                self._notice(recording, program)
+            else:
+                known = (program.root.recording, recording)
+                if any(run.tape.counters for run in known):
+                    self._stop_lifting(program)
+                else:
+                    one, two = map(_apart, known)
+                    others = [Program(one, program.global_state, joins=False)]
+                    if not others[0].join(two):
+                        others.append(Program(two, program.global_state, joins=False))
+                    self._exchange(program, *others)
+        self._keep_to_limit()
+
+    def compare_numbers(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
+        """Make inputs of the numbers and containers in the state that differ in new runs.
+
+        Args:
+            names: names of the arguments.
+            arguments: the bound arguments in order.
+        """
+        latest = next(self.programs(names), None)
+        if latest is None:
+            return
+        environment = latest.recording.environment
+        known = self._inputs | self._excluded
+        for part in environment.parts:
+            if part.label in known or not _has_moved(part, arguments):
+                continue
+            with self._lock:
+                self._moved[part.label] += 1
+                if self._moved[part.label] == _MOVING:
+                    self._inputs |= {part.label}
+                    for key in [*self._outdated]:
+                        if f"{part.label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
+                            del self._outdated[key]
+        # A container that is replaced is no input: it is told by its identity.
+        replaced = (
+            part.label
+            for part in environment.parts
+            if id(part.value) in environment.watched_containers
+            and _read(part, arguments) is not part.value
+        )
+        self.exclude(frozenset(replaced))
+
+    def exclude(self, labels: frozenset[str]) -> None:
+        """Let containers be guarded by their content again, and drop what took them for inputs."""
+        if not labels:
+            return
+        with self._lock:
+            self._excluded |= labels
+            self._inputs -= labels
+            for names, listed in list(self._programs.items()):
+                lifted = (one.recording.environment.lifted for one in listed)
+                pairs = zip(listed, lifted, strict=True)
+                self._drop(names, *(one for one, inputs in pairs if inputs & labels))
+
+    def _count_needed(self, recording: Recording) -> None:
+        """Let a number be a constant of paths again if each new path needs it by value."""
+        guards = (one for one in recording.tape.guards if place_of(one) not in self.varying)
+        for label in required_numbers(recording.tape, guards):
+            self._needed[label] += 1
+            if self._needed[label] == _EVOLVING:
+                self._excluded |= {label}
+                self._inputs -= {label}
+
+    def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
+        """Restart a program with a run in which the counters of loops are lifted.
+
+        Args:
+            program: the program.
+            recording: the run.
+            lifting: what lifted them.
+        """
+        with self._lock:
+            if recording.tape.blockers or not lifting.lifted:
+                program.lifts_at *= 2
+                if not recording.tape.blockers:
+                    program.join(recording)
+                return
+            program.excluded |= lifting.needed(recording.tape)
+            if not program.excluded.isdisjoint(lifting.lifted.values()):
+                return  # the next run keeps the numbers that Python needs
+            other = self._program(recording, program.global_state)
+            other.follows(program, True)
+            self._exchange(program, other)
+        self._keep_to_limit()
+
+    def _stop_lifting(self, program: Program) -> None:
+        """Drop a program whose paths cannot join: runs that are resumed lift no counters."""
+        self.lifts = False
+        for names, listed in list(self._programs.items()):
+            if program in listed:
+                self._drop(names, program)
+
+    def _exchange(self, program: Program, *others: Program) -> None:
+        """Put programs, one for each path, in the place of one whose paths cannot join."""
+        others[0].root.hits = program.root.hits
+        for names, listed in self._programs.items():
+            if program in listed:
+                self._drop(names, program)
+                for other in others:
+                    self._insert(names, other)
+                return
+
+    def ran_live(self, program: Program, divergence: Divergence | None = None) -> None:
+        """Count a call that could only be run live, from the start or after `divergence`."""
+        live = program.live
+        if divergence is not None:
+            side = divergence.stretch.side(divergence.number, divergence.outcome)
+            live = None if side is None else side.live
+        if live is not None:
+            live.hits += 1
+
+    def looks_again(self, program: Program) -> bool:
+        """Return whether to record the next call of a program that runs live.
+
+        Where values decide, it may go a way that can be replayed. The more calls were live, the
+        less often that is tried: the 2nd, 4th, 8th and 16th time, the 64th, and so on. (After the
+        16th, most calls run the model itself and are not counted here, see `Floor`.)
+        """
+        if program.live is None or program.ignored or not program.analysis.needs_values:
+            return False
+        return _is_due(program.live.hits)
+
+    def looks_again_after(self, divergence: Divergence) -> bool:
+        """Return whether to record the next call along a side that runs live."""
+        side = divergence.stretch.side(divergence.number, divergence.outcome)
+        return side is not None and side.live is not None and _is_due(side.live.hits)
+
+    def replace(
+        self, names: tuple[str, ...], live: Program, recording: Recording, global_state: GlobalState
+    ) -> tuple[Program, Departing | None]:
+        """Keep a run that can be replayed instead of a program that was only run live.
+
+        Returns:
+            The new program, and where the old run leaves it: a side of it that is live, if the
+            two can be told apart by a guard.
+        """
+        program = self._program(recording, global_state)
+        assert live.live is not None
+        leaves = _parting(recording, live.recording)
+        with self._lock:
+            if leaves is not None:
+                program.add_live(leaves, live.live)
+            if live in self._programs.get(names, ()):  # else another thread was faster
+                self._drop(names, live)
+            self._insert(names, program)
+        self._keep_to_limit()
+        return program, leaves
+
+    def settles(
+        self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
+        has_waited: bool = False,
+    ) -> bool:  # fmt: skip
+        """Return whether a value that seemed to change on every call has not changed for a while.
+
+        The program is dropped then, and later calls are recorded again. If it changes again after
+        that, the next while is twice as long.
+
+        Args:
+            names: names of the arguments.
+            program: the program.
+            arguments: the bound arguments in order.
+            has_waited: whether calls before this one have run the model itself.
+        """
+        if not program.ignored:
+            return False
+        # Numbers in a list that got no longer can be inputs.
+        now = [
+            _glance(part, arguments)
+            for part in program.ignored
+            if not (_is_item(part) and holds_number(part) and part.label not in self._excluded)
+        ]
+        if now != program.latest:
+            program.latest, program.same = now, 0
+            return False
+        program.same += _WAITED if has_waited else 1
+        if program.same < _SETTLED << min(self._settled[names], _MOST_WHILES):
+            return False
+        with self._lock:
+            self._settled[names] += 1
+            listed = self._programs.get(names, ())
+            self._drop(names, *(program for program in listed if program.ignored))
+            for key in [key for key in self._outdated if key[0] == names]:
+                del self._outdated[key]
+        return True
+
+    def failed(self, error: BaseException, divergence: Divergence | None = None) -> None:
+        """Note that the model raised, from the start or after `divergence`."""
+        found = self.failures
+        with self._lock:
+            if divergence is not None:
+                stretch, number = divergence.stretch, divergence.number
+                if len(stretch.sides.get(number, ())) >= _MOST_SIDES:
+                    return
+                found = stretch.make_side(number, divergence.outcome).failures
+            found[_failure(error)] += 1
+
+    def _keep_to_limit(self) -> None:
+        warning = None
+        if self.limit is None:
+            return
+        with self._lock:
+            paths = self._paths()
+            while len(paths) > self.limit:
+                if not self.forgotten:
+                    warning = self._warning()
+                self._forget_one()
+                for path in paths:
+                    path.age()
+                paths = self._paths()
+        if warning is not None:
+            warnings.warn(warning, stacklevel=users_level())
+
+    def _paths(self) -> list[Path]:
+        return [path for program in self.programs() for path in program.paths()]
+
+    def _forget_one(self) -> None:
+        ends: list[tuple[int, tuple[str, ...], Program, Path]] = []
+        for names, listed in self._programs.items():
+            # Of equals the one traced first goes first; the latest program is listed first.
+            for program in reversed(listed):
+                for path in program.paths():
+                    if not (isinstance(path, Stretch) and _branches(path)):
+                        ends.append((path.uses, names, program, path))
+        _, names, program, least = min(ends, key=lambda end: end[0])
+        if least is (program.root if program.live is None else program.live):
+            self._drop(names, program)
+        else:
+            program.forget(least)
+        self.forgotten += 1
+
+    def _drop(self, names: tuple[str, ...], *programs: Program) -> None:
+        kept = tuple(other for other in self._programs[names] if other not in programs)
+        self._programs[names] = kept
+        self._served.clear()
+        for program in programs:
+            self._indices[names].remove(program)
+
+    def _warning(self) -> TraceLimitWarning:
+        culprit = None if self._culprit is None else self._culprit(self)
+        often = "" if culprit is None else f" What most of them differ by is {culprit}."
+        return TraceLimitWarning(
+            f"the model has taken more than {self.limit} paths: from now on the least used are "
+            f"forgotten, and traced again when they come up.{often} If that differs on nearly "
+            "every call, keep it in tensors (torch.where, masking) or call the model itself; if "
+            "there are just more paths than that, raise BendedModule's max_traces"
+        )
+
+    def outdated(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> frozenset[str]:
+        """Say which values change on every call, from the programs that do not fit any more.
+
+        A run that changes what it was itself checked for (a counter) fits once only.
+        """
+        programs = self._programs.get(names, ())
+        lifted = {label for one in programs for label in one.recording.environment.lifted}
+        lifted -= self._excluded
+        for program in programs:
+            if not program.recording.changes:
+                continue
+            failed = program.failing(arguments)
+            part = None if failed is None else failed.part
+            if part is None or part.is_argument:  # the caller gives another one each time
+                continue
+            if part.label in lifted:  # it is of another type than a number, of which there are few
+                continue
+            change = next((c for c in program.recording.changes if c.covers(part)), None)
+            if change is not None:
+                now = _read(part, arguments)
+                # A constant that comes back, such as None, fits again.
+                constants = [now, *([part.value] if part.kind is CaptureKind.PLAIN else [])]
+                plain = ((type(one), one) for one in constants if type(one) in PLAIN_TYPES)
+                seen = next(plain, program.serial)
+                if not _fills(now):
+                    with self._lock:
+                        self._outdated.setdefault((names, _evolving(change)), set()).add(seen)
+                break
+        return frozenset(
+            label
+            for (key, label), seen in list(self._outdated.items())
+            if key == names and len(seen) >= _EVOLVING
+        )
+
+    def replay(
+        self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
+        compiled: bool = False, splicer: Splicer | None = None,
+    ) -> Finished | Divergence:  # fmt: skip
+        """Run a program, going over to paths that are known from other programs."""
+        result = program.run(arguments, compiled=compiled, splicer=splicer)
+        while isinstance(result, Divergence) and not result.known_live:
+            if splicer is not None and result.held is None:
+                break  # nothing may be done again
+            known = self._known_elsewhere(names, program, result, arguments)
+            if known is None:
+                break
+            with self._lock:
+                try:
+                    has_grown = program.grow(known, result, hits=0)
+                except NondeterminismError:  # it was given something else
+                    has_grown = False
+            if not has_grown:
+                break
+            result = program.go_on(result, arguments, splicer)
+            self._keep_to_limit()
+        return result
+
+    def _known_elsewhere(
+        self, names: tuple[str, ...], program: Program, divergence: Divergence,
+        arguments: tuple[Any, ...],
+    ) -> Recording | None:  # fmt: skip
+        """Find a recorded run that is the same up to a divergence and then took its side."""
+        is_apart = program.graph is None or not program.graph.joins
+        if divergence.guard is None or is_apart or not program.analysis.fixed_metadata:
+            return None  # the arguments are not any more what the other programs check
+        index = self._indices.get(names)
+        for other in () if index is None else index.candidates(arguments):
+            if other is program or other.live_only or not other.admits(arguments):
+                continue
+            for recording in other.recordings():
+                seen, first = recording.environment, program.recording.environment
+                more = seen.sees_more_than(first) or seen.ties_more_than(first)
+                more = more or seen.lifted != first.lifted  # what is an input is not checked
+                more = more or first.ties_more_than(seen)  # runs are compared by names
+                if not (more or recording.tape.blockers) and _goes_on_from(recording, divergence):
+                    return recording
+        return None
+
+
+def _asks_at(program: Program, places: Set[Place]) -> bool:
+    """Return whether a run of a program has asked for a number at one of some places."""
+    return any(
+        place_of(guard) in places
+        for recording in program.recordings()
+        for guard in recording.tape.guards
+    )
+
+
+def _is_due(hits: int) -> bool:
+    """Return whether a call that was live so often is recorded next time (see `looks_again`)."""
+    tried = hits + 1
+    is_power = tried & (tried - 1) == 0
+    return (is_power and (tried <= _OFTEN or tried > 2 * _OFTEN)) or tried % _RARELY == 0
+
+
+def _kind_of(argument: Any) -> Any:
+    """Return properties that arguments of the same program are likely to share."""
+    kind = type(argument)
+    if kind is torch.Tensor:
+        return argument.dtype, None if argument.is_nested else tuple(argument.shape)
+    if kind in (tuple, list) and len(argument) <= _FEW:
+        return kind, *map(_kind_of, argument)
+    return (kind, argument) if kind in (int, bool, str) else kind
+
+
+def _branches(stretch: Stretch) -> bool:
+    return any(
+        side.target is not None or side.live is not None
+        for sides in stretch.sides.values()
+        for side in sides
+    )
+
+
+def _failure(error: BaseException) -> Failure:
+    """Say where the model's own code raised an error, as far as that can be told."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_MODEL)] or frames
+    file, line = (own[-1].filename, own[-1].lineno or 0) if own else ("", 0)
+    return type(error).__name__, file, line
+
+
+def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return part.read(arguments)
+    except (LookupError, AttributeError, TypeError):
+        return None
+
+
+def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a number, or a container of keys, differs from the one that a run found."""
+    if holds_number(part):
+        now = _read(part, arguments)
+        return type(now) in _NUMBERS and not identical(now, part.value)
+    return can_be_watched(part) and not has_content(part, _read(part, arguments))
+
+
+def _is_item(part: Captured) -> bool:
+    return part.parent is not None and part.parent.kind is CaptureKind.LIST
+
+
+def _evolving(change: Change) -> str:
+    """Return the label under which a change counts: the label of the list, for its items."""
+    return change.part.label if change.part.kind is CaptureKind.LIST else change.label
+
+
+def _fills(value: Any) -> bool:
+    """Return whether a value is a list or deque that may soon have its full length."""
+    if isinstance(value, deque) and value.maxlen is not None:
+        return len(value) < value.maxlen <= _SMALL
+    return isinstance(value, list) and len(value) <= _SHORT
+
+
+def _glance(part: Captured, arguments: tuple[Any, ...]) -> Any:
+    value = _read(part, arguments)
+    if part.kind is CaptureKind.PLAIN and type(value) is part.type:
+        return value
+    # What it held before is looked at as well, but not what was added to it.
+    return len(value) if isinstance(value, (list, dict, set, deque)) else id(value)
+
+
+def _parting(recording: Recording, other: Recording) -> Departing | None:
+    """Return the first guard of a run that another run, the same so far, found otherwise."""
+    pairs = zip(recording.tape.guards, other.tape.guards, strict=False)
+    for number, (mine, its) in enumerate(pairs):
+        if (mine.position, mine.key) != (its.position, its.key):
+            return None
+        if not identical(mine.answer, its.answer):
+            return number, its.answer
+    return None
+
+
+def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
+    """Return whether a run was in the state of a divergence, and found the same answer there."""
+    states, tape = divergence.recording.tape.states, recording.tape
+    number = divergence.number
+    state = None if isinstance(number, AfterOp) else states.get(number)
+    return state is not None and any(
+        other.key == state.key and identical(tape.guards[number].answer, divergence.outcome)
+        for number, other in tape.states.items()
+    )
+
+
+def _apart(recording: Recording) -> Recording:
+    """Return a copy of a run with its own states: others may still read the old ones."""
+    found = copy.copy(recording)
+    found.tape = copy.copy(recording.tape)
+    return found
+
+
+class Fixed(NamedTuple):
+    """A number that a program insists on.
+
+    Attributes:
+        argument: which of the arguments, in order, it is about.
+        dim: of which dimension it is the size; None where the argument is the number itself.
+    """
+
+    argument: int
+    dim: int | None
+
+    def read(self, arguments: tuple[Any, ...]) -> Any:
+        """Return the number among other arguments; None if there is no such number."""
+        argument = arguments[self.argument]
+        if self.dim is None:
+            return argument if type(argument) is int else None
+        if type(argument) not in PLAIN_TENSORS or argument.is_nested:
+            return None  # what a subclass does when it is asked is the model's
+        return argument.size(self.dim) if -argument.dim() <= self.dim < argument.dim() else None
+
+
+class ProgramIndex:
+    """Programs by the numbers that they insist on.
+
+    Programs that insist on the same sizes, and on the same numbers among the arguments, are in one
+    table, by the values of these; to find what may serve some arguments takes a look into each
+    table. Programs that are left out require other values. The rest is asked whether its guards
+    hold.
+
+    Threads may read while one adds or removes: what they read is exchanged, never changed.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[Fixed, ...], dict[tuple[Any, ...], tuple[Program, ...]]] = {}
+
+    def add(self, program: Program) -> None:
+        """Take a program in."""
+        fixed = _numbers_fixed(program)
+        table = self._tables.get(tuple(fixed), {})
+        values = tuple(fixed.values())
+        table[values] = (program, *table.get(values, ()))
+        self._tables = {**self._tables, tuple(fixed): table}
+
+    def remove(self, program: Program) -> None:
+        """Leave a program out."""
+        for table in self._tables.values():
+            for values, programs in list(table.items()):
+                if program in programs:
+                    table[values] = tuple(other for other in programs if other is not program)
+
+    def candidates(self, arguments: tuple[Any, ...]) -> Iterator[Program]:
+        """Yield the programs that may serve some arguments, the latest first in each table."""
+        for fixed, table in self._tables.items():
+            yield from table.get(tuple(one.read(arguments) for one in fixed), ())
+
+
+def _numbers_fixed(program: Program) -> dict[Fixed, int]:
+    """Return the numbers that a program insists on, in an order that only depends on which."""
+    tape = program.recording.tape
+    found: dict[Fixed, int] = {}
+    if program.ignored:  # parts of it are not looked at
+        return found
+    for guard, kind in zip(tape.guards, program.analysis.kinds, strict=True):
+        if kind is GuardKind.INPUT and isinstance(guard, ValueGuard) and type(guard.answer) is int:
+            fixed = _number(tape.ops, tape.ops[guard.index])
+            if fixed is not None:
+                found[fixed] = guard.answer
+    return dict(sorted(found.items(), key=lambda item: (item[0].argument, str(item[0].dim))))
+
+
+def _number(ops: list[Op], op: Op) -> Fixed | None:
+    """Say which number of the arguments an op gives, if it is one."""
+    if op.kind is OpKind.INPUT:
+        position = _position(op)
+        return None if position is None else Fixed(position, None)
+    dim: Any = None
+    if op.target is operator.getitem and type(op.args[0]) is Ref:
+        op, dim = ops[op.args[0].index], op.args[1]
+    asked = name_of(op.target) if op.kind is OpKind.CALL else ""
+    if op.kwargs or asked not in ("shape", "size") or type(op.args[0]) is not Ref:
+        return None
+    if asked == "size" and len(op.args) == 2:
+        dim = op.args[1]
+    elif len(op.args) != 1:
+        return None
+    given = ops[op.args[0].index]
+    position = _position(given)
+    if position is None or given.target.type not in PLAIN_TENSORS:
+        return None
+    return None if type(dim) is not int else Fixed(position, dim)
+
+
+def _position(op: Op) -> int | None:
+    """Return which argument an op gives, if it is one of them and not a part of one."""
+    part = op.target
+    if op.kind is OpKind.INPUT and isinstance(part, Captured) and part.access is Access.ROOT:
+        return int(part.key)
+    return None

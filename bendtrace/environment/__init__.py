@@ -1,1 +1,0 @@
-"""Captures the values that a run can read before it begins, and compares them later."""

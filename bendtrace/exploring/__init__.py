@@ -1,1 +1,0 @@
-"""Finding inputs that take the sides of branches that no call has taken."""

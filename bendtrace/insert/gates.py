@@ -1,0 +1,1129 @@
+"""Gates: the ops of a tape that call the interjections of a node.
+
+A gate does not store which interjections to call: each run supplies its insertions, so that one
+trace also serves another patch at the same node. Nor does a gate know which pass of the node it is
+in, because the code of a loop serves all of its passes: a call counts them. An insertion
+at some passes only has a gate at each, which asks it.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from bendtrace.errors import InterjectionError
+from bendtrace.insert.gradients import CallGradients, ChecksGradients
+from bendtrace.insert.interjection import NO_INPUTS, Inputs, NodePass
+from bendtrace.insert.plan import Called, Entry, Plan, Slot
+from bendtrace.insert.structure import (
+    Leaf,
+    Mismatch,
+    Shape,
+    assemble,
+    collect,
+    count_of,
+    describe,
+    differ,
+    exchangeable,
+    has_mutable,
+    holds_same,
+    part_of,
+    take_apart,
+    tensors_of,
+    version_of,
+)
+from bendtrace.python.places import place_text
+from bendtrace.tape.blocks import KEEPERS
+from bendtrace.tape.captured import is_inference
+from bendtrace.tape.contexts import any_autocast, function_modes
+from bendtrace.tape.tape import meta_of
+from bendtrace.watch.mode_queries import unseen
+
+# What an insertion has returned: whether it fits, and what it has changed.
+
+
+class Containers:
+    """Changes that the insertions of a gate made to lists, dicts and objects.
+
+    Attributes:
+        are_kept: whether an insertion has returned those that it was given.
+        are_changed: whether one of these has changed them.
+        others: the structures of which others were returned.
+    """
+
+    are_changed: bool
+
+    are_kept: bool
+
+    def __init__(self) -> None:
+        self.are_kept = self.are_changed = False
+        self.others: list[Any] = []
+
+    def settle(
+        self, shapes: tuple[Any, ...], given: tuple[Any, ...], results: tuple[Any, ...],
+        found: list[Any], at: NodePass, entry: Entry,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Note whether lists and dicts that an insertion was given have to be updated in place.
+
+        Args:
+            shapes: the structures of the values that it received.
+            given: these values.
+            results: what it returned in their place.
+            found: the tensors and numbers of these values, as they were before it was called.
+            at: the pass.
+            entry: the insertion.
+
+        Returns:
+            The results, and what was given for those that are None.
+
+        Raises:
+            InterjectionError: it has changed some in place, and returned others.
+        """
+        results = tuple(
+            value if result is None and type(shape) is Shape else result
+            for shape, value, result in zip(shapes, given, results, strict=False)
+        )
+        are_kept = all(map(holds_same, shapes, given, results))
+        now = list(found)
+        try:
+            for shape, value in zip(shapes, given, strict=True):
+                collect(shape, value, now)
+            is_changed = any(new is not old for new, old in zip(now, found, strict=True))
+        except Mismatch:
+            is_changed = True
+        if not are_kept:
+            self.others.append(shapes)
+        elif self.others and all(other != shapes for other in self.others):
+            are_kept = False
+        self.are_kept = self.are_kept or are_kept
+        if is_changed and are_kept and not self.others:
+            self.are_changed = True
+        if (is_changed or self.are_changed) and not are_kept:
+            raise InterjectionError(
+                f"{entry.what.label} at {at.path or '<root>'} changed a list, dict or object that "
+                "it was given in place, and returned another one: return the one that it changed, "
+                "or change none",
+                at.path,
+            )
+        return results
+
+
+class Observed:
+    """A node that an insertion may or may not call, and the outcome.
+
+    Args:
+        call: the node.
+        given: its original arguments.
+    """
+
+    def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
+        self.given = given
+        self._call = call
+        self._versions = _versions((given, given.kwargs))
+        self._calls = 0
+        self._gave: tuple[Any, list[int]] | None = None  # in a call with just what was given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the node."""
+        self._calls += 1
+        mine, theirs = self.given.kwargs, (*args, *kwargs.values())
+        is_as_given = (
+            len(args) == len(self.given)
+            and list(kwargs) == list(mine)
+            and all(
+                new is old for new, old in zip(theirs, (*self.given, *mine.values()), strict=True)
+            )
+            and _versions((self.given, mine)) == self._versions
+        )
+        result = self._call(*args, **kwargs)
+        self._gave = (result, _versions(result)) if is_as_given else None
+        return result
+
+    def gave(self, value: Any) -> bool:
+        """Return whether the node, called once with the very inputs, returned a value."""
+        if self._gave is None or self._calls > 1:
+            return False
+        return value is self._gave[0] and _versions(value) == self._gave[1]
+
+
+def collect_returned(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Entry) -> None:
+    """Put the tensors and numbers that an insertion returned in the place of the old ones.
+
+    Raises:
+        InterjectionError: the value does not fit.
+    """
+    try:
+        collect(shape, result, found)
+    except Mismatch as error:
+        part, hint = f"{at.path}{'' if at.module is None else '.output'}|sub_0".lstrip("."), ""
+        if isinstance(shape, Shape) and shape.kind in (tuple, list):
+            hint = f"; to change one part of it, name the part: {part!r}"
+        said = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
+        raise InterjectionError(f"{said} the node's value: {error}{hint}", at.path) from None
+
+
+def changed(
+    entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
+) -> bool:
+    """Return whether an insertion has returned another value, or changed one in place."""
+    written = any(version_of(old) != version for old, version in zip(before, versions, strict=True))
+    other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
+    if entry.what.observes and (written or other):
+        raise InterjectionError(
+            f"{entry.what.label} at {at.path or '<root>'} declares observes=True, but changed "
+            "a value",
+            at.path,
+        )
+    if written or entry.insertion.is_known_to_change(at.path):
+        return written or bool(other)
+    return any(differ(old, new) for old, new in other)
+
+
+def _versions(value: Any) -> list[int]:
+    return [version_of(tensor) for tensor in take_apart(value, objects=False)[1]]
+
+
+# What gates have returned in a call, in case that the call has to begin again.
+
+
+class Attempt:
+    """An attempt to serve a call by known code, with what gates have returned in it.
+
+    The model's own Python may have to take over from the start of the call. Nothing that is
+    inserted is called a second time then: the gates return what they have returned before.
+
+    Attributes:
+        answers: for a call that begins again, what gates return, by node and pass; None for the
+            value that they receive, and an error for one that they raise.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, int], Any] = {}
+        self._returned: dict[tuple[str, int], _Returned] = {}
+        self._met: dict[int, weakref.ref[Tensor]] = {}
+        self._given: tuple[Any, ...] = ()
+
+    def receives(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note the arguments of the call."""
+        self._given = args, kwargs
+
+    def has_met(self, tensor: Tensor) -> bool:
+        """Return whether the model may have a tensor, as an argument or from another gate."""
+        known = self._met.get(id(tensor))
+        if known is not None and known() is tensor:
+            return True
+        return any(one is tensor for one in tensors_of(self._given))
+
+    def note(
+        self,
+        path: str,
+        number: int,
+        given: Tensor,
+        keeps: bool,
+        may_change: bool,
+        version: int | None = None,
+    ) -> None:
+        """Note what a gate has returned.
+
+        Args:
+            path: the node.
+            number: the pass.
+            given: what was returned.
+            keeps: whether to keep it alive.
+            may_change: whether the model may change it in place.
+            version: its version, if that is known.
+        """
+        self._met[id(given)] = known = weakref.ref(given)
+        version = version_of(given) if version is None else version
+        self._returned[path, number] = given if keeps else known, version, may_change
+
+    def note_unchanged(self, path: str, number: int) -> None:
+        """Note that a gate has returned the value that it was given, as it was."""
+        self._returned[path, number] = _UNCHANGED
+
+    def refuse(self, path: str, number: int) -> None:
+        """Note that a gate has done something that it cannot do again."""
+        self._returned[path, number] = None, 0, True
+
+    def meets(self, tensor: Tensor) -> None:
+        """Note that the model has a tensor from a gate."""
+        self._met[id(tensor)] = weakref.ref(tensor)
+
+    def hands_on(self, gates: Sequence[Gate], given: Any) -> None:
+        """Have the gates at a place in known code return once more what they have returned.
+
+        The model's Python takes over behind the op before that place, and comes to all of them.
+
+        Args:
+            gates: those that were called there, in order.
+            given: what the last of them has returned, or the error that it has raised; None for the
+                value that it received.
+        """
+        for gate in gates:
+            take_back(gate)
+            at = gate.at.path, passes_of(gate)
+            self.answers[at] = given if gate is gates[-1] else None  # the value has theirs by now
+
+    def can_begin_again(self) -> bool:
+        """Return whether gates could return what they have returned."""
+        return not any(map(_why_not, self._returned.values()))
+
+    def begin_again(self) -> None:
+        """Have gates return what they have returned.
+
+        Raises:
+            InterjectionError: that is gone, or was changed since.
+        """
+        returned, self._returned, self._met = self._returned, {}, {}
+        for (path, number), value in returned.items():
+            if why := _why_not(value):
+                raise InterjectionError(
+                    f"what is inserted at {path!r} has been called, and {why}; but the call has to "
+                    "begin again, since something inserted has returned another kind of value than "
+                    "in earlier calls: call the model again",
+                    path,
+                )
+            self.answers[path, number] = _alive(value)
+
+
+# What a gate has returned, or a weak reference to it, or None if it cannot be returned again; its
+# version; and whether the model may change it in place.
+_Returned = tuple[Any, int, bool]
+_UNCHANGED: _Returned = None, -1, False  # the value that it was given
+
+
+def _alive(returned: _Returned) -> Tensor | None:
+    held = returned[0]
+    return held() if isinstance(held, weakref.ref) else held
+
+
+def _why_not(returned: _Returned) -> str:
+    """Return why a gate cannot return once more what it has returned; "" if it can."""
+    if returned is _UNCHANGED:
+        return ""
+    given, (_, version, may_change) = _alive(returned), returned
+    if given is None:
+        return "what it returned is gone"
+    # torch does not count the changes of tensors of the inference mode.
+    was_changed = may_change if is_inference(given) else version_of(given) != version
+    return "what it returned was changed" if was_changed else ""
+
+
+# The classes that manage the gradients of a node: for hooks, and for other interjections.
+_Watching = tuple[CallGradients | None, CallGradients | None]
+
+
+class _Local(threading.local):
+    plan: Plan | None = None
+
+    def __init__(self) -> None:
+        self.through: dict[tuple[str, int], _Watching] = {}
+        self.error: Exception | None = None
+        self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
+        self.kept: dict[Any, Any] = {}
+        self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
+        self.passes: dict[tuple[str, str], int] = {}  # by node and role, in this call
+        self.attempt: Attempt = Attempt()
+        self.is_repeated = False  # whether the backward pass does a checkpointed block again
+        self.containers = Containers()  # those of the running gate
+
+
+_local = _Local()
+
+
+def running(plan: Plan) -> AbstractContextManager[None]:
+    """Make the gates that the calling thread reaches call the insertions of a plan.
+
+    Raises:
+        Exception: an error raised by an insertion, if the model has caught it.
+    """
+    return _Running(plan)
+
+
+class _Running:
+    """The context of `running`; a class, since it is entered in each call of a model."""
+
+    __slots__ = ("_before", "_plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __enter__(self) -> None:
+        now = vars(_local)
+        self._before = now.copy()
+        now.update(
+            plan=self._plan, through={}, error=None, kept={}, reshaped={}, passes={},
+            attempt=Attempt(),
+        )  # fmt: skip
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        now = vars(_local)
+        noted, reshaped = now["error"], now["reshaped"]
+        # Python's operators say of a TypeError inside of them that they do not fit their operands.
+        is_hidden = isinstance(noted, TypeError) and type(error) is TypeError and error is not noted
+        raised = noted if error is None or is_hidden else error
+        now.update(self._before)
+        now["plan"], now["models_own"] = self._before.get("plan"), None
+        if not isinstance(raised, Exception):
+            return
+        for note in reshaped:
+            if note not in getattr(raised, "__notes__", ()):
+                raised.add_note(note)
+        if error is None or is_hidden:
+            raise raised from None
+
+
+def _insertions_of_block() -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes gates do again what they do from now on in the call."""
+    plan, kept, passes = _local.plan, dict(_local.kept), dict(_local.passes)
+
+    @contextmanager
+    def repeated() -> Iterator[None]:
+        now = vars(_local)
+        before = now.copy()
+        now.update(
+            plan=plan, through={}, error=None, kept=dict(kept), reshaped={}, passes=dict(passes),
+            attempt=Attempt(), is_repeated=True, containers=Containers(),
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            now.update(before)
+
+    return repeated
+
+
+KEEPERS.append(_insertions_of_block)
+
+
+class _Uncounted:
+    """Stands for an insertion in a block that is done again: its calls are not counted twice."""
+
+    changes: frozenset[str] = frozenset()  # those that are known, as its own `Tally`
+
+    @property
+    def _tally(self) -> _Uncounted:
+        """The object that counts its calls."""
+        return self
+
+    def fired(self, *_: object) -> None:
+        """Count nothing."""
+
+    def failed(self) -> None:
+        """Count nothing."""
+
+    def is_known_to_change(self, path: str, calls: int = 1) -> bool:
+        """Return that nobody needs to know."""
+        return True
+
+
+def _silent_entries(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """Return those of some insertions that change values, without their reports."""
+    found = [copy.copy(entry) for entry in entries if not entry.what.observes]
+    for entry in found:
+        entry.insertion = cast("Any", _Uncounted())
+    return tuple(found)
+
+
+@contextmanager
+def again() -> Iterator[None]:
+    """Run a call of the model again from its start, without calling what was called already.
+
+    Raises:
+        InterjectionError: what was returned before is gone, or was changed since.
+    """
+    current = _local.attempt
+    current.begin_again()
+    _local.passes = {}
+    try:
+        yield
+    finally:
+        current.answers = {}
+
+
+def of_call() -> dict[str, Any]:
+    """Return what gates know of the call that runs on this thread."""
+    return vars(_local)
+
+
+def attempt() -> Attempt:
+    """Return what the gates of the call have returned so far."""
+    return _local.attempt
+
+
+def passes_of(gate: Gate) -> int:
+    """Return how often the call has passed a gate so far."""
+    return _local.passes.get((gate.at.path, gate.role), 0)
+
+
+def take_back(gate: Gate) -> None:
+    """Have the latest pass of a gate be done again by the model's Python."""
+    _local.passes[gate._key] -= 1
+
+
+def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
+    """Record that an insertion changed a shape or dtype, so that errors of the call mention it."""
+    if old is not new and isinstance(old, Tensor) and isinstance(new, Tensor):
+        with unseen():
+            before, after = meta_of(old), meta_of(new)
+        if before != after:
+            what = getattr(entry.what, "function", None)
+            name = getattr(what, "__name__", entry.what.label)
+            code = getattr(what, "__code__", None)
+            source = "" if code is None else (
+                f" ({place_text(code.co_filename, code.co_firstlineno)})"
+            )  # fmt: skip
+            was, now = (
+                f"{'' if old.dtype == new.dtype else f'{t.dtype} '}{t.shape}"
+                for t in (before, after)
+            )
+            where = at.path or "the whole model"
+            _local.reshaped[f"`{name}`{source} at `{where}` turned {was} into {now}"] = None
+
+
+def noted(error: Exception) -> Exception:
+    """Remember an error, so that the call raises it even if the model catches it."""
+    _local.error = _local.error or error
+    return error
+
+
+def raise_caught() -> None:
+    """Raise what something inserted has raised in this call, if the model has caught it."""
+    if _local.error is not None:
+        raise _local.error
+
+
+def is_repeated() -> bool:
+    """Return whether the backward pass does a checkpointed block again."""
+    return _local.is_repeated
+
+
+def of_this_run() -> dict[Any, Any]:
+    """Return the store that interjections use during one call of the model on this thread."""
+    return _local.kept
+
+
+def exchange_store(store: dict[Any, Any]) -> dict[Any, Any]:
+    """Have interjections use another store; return the one so far."""
+    known, _local.kept = _local.kept, store
+    return known
+
+
+class Gate:
+    """A place around a node at which insertions are called.
+
+    Args:
+        at: the node, in the pass in which the gate was recorded.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the values passed to them.
+        plan: the insertions that were active when the gate was recorded.
+
+    Attributes:
+        is_ahead: whether the node alone goes on with what it returns.
+        counts: whether it counts its passes, instead of being in the one that it was recorded in.
+        is_followed: whether its work is recorded like the model's own code, instead of one op.
+    """
+
+    is_gate = True
+    counts = False
+    is_followed = False
+    role = ""
+
+    def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
+        self.at = at
+        self.slots = slots
+        self.shape = shape
+        self._key = at.path, self.role
+        self._passes: dict[int, NodePass] = {at.number: at}
+        self.tells_in_place: bool = self.role == "after" and has_mutable((shape,))
+        if self.role == "before":  # the tuple of arguments and the dict of keywords are new
+            args, kwargs = shape.items
+            self.tells_in_place = has_mutable((*args.items, *kwargs.items))
+        self.is_ahead: bool = self.role in ("before", "entry")
+        # Weak, so that paths do not keep former insertions alive. A trace held by the user does.
+        self._plan = weakref.ref(plan)
+        with torch._C.DisableTorchFunction():  # a label may look at tensors
+            labels = dict.fromkeys(
+                re.sub(r"\W.*", "", entry.what.label, flags=re.DOTALL)
+                for entry in plan.entries_of(slots)
+            )
+        kind = "input" if self.is_ahead else "output"
+        name = at.path.rpartition(".")[2]
+        name = f"{name}_{kind}" if name and self.is_ahead else name or kind
+        # No function has this name, so that names of the model's own ops stay unchanged.
+        self.__name__: str = "__".join([name, *labels] if labels else [name, "gate"])
+        self.__module__ = __name__
+
+    @property
+    def described(self) -> str:
+        """Its description for messages."""
+        where = f"at {self.at.path!r}" if self.at.path else "around the whole model"
+        labels = self.__name__.split("__")[1:]
+        return f"the insertion {where} ({', '.join(labels)})"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Gate)
+            and self.role == other.role
+            and (self.at.path, self.at.scope) == (other.at.path, other.at.scope)
+            and (self.slots, self.shape) == (other.slots, other.shape)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.role, self.at.path))
+
+    def __repr__(self) -> str:
+        return f"<{self.role} {self.at.path or '<root>'}: {self.__name__}>"
+
+    def __call__(self, *values: Any) -> Any:
+        """Call the insertions.
+
+        Returns:
+            The tensors and numbers to continue with; if there are lists or dicts, followed by a
+            flag that says whether to update these in place.
+        """
+        outer, _local.containers = _local.containers, Containers()
+        answers = _local.attempt.answers
+        at = self._next_pass()
+        if answers and (at.path, at.number) in answers:
+            given = answers.pop((at.path, at.number))
+            _local.containers = outer
+            if isinstance(given, Exception):
+                raise given
+            return values[0] if given is None else given
+        entries = self._entries(at.number)
+        try:
+            given = self._through(values, at, entries)
+            in_place = _local.containers.are_kept and not _local.containers.others
+        except Exception as error:
+            self.failed(error, entries)
+            raise
+        finally:
+            _local.containers = outer
+        if not self.tells_in_place:
+            return given
+        return (*(given if isinstance(given, tuple) else (given,)), in_place)
+
+    @staticmethod
+    def failed(error: Exception, entries: Sequence[Entry]) -> None:
+        """Note an error that an insertion has raised, or the node itself."""
+        if error is not _local.models_own:
+            noted(error)
+        for entry in entries:
+            entry.insertion.failed()
+
+    def _unseen(self) -> AbstractContextManager[Any]:
+        """Return a context for its own operations on values of the model."""
+        return nullcontext() if self.is_followed else unseen()
+
+    def _next_pass(self) -> NodePass:
+        """Return the pass that begins, and count it."""
+        passes, number = _local.passes, self.at.number
+        if self.counts and _local.plan is not None:
+            number = passes.get(self._key, 0)
+        passes[self._key] = number + 1
+        return self._passes.get(number) or self._pass(number)
+
+    def _pass(self, number: int) -> NodePass:
+        at = self._passes[number] = replace(self.at, number=number)
+        return at
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        raise NotImplementedError
+
+    def _entries(self, number: int) -> tuple[Entry, ...]:
+        """Return the insertions that are called in a pass, in the order in which they were made."""
+        plan = _local.plan or self._plan()
+        if plan is None:
+            raise InterjectionError(
+                f"the insertion at {self.at.path or '<root>'} that was recorded is gone",
+                self.at.path,
+            )
+        entries = self.entries_in(plan, number)
+        return _silent_entries(entries) if _local.is_repeated else entries
+
+    def entries_in(self, plan: Plan, number: int) -> tuple[Entry, ...]:
+        """Return the insertions of a plan that are called in a pass, in order."""
+        _, entries, selects, _ = plan.called_at.get(id(self)) or self.called_by(plan)
+        if not selects:
+            return entries
+        total = plan.totals.get(self.at.path)
+        return tuple(e for e in entries if e.insertion.passes.admits(number, total))
+
+    def called_by(self, plan: Plan) -> Called:
+        """Return what of a plan is called here, and note it."""
+        entries = plan.entries_of(self.slots)
+        selects = not all(entry.insertion.passes.admits_all for entry in entries)
+        called: Called = self, entries, selects, None
+        plan.called_at[id(self)] = called
+        return called
+
+
+class AfterGate(Gate):
+    """Receives the output of a node, and its inputs if an insertion wants them.
+
+    Args:
+        at: the pass.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the node's output.
+        plan: the insertions that were active when the gate was recorded.
+        given: the structure of the node's inputs; None if no insertion wants them.
+        writes: whether the node worked in place, on a copy of the last tensor passed here, which
+            has to receive the value.
+    """
+
+    role = "after"
+
+    def __init__(
+        self,
+        at: NodePass,
+        slots: tuple[Slot, ...],
+        shape: Any,
+        plan: Plan,
+        given: Any = None,
+        writes: bool = False,
+    ) -> None:
+        super().__init__(at, slots, shape, plan)
+        self._given = given
+        self.writes = writes
+        self._count = count_of(shape)
+        self.exchanged: tuple[int, ...] = exchangeable(shape)
+        self._is_told = any("backward" in slot.forms for slot in slots)
+        self._is_simple = (
+            shape == Leaf(Tensor, 0) and given is None and not (writes or self._is_told)
+        )
+
+    def __call__(self, *values: Any) -> Any:
+        """Call the insertions (see `Gate`)."""
+        now = vars(_local)
+        plan: Plan | None = now.get("plan") if self.counts else None
+        called = None
+        if plan is not None:
+            called = plan.called_at.get(id(self)) or self.called_by(plan)
+        if called is None or called[3] is None or now["attempt"].answers or now.get("is_repeated"):
+            if not self._is_simple or now["attempt"].answers:
+                return super().__call__(*values)
+            return self._exchange_all(values[0])
+        # The usual case: one insertion, and no containers.
+        value, entry = values[0], called[3]
+        is_due = not called[2] or self.is_due(entry, now)
+        at = self.begin(now["passes"])
+        if not is_due:
+            return value
+        try:
+            return self._exchange(entry, value, at)
+        except Exception as error:
+            self.failed(error, (entry,))
+            raise
+
+    def _exchange_all(self, value: Any) -> Any:
+        at = self._next_pass()
+        entries = self._entries(at.number)
+        try:
+            for entry in entries:
+                value = self._exchange(entry, value, at)
+        except Exception as error:
+            self.failed(error, entries)
+            raise
+        return value
+
+    def called_by(self, plan: Plan) -> Called:
+        """Return what of a plan is called here, and note it."""
+        called = super().called_by(plan)
+        if self._is_simple and len(called[1]) == 1:
+            called = plan.called_at[id(self)] = (*called[:3], called[1][0])
+        return called
+
+    def is_due(self, entry: Entry, now: Mapping[str, Any]) -> bool:
+        """Return whether an insertion is called in the pass that comes next (see `of_call`)."""
+        total = now["plan"].totals.get(self.at.path)
+        return entry.insertion.passes.admits(now["passes"].get(self._key, 0), total)
+
+    def begin(self, passes: dict[tuple[str, str], int]) -> NodePass:
+        """Return the pass that begins, and count it."""
+        number = passes.get(self._key, 0)
+        passes[self._key] = number + 1
+        return self._passes.get(number) or self._pass(number)
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Call the insertions; return the tensors and numbers of the new value."""
+        found = list(values[: self._count])
+        through: _Watching = (None, None)
+        if self._is_told:
+            through = _local.through.pop((at.path, at.number), through)
+        of_hooks, of_others = through if torch.is_grad_enabled() else (None, None)
+        if of_others is not None:
+            _exchange_tensors(found, of_others.leave)
+        inputs = None
+        for entry in entries:
+            if not entry.after:
+                continue
+            if inputs is None:
+                inputs = NO_INPUTS
+                if self._given is not None:
+                    inputs = as_inputs(assemble(self._given, list(values[self._count :])))
+            shape = part_of(self.shape, entry.dig)
+            if shape is not None:
+                self._call(entry, shape, _dug(at, entry), inputs, found)
+        if of_hooks is not None:  # their gradients are those of what forward hooks returned
+            _exchange_tensors(found, of_hooks.leave)
+        given = [found[number] for number in self.exchanged]
+        if self.writes:
+            return self._written(values[-1], given[0])
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
+        """Call an insertion at a node that returns one tensor."""
+        is_plain = type(value) is Tensor and not (
+            function_modes() or value.is_inference() or value.is_nested
+        )
+        version = value._version if is_plain else version_of(value)
+        result = entry.what.after(at, NO_INPUTS, value)
+        if is_plain and value._version == version:  # as `exchanged_for`, in fewer instructions
+            if result is None or result is value:
+                entry.insertion.fired(at, False)
+                return value
+            if (
+                type(result) is Tensor
+                and not result.is_nested
+                and result.dtype is value.dtype
+                and result.shape == value.shape
+                and at.path in entry.insertion._tally.changes
+                and not entry.what.observes
+            ):
+                entry.insertion._tally.noted.append((at, True, 1))
+                return result
+        return self.exchanged_for(entry, value, result, at, version)
+
+    def exchanged_for(
+        self, entry: Entry, value: Any, result: Any, at: NodePass, version: int
+    ) -> Any:
+        """Return what takes the place of a value, for what an insertion has returned.
+
+        Args:
+            entry: the insertion.
+            value: the value that it received.
+            result: what it has returned.
+            at: the pass.
+            version: the version of the value before.
+
+        Raises:
+            InterjectionError: it does not fit.
+        """
+        found = [value]
+        if result is not None:
+            collect_returned(self.shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, [value], found, [version]))
+        _note_reshaped(entry, at, value, found[0])
+        return found[0]
+
+    def _call(
+        self, entry: Entry, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
+    ) -> None:
+        before = list(found)
+        versions = [version_of(value) for value in found]
+        value = assemble(shape, found)
+        result = entry.what.after(at, inputs, value)
+        if type(shape) is Shape:
+            result = _local.containers.settle((shape,), (value,), (result,), found, at, entry)[0]
+        if result is not None:
+            collect_returned(shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, before, found, versions))
+        for old, new in zip(before, found, strict=True):
+            _note_reshaped(entry, at, old, new)
+
+    def _written(self, original: Tensor, value: Tensor) -> Tensor:
+        """Pass the value on to all holders of the tensor that the node works on."""
+        if value is original:
+            return value
+        with unseen():
+            if meta_of(value).shape != meta_of(original).shape:
+                raise InterjectionError(
+                    f"{self.at.path} works in place on a tensor of shape "
+                    f"{meta_of(original).shape}, which {describe(value)} cannot replace",
+                    self.at.path,
+                )
+            # Nothing can be written into a leaf, other than by code that writes to it itself.
+            if torch.is_grad_enabled() and original.is_leaf and original.requires_grad:
+                raise InterjectionError(
+                    f"the model drops what {self.at.path} returns, so that nothing can replace "
+                    "it: insert at the node before, which gives the value",
+                    self.at.path,
+                )
+        with self._unseen():
+            return original.copy_(value)
+
+
+class StateGate(AfterGate):
+    """Receives a parameter or buffer, whose shape and dtype must not change."""
+
+    def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
+        if entry.place.shown not in ("", at.path):
+            at = replace(at, path=entry.place.shown)
+        if entry.what.self_contained or entry.what.observes:
+            return super()._exchange(entry, value, at)
+        copied = value.clone()  # what a function does to its argument must not reach the model
+        version = version_of(copied)
+        result = entry.what.after(at, NO_INPUTS, copied)
+        found = [value]
+        if result is None or result is copied:
+            found = [value if version_of(copied) == version else copied]
+        else:
+            collect_returned(self.shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, [value], found, [version_of(value)]))
+        return found[0]
+
+
+class BeforeGate(Gate):
+    """Receives the inputs of a node before it runs.
+
+    Args:
+        at: the pass.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
+        places: the inputs that insertions apply to: for each slot the keys that lead to it.
+    """
+
+    role = "before"
+
+    def __init__(
+        self,
+        at: NodePass,
+        slots: tuple[Slot, ...],
+        shape: Any,
+        plan: Plan,
+        places: dict[Slot, tuple[Any, ...]],
+    ) -> None:
+        super().__init__(at, slots, shape, plan)
+        self.places = places
+        self.exchanged: tuple[int, ...] = exchangeable(shape)
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Call the insertions; return the tensors and numbers that the node is given."""
+        found = list(values)
+        for entry in reversed(entries):
+            if entry.slot in self.places:
+                shape = part_of(self.shape, self.places[entry.slot])
+                if shape is not None:
+                    self._call(entry, shape, found, at)
+            elif entry.before:
+                self._call(entry, self.shape, found, at)
+        given = [found[number] for number in self.exchanged]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _call(self, entry: Entry, shape: Any, found: list[Any], at: NodePass) -> None:
+        before, versions = list(found), [version_of(value) for value in found]
+        value = assemble(shape, found)
+        if entry.slot in self.places:
+            at = replace(at, path=entry.place.shown, module=None)
+            result = entry.what.after(at, NO_INPUTS, value)
+        else:
+            result = entry.what.before(at, as_inputs(value))
+            if isinstance(result, tuple):
+                kwargs = result.kwargs if isinstance(result, Inputs) else value[1]
+                result = (tuple(result), kwargs)
+            elif result is not None:
+                raise InterjectionError(
+                    f"{entry.what.label} at {at.path or '<root>'}: before() has to return the "
+                    f"inputs as a tuple, or None; it returned {describe(result)}",
+                    at.path,
+                )
+        if entry.slot in self.places:
+            if type(shape) is Shape:
+                settled = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
+                result = settled[0]
+        elif result is None:
+            result, _local.containers.are_kept = value, True
+        else:  # the tuple of arguments and the dict of keywords are new in each call
+            _local.containers.settle(
+                (*shape.items[0].items, *shape.items[1].items), (*value[0], *value[1].values()),
+                (*result[0], *result[1].values()), found, at, entry,
+            )  # fmt: skip
+        if result is not None:
+            collect_returned(shape, result, found, at, entry)
+        entry.insertion.fired(at, changed(entry, at, before, found, versions))
+        for old, new in zip(before, found, strict=True):
+            _note_reshaped(entry, at, old, new)
+
+
+class EntryGate(Gate):
+    """Exchanges tensors that a node is given: the node works on aliases, or on a copy.
+
+    Args:
+        at: the pass.
+        slots: the slots of the insertions that receive the gradients of the node's inputs.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
+        written: the number of the tensor that the node works on in place; None if it does not.
+    """
+
+    role = "entry"
+
+    def __init__(
+        self,
+        at: NodePass,
+        slots: tuple[Slot, ...],
+        shape: Any,
+        plan: Plan,
+        written: int | None = None,
+    ) -> None:
+        super().__init__(at, slots, shape, plan)
+        self.written = written
+        self.exchanged: tuple[int, ...] = exchangeable(shape, (Tensor,))
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Return the tensors that the node is given."""
+        found = list(values)
+        told = [entry for entry in entries if entry.backward]
+        if told and torch.is_grad_enabled():
+            _exchange_tensors(found, lambda tensors: self._watched(told, tensors, at))
+        if self.written is not None:
+            # The original gets the value at the end: what autograd keeps for the op, and the
+            # aliases, must not be written to.
+            with self._unseen():
+                found[self.written] = found[self.written].clone()
+        given = [found[number] for number in self.exchanged]
+        return given[0] if len(given) == 1 else tuple(given)
+
+    def _watched(self, told: list[Entry], tensors: list[Tensor], at: NodePass) -> list[Tensor]:
+        """Watch the gradients for insertions; return the inputs of the node."""
+        watching: list[CallGradients | None] = []
+        # Ops under autocast share one cast of each weight, which an alias would not have.
+        keeps_casts = self.at.function is not None and any_autocast()
+        for of_hooks in (True, False):  # if they only watch, one tensor stays one for the node
+            calls = [
+                (entry.what, at, entry.insertion.fired_backward)
+                for entry in told
+                if isinstance(entry.what, ChecksGradients) is of_hooks
+            ]
+            gradients = None
+            if calls:
+                gradients = CallGradients(
+                    calls, tensors, writes=False, apart=not of_hooks, keeps_casts=keeps_casts
+                )
+                tensors = gradients.enter()
+            watching.append(gradients)
+        _local.through[at.path, at.number] = (watching[0], watching[1])
+        return tensors
+
+
+class InputsGate(Gate):
+    """Copies the inputs of a node that may write to them, for those who see them after it."""
+
+    role = "inputs"
+
+    def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
+        super().__init__(at, slots, shape, plan)
+        self.exchanged: tuple[int, ...] = exchangeable(shape)
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Return the copies; numbers stay."""
+        # No lazy copies: the write would move memory whose address the caller may know.
+        with self._unseen():
+            copies = {id(v): v.clone() for v in values if isinstance(v, Tensor)}
+        given = [copies.get(id(values[number]), values[number]) for number in self.exchanged]
+        return given[0] if len(given) == 1 else tuple(given)
+
+
+class CountGate(Gate):
+    """Reports that a node was reached, and receives no values.
+
+    Args:
+        at: the pass.
+        slots: the slots of the insertions to notify.
+        plan: the insertions that were active when the gate was recorded.
+    """
+
+    role = "before"
+
+    def __init__(self, at: NodePass, slots: tuple[Slot, ...], plan: Plan) -> None:
+        super().__init__(at, slots, take_apart(((), {}))[0], plan)
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> None:
+        for entry in reversed(entries):
+            entry.what.before(at, NO_INPUTS)
+            entry.insertion.fired(at, False)
+
+
+class InsteadGate(Gate):
+    """Is called instead of a function or a module.
+
+    Args:
+        at: the pass.
+        slots: the slots of the insertions that are called here.
+        shape: the structure of the arguments: a tuple of them, and a dict.
+        plan: the insertions that were active when the gate was recorded.
+
+    Attributes:
+        given: the arguments themselves, in a run that is not replayed; None for what is assembled
+            from their values.
+    """
+
+    role = "instead"
+    calls_node = True
+    given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    @property
+    def stands_for(self) -> Callable[..., Any] | None:
+        """The function that it replaces, whose node it is."""
+        return self.at.function
+
+    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+        """Return the result of the outermost insertion."""
+        args, kwargs = self.given or assemble(self.shape, list(values))
+        call: Callable[..., Any] = self._node
+        for entry in entries:
+            if entry.instead:
+                call = self._around(entry, call, at)
+        return call(*args, **kwargs)
+
+    def _node(self, *args: Any, **kwargs: Any) -> Any:
+        # A module without parts, such as an empty `nn.Sequential`, is false.
+        called: Any = self.at.function if self.at.module is None else self.at.module
+        try:
+            return called(*args, **kwargs)
+        except Exception as error:
+            _local.models_own = error  # for which the model may have a handler
+            raise
+
+    def _around(self, entry: Entry, call: Callable[..., Any], at: NodePass) -> Callable[..., Any]:
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            node = Observed(call, Inputs(args, kwargs))
+            result = entry.what.instead(at, node, node.given)
+            entry.insertion.fired(at, not node.gave(result))
+            return result
+
+        return instead
+
+
+def _exchange_tensors(found: list[Any], change: Callable[[list[Tensor]], list[Tensor]]) -> None:
+    """Replace all tensors among some values."""
+    numbers = [number for number, value in enumerate(found) if isinstance(value, Tensor)]
+    for number, tensor in zip(numbers, change([found[n] for n in numbers]), strict=True):
+        found[number] = tensor
+
+
+def as_inputs(value: Any) -> Inputs:
+    """Convert the arguments of a node to the form that interjections receive."""
+    args, kwargs = value
+    return Inputs(tuple(args), kwargs)
+
+
+def _dug(at: NodePass, entry: Entry) -> NodePass:
+    return replace(at, path=entry.place.shown) if entry.dig else at

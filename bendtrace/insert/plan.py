@@ -1,0 +1,306 @@
+"""The insertions of a run, and their locations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+
+from bendtrace.engine.floor import Floor
+from bendtrace.insert.interjection import Interjection, NodePass, Passes
+from bendtrace.log.path_views import Candidate
+from bendtrace.record.recorder import Recording
+
+if TYPE_CHECKING:
+    from bendtrace.insert.insertion import Tally
+    from bendtrace.insert.registry import Lookup
+
+
+class Matcher(Protocol):
+    """A predicate on nodes. Matchers are values: two that select the same nodes are equal."""
+
+    needs_output: bool
+    is_broad: bool
+
+    def matches(self, node: Candidate) -> bool:
+        """Return whether it selects a node."""
+
+
+class Placed(Protocol):
+    """An insertion, as the gates see it."""
+
+    allow_none: bool
+
+    @property
+    def passes(self) -> Passes:
+        """The passes of a node in which it is called."""
+
+    @property
+    def _tally(self) -> Tally:
+        """The object that counts its calls."""
+
+    def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
+        """Record that it was called."""
+
+    def fires_later(self, settle: Callable[[], None]) -> None:
+        """Note what records calls that are not recorded so far."""
+
+    def fired_backward(self, at: NodePass) -> None:
+        """Record that it received gradients."""
+
+    def failed(self) -> None:
+        """Record that an error was raised where it is called."""
+
+    def is_known_to_change(self, path: str, calls: int = 1) -> bool:
+        """Return whether it has changed a value at a node."""
+
+    def ran(self, recording: Recording) -> None:
+        """Record that a call took a path."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A parameter or buffer.
+
+    Attributes:
+        name: its qualified name.
+        holder: path of the module call in whose code it is used; None for everywhere.
+    """
+
+    name: str
+    holder: str | None = None
+
+
+@dataclass(frozen=True)
+class Location:
+    """The location of an insertion.
+
+    Attributes:
+        role: whether it applies to outputs of nodes, to an input of a module, or to a parameter or
+            buffer.
+        matcher: selects the nodes; for parameters and buffers a `State`.
+        argument: name of the input.
+        dig: keys of the part inside the value.
+        shown: the path as the user writes it; only for single paths.
+    """
+
+    role: Literal["node", "input", "state"]
+    matcher: Any
+    argument: str = ""
+    dig: tuple[Hashable, ...] = ()
+    shown: str = field(default="", compare=False)
+
+    def is_below(self, prefix: str, names: frozenset[str]) -> bool:
+        """Return whether it is at nodes with known paths, one of which leads through some names.
+
+        Args:
+            prefix: the beginning of the path.
+            names: the following names.
+        """
+        paths = getattr(self.matcher, "paths", (getattr(self.matcher, "path", None),))
+        return any(
+            path is not None
+            and path.startswith(prefix)
+            and path.removeprefix(prefix).partition(".")[0] in names
+            for path in paths
+        )
+
+
+class Slot(NamedTuple):
+    """The properties shared by insertions that one trace can serve in turn.
+
+    Attributes:
+        place: their location.
+        forms: the methods of `Interjection` that they override.
+    """
+
+    place: Location
+    forms: frozenset[str]
+
+
+class Entry:
+    """An insertion at one of its locations.
+
+    Attributes:
+        insertion: the insertion.
+        what: the interjection.
+        place: the location.
+        slot: the properties that it shares with other insertions.
+    """
+
+    __slots__ = (
+        "after", "backward", "before", "dig", "insertion", "instead", "place", "slot",
+        "wants_inputs", "what",
+    )  # fmt: skip
+
+    def __init__(self, insertion: Placed, what: Interjection, place: Location) -> None:
+        self.insertion: Placed = insertion
+        self.what: Interjection = what
+        self.place: Location = place
+        self.dig: tuple[Hashable, ...] = place.dig
+        forms = forms_of(what)
+        if insertion.allow_none:  # it may be at nodes without support for insertions
+            forms |= {"permits"}
+        self.slot: Slot = Slot(place, forms)
+        self.before: bool = "before" in forms
+        self.instead: bool = "instead" in forms
+        self.after: bool = "after" in forms
+        self.backward: bool = "backward" in forms
+        self.wants_inputs: bool = "inputs" in forms
+
+
+# What a gate calls: the gate, the entries, whether only in some passes, and the entry if it is the
+# only one, at a node that returns one tensor.
+Called: TypeAlias = tuple[Any, tuple[Entry, ...], bool, Entry | None]
+
+
+def forms_of(what: Interjection) -> frozenset[str]:
+    """Return the methods that an interjection uses at a node."""
+    forms = set(what._forms())
+    if what.wants_inputs:
+        forms.add("inputs")
+        if not what._sees_writes:
+            forms.add("copies")
+    if what.observes:
+        forms.add("observes")
+    if what.blind:
+        forms.add("blind")
+    return frozenset(forms)
+
+
+class Plan:
+    """The insertions of a run. A plan only changes while a run is recorded that resolves names.
+
+    Args:
+        entries: the insertions at their locations, in the order in which they were made; late ones
+            are moved to the end.
+        totals: the number of passes of each node without insertions, if it matters.
+        lookup: resolves names while a run is recorded; None if there are none to resolve.
+
+    Attributes:
+        entries: as given.
+        totals: as given.
+        lookup: as given.
+        has_grown: whether names were resolved.
+        slots: their slots, without repetitions.
+        joins: whether paths may join.
+        key: what makes the traces of two plans interchangeable.
+        can_be_spliced: whether they only receive outputs of nodes (see `splicer.py`).
+        names_places: whether each is at nodes that were named, not at all that a selector finds.
+        called_at: what the gates of traces call, as far as they were asked.
+        compiled: what compiled paths know of it (see `compiling.py`).
+        reaches: what their code reaches (see `reading.py`).
+        floor: which calls with such insertions run the model itself; None if nobody has asked.
+        splicer: what puts them into known code; None if nobody has asked.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        totals: dict[str, int] | None = None,
+        lookup: Lookup | None = None,
+    ) -> None:
+        self.totals: dict[str, int] = totals or {}
+        self.lookup: Lookup | None = lookup
+        self.has_grown: bool = False
+        self._set(entries)
+
+    def add(self, entries: Sequence[Entry]) -> None:
+        """Add insertions whose names the run has just resolved."""
+        assert self.lookup is not None
+        self.has_grown = True
+        self._set(sorted([*self.entries, *entries], key=self.lookup.order))
+
+    def _set(self, entries: Sequence[Entry]) -> None:
+        self.entries: tuple[Entry, ...] = tuple(sorted(entries, key=lambda entry: entry.what.late))
+        self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
+        self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
+        self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)
+        self.can_be_spliced: bool = self.joins and all(map(_can_be_spliced, self.slots))
+        self.sees_inputs: bool = any(not slot.forms.isdisjoint(_INPUTS) for slot in self.slots)
+        self.names_places: bool = not any(
+            hasattr(slot.place.matcher, "selector") for slot in self.slots
+        )
+        # By the id of gates, with the gate itself so that its id is not reused.
+        self.called_at: dict[int, Called] = {}
+        self.compiled: object = None
+        self.reaches: object = None
+        self.floor: Floor | None = None
+        self.splicer: Any = None
+        self._looked: dict[int, tuple[Recording, bool]] = {}
+        self._looked_at: list[Recording] | None = None  # those of which none matters
+        self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
+
+    def looks_at_changes(
+        self, recordings: list[Recording], looks: Callable[[Plan, Recording], object]
+    ) -> bool:
+        """Return whether an insertion might read what one of some runs changes, or the reverse.
+
+        Args:
+            recordings: the runs.
+            looks: decides this for one run.
+        """
+        if recordings is self._looked_at:
+            return False
+        for recording in recordings:
+            known = self._looked.get(id(recording))
+            if known is None:
+                known = self._looked[id(recording)] = recording, bool(looks(self, recording))
+            if known[1]:
+                return True
+        self._looked_at = recordings
+        return False
+
+    def ran(self, recording: Recording) -> None:
+        """Record on all insertions that a call took a path."""
+        for entry in self.entries:
+            entry.insertion.ran(recording)
+
+    def entries_of(self, slots: tuple[Slot, ...]) -> tuple[Entry, ...]:
+        """Return the insertions that have some slots."""
+        known = self._entries_of.get(slots)
+        if known is None:
+            wanted = frozenset(slots)
+            # An insertion can select one node in two ways; it is called once.
+            once = {
+                (id(entry.insertion), entry.place.role, entry.place.argument, entry.dig): entry
+                for entry in reversed(self.entries)
+                if entry.slot in wanted
+            }
+            known = self._entries_of[slots] = tuple(reversed(once.values()))
+        return known
+
+    def slots_at(self, role: str, node: Candidate) -> tuple[Slot, ...]:
+        """Return the slots at a node, except those that depend on its output."""
+        here = (slot for slot in self.slots if slot.place.role == role)
+        return slots_of((s for s in here if not s.place.matcher.needs_output), role, node)
+
+    def slots_after(self, node: Candidate) -> tuple[Slot, ...]:
+        """Return the slots at a node that depend on its output."""
+        here = (slot for slot in self.slots if slot.place.role == "node")
+        return slots_of((s for s in here if s.place.matcher.needs_output), "node", node)
+
+    def states(self) -> dict[str, tuple[Slot, ...]]:
+        """Return the slots at parameters and buffers, by their qualified names."""
+        found: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            if slot.place.role == "state":
+                found.setdefault(slot.place.matcher.name, []).append(slot)
+        return {name: tuple(slots) for name, slots in found.items()}
+
+
+# Forms of insertions that receive the arguments of a node as they are passed.
+_INPUTS = frozenset({"before", "instead", "inputs", "backward"})
+
+
+def slots_of(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, ...]:
+    """Return the slots that are at a node."""
+    return tuple(s for s in slots if s.place.role == role and s.place.matcher.matches(node))
+
+
+def _can_be_spliced(slot: Slot) -> bool:
+    """Return whether an insertion only receives, and perhaps replaces, whole outputs of nodes."""
+    is_after = "after" in slot.forms and slot.forms <= {"after", "observes", "permits"}
+    place = slot.place
+    # One that is chosen by its output may be another with other arguments.
+    return is_after and place.role == "node" and not (place.dig or place.matcher.needs_output)

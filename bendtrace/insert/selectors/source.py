@@ -1,0 +1,493 @@
+"""Selectors for places in the model's source."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bendtrace.errors import InputError
+from bendtrace.flow import FlowStep, FlowSteps, steps_of
+from bendtrace.insert.selectors.algebra import Selector
+from bendtrace.log.path_views import Candidate
+from bendtrace.python.places import is_file, place_text, read_place
+from bendtrace.python.sites import Place
+from bendtrace.python.statements import (
+    BRANCHES,
+    COMPREHENSIONS,
+    FUNCTIONS,
+    SourceFile,
+    closes_block,
+    rest_of_block,
+    source_file,
+    span_of,
+)
+from bendtrace.record.recorder import Recording
+from bendtrace.tape.captured import identical
+from bendtrace.tape.tape import Guard, Use
+
+if TYPE_CHECKING:
+    from bendtrace.show.outline import BranchCoverage
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A user's description of a condition or a loop.
+
+    Attributes:
+        text: its source, a regular expression that is searched for in it, or None for any.
+        line: a line that it covers, or None for any.
+        file: the source file, or the end of its path; None for any.
+    """
+
+    text: str | re.Pattern[str] | None = None
+    line: int | None = None
+    file: str | None = None
+
+    def means(self, text: str, lines: range, file: str) -> bool:
+        """Return whether the description fits something in the source.
+
+        Args:
+            text: its source.
+            lines: the lines that it is on.
+            file: the file that it is in.
+        """
+        if self.line is not None and self.line not in lines:
+            return False
+        if self.file is not None and not is_file(file, self.file):
+            return False
+        if isinstance(self.text, re.Pattern):
+            return self.text.search(text) is not None
+        return self.text is None or _plain(self.text) == _plain(text)
+
+    def __str__(self) -> str:
+        given = self.text if self.line is None else self.line
+        file = "" if self.file is None else f"file={self.file!r}"
+        return ", ".join(filter(None, ["" if given is None else repr(given), file]))
+
+
+def mark(where: Any, file: str | None, asked: str) -> Mark:
+    """Return a checked description of a place in the source.
+
+    Args:
+        where: text, a regular expression, a line, `"model.py:41"`, or None.
+        file: the source file, if given separately.
+        asked: the calling function, for messages.
+
+    Raises:
+        InputError: the description is invalid.
+    """
+    if file is not None and not isinstance(file, str):
+        raise InputError(f"{asked}() takes the path of a source file, or its end, not {file!r}")
+    if isinstance(where, str):
+        at = read_place(where)
+        if at is not None:
+            return Mark(None, at[1], at[0])
+        return Mark(where, None, file)
+    if type(where) is int and where > 0:
+        return Mark(None, where, file)
+    if where is None or (isinstance(where, re.Pattern) and isinstance(where.pattern, str)):
+        return Mark(where, None, file)
+    raise InputError(
+        f"{asked}() takes text of the source, a regular expression, a line counted from 1, or "
+        f"'file.py:41'; not {where!r}"
+    )
+
+
+@functools.cache
+def _plain(text: str) -> str:
+    """Return an expression normalised without regard to blanks, quotes and brackets."""
+    try:
+        return ast.unparse(ast.parse(text.strip(), mode="eval"))
+    except (SyntaxError, ValueError):
+        return " ".join(text.split())
+
+
+def under_branch(
+    test: str | re.Pattern[str] | int | None = None,
+    *,
+    side: bool | None = None,
+    file: str | None = None,
+) -> Selector:
+    """Select nodes that are under a condition in the model's source.
+
+    Conditions are the tests of `if`, `elif`, `while`, conditional expressions and filters of
+    comprehensions, the operands of `and` and `or` except the last, and the patterns of `case`. Code
+    after an `if` that returns, raises, continues or breaks is under the other side of its
+    condition.
+
+    All code from the forward of the enclosing module to the op counts. For nodes inside another
+    module that is called there, only the call counts.
+
+    Args:
+        test: source of the condition (`"x.norm() > 3"`), a regular expression that is searched
+            for in it, its line, `"model.py:41"`, or None for any condition.
+        side: True for code that runs if it is true, False for code that runs if it is not; None for
+            both.
+        file: the source file, or the end of its path.
+
+    Raises:
+        InputError: an argument is invalid.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     if x.norm() > 3:
+        ...         return x / 2
+        ...     return x.exp()
+        >>> large, small = bt.trace(model, torch.full((4,), 2.0)), bt.trace(model, torch.ones(4))
+        >>> under = bt.node_selector.under_branch
+        >>> bt.node_selector.find(under("x.norm() > 3", side=True), large)
+        [<node div: div>]
+        >>> bt.node_selector.find(under(side=False), small)
+        [<node exp: exp>]
+    """
+    if side not in (None, True, False):
+        raise InputError(f"under_branch() takes True, False or None as side=, not {side!r}")
+    return UnderBranch(mark(test, file, "under_branch"), side)
+
+
+def in_loop(
+    loop: str | re.Pattern[str] | int | None = None, *, file: str | None = None
+) -> Selector:
+    """Select nodes in a loop of the model's source: `for`, `while` or a comprehension.
+
+    All code from the forward of the enclosing module to the op counts. For nodes inside another
+    module that is called there, only the call counts.
+
+    Args:
+        loop: source of the iterable (`"range(n)"`) or of the test of a `while`, a regular
+            expression that is searched for in it, the line, `"model.py:41"`, or None for any loop.
+        file: the source file, or the end of its path.
+
+    Raises:
+        InputError: an argument is invalid.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     for _ in range(2):
+        ...         x = x.relu()
+        ...     while x.sum() > 1:
+        ...         x = x / 2
+        ...     return x.exp()
+        >>> trace = bt.trace(model, torch.ones(4))
+        >>> in_loop = bt.node_selector.in_loop
+        >>> bt.node_selector.find(in_loop("range(2)"), trace)
+        [<node relu: relu>]
+        >>> bt.node_selector.find(in_loop() & ~in_loop("range(2)"), trace)
+        [<node sum: sum>, <node gt: gt>, <node div: div>]
+    """
+    return InLoop(mark(loop, file, "in_loop"))
+
+
+def at_line(line: int | str, file: str | None = None) -> Selector:
+    """Select nodes by source line.
+
+    A node is at the first and the last line of its expression. A node inside a function that is
+    called there is at the line of the call, too.
+
+    Args:
+        line: the line, counted from 1, `"model.py:41"`, or `"In[3]:7"` of a notebook.
+        file: the source file, or the end of its path; None for any.
+
+    Raises:
+        InputError: `line` is invalid.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def model(x):
+        ...     x = x.relu()
+        ...     return x.exp() + 1
+        >>> trace = bt.trace(model, torch.ones(2))
+        >>> bt.node_selector.find(bt.node_selector.at_line(3), trace)
+        [<node exp: exp>, <node add: add>]
+        >>> bt.node_selector.at_line("model.py:41")
+        at_line(41, file='model.py')
+    """
+    found = mark(line, file, "at_line")
+    if found.line is None:
+        raise InputError(f"at_line() takes a line counted from 1, or 'model.py:41'; not {line!r}")
+    return AtLine(found)
+
+
+@dataclass(frozen=True, repr=False)
+class UnderBranch(Selector):
+    """Nodes under a condition."""
+
+    test: Mark
+    side: bool | None = None
+
+    def matches(self, node: Candidate) -> bool:
+        """Return whether the selector selects a node, judged by the node alone."""
+        return any(
+            self.side in (None, branch.side)
+            and self.test.means(branch.text, branch.lines, place.file)
+            for place in _places(node)
+            for branch in branches_around(place)
+        )
+
+    def __repr__(self) -> str:
+        side = "" if self.side is None else f"side={self.side}"
+        return f"under_branch({', '.join(filter(None, [str(self.test), side]))})"
+
+
+@dataclass(frozen=True, repr=False)
+class InLoop(Selector):
+    """Nodes in a loop."""
+
+    loop: Mark
+
+    def matches(self, node: Candidate) -> bool:
+        """Return whether the selector selects a node, judged by the node alone."""
+        return any(
+            self.loop.means(text, lines, place.file)
+            for place in _places(node)
+            for text, lines in _loops_around(place)
+        )
+
+    def __repr__(self) -> str:
+        return f"in_loop({self.loop})"
+
+
+@dataclass(frozen=True, repr=False)
+class AtLine(Selector):
+    """Nodes at a line."""
+
+    line: Mark
+
+    def matches(self, node: Candidate) -> bool:
+        """Return whether the selector selects a node, judged by the node alone."""
+        return any(
+            self.line.means("", range(line, line + 1), place.file)
+            for place in _places(node)
+            for line in (place.span.line, place.span.end_line)
+        )
+
+    def __repr__(self) -> str:
+        return f"at_line({self.line})"
+
+
+class Branch(NamedTuple):
+    """A condition, as seen from code that depends on it.
+
+    Attributes:
+        text: its source.
+        lines: the lines that it is on.
+        side: whether it has to be true.
+    """
+
+    text: str
+    lines: range
+    side: bool
+
+
+def _places(node: Candidate) -> Iterator[Place]:
+    """Yield the places outside torch that led to a node, innermost first."""
+    if node.site is not None:
+        yield from (place for place in node.site.places if not place.in_torch)
+
+
+def _node_at(file: SourceFile, place: Place) -> ast.AST | None:
+    found = file.expressions.get(place.span)
+    if found is not None:
+        return found
+    # A method that is called on a line of its own begins there (Python 3.11 to 3.14).
+    around = [
+        span for span in file.expressions if span[2:] == place.span[2:] and span.holds(place.span)
+    ]
+    if around:
+        return file.expressions[max(around)]
+    # Some code covers a whole statement, such as the assignment in `x += 1`.
+    return file.statements.get(place.span) or file.statement_at(place.span)
+
+
+@functools.cache
+def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
+    """Return the iterables of the loops around a place, and the lines on which they begin."""
+    file = source_file(place.file)
+    node = _node_at(file, place)
+    found = []
+    for loop in () if node is None else file.loops_around(node):
+        last = loop.span.line if loop.head is None else loop.header.end_line
+        found.append((loop.text, range(loop.span.line, last + 1)))
+    return tuple(found)
+
+
+@functools.cache
+def branches_around(place: Place) -> tuple[Branch, ...]:
+    """Return the conditions around something in the source, innermost first."""
+    file = source_file(place.file)
+    node = _node_at(file, place)
+    return () if node is None else tuple(_branches(file, node))
+
+
+def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
+    for child, parent in file.ancestors(node):
+        if isinstance(child, ast.stmt):
+            yield from _exits_before(file, child, parent)
+        if isinstance(parent, FUNCTIONS):
+            return
+        if isinstance(parent, BRANCHES) and child is not parent.test:
+            body = parent.body if isinstance(parent.body, list) else [parent.body]
+            yield _branch(file, parent.test, child in body)
+        elif isinstance(parent, ast.BoolOp):
+            for operand in parent.values[: parent.values.index(child)]:  # type: ignore[arg-type]
+                yield _branch(file, operand, isinstance(parent.op, ast.And))
+        elif isinstance(parent, ast.comprehension) and child in parent.ifs:
+            for test in parent.ifs[: parent.ifs.index(child)]:
+                yield _branch(file, test, True)
+        elif isinstance(parent, COMPREHENSIONS):
+            walked = parent.generators
+            if isinstance(child, ast.comprehension):
+                walked = walked[: walked.index(child)]
+            for test in (test for generator in walked for test in generator.ifs):
+                yield _branch(file, test, True)
+        elif isinstance(parent, ast.Match) and isinstance(child, ast.match_case):
+            yield from (
+                _case(file, case, False) for case in parent.cases[: parent.cases.index(child)]
+            )
+            yield _case(file, child, True)
+
+
+def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
+    """Yield the conditions under which the code before a statement has not left its block."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(parent, name, None)
+        if isinstance(block, list) and child in block:
+            for statement in block[: block.index(child)]:
+                yield from _conditions(file, statement)
+
+
+def _conditions(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
+    if isinstance(statement, ast.If):
+        for block, other, side in (
+            (statement.body, statement.orelse, False),
+            (statement.orelse, statement.body, True),
+        ):
+            if closes_block(block):
+                yield _branch(file, statement.test, side)
+                if other:
+                    yield from _conditions(file, other[-1])
+
+
+def _branch(file: SourceFile, test: ast.expr, side: bool) -> Branch:
+    span = span_of(test)
+    return Branch(file.text(test), range(span.line, span.end_line + 1), side)
+
+
+def _case(file: SourceFile, case: ast.match_case, side: bool) -> Branch:
+    guard = "" if case.guard is None else f" if {file.text(case.guard)}"
+    span = span_of(case.pattern)
+    return Branch(
+        f"case {file.text(case.pattern)}{guard}", range(span.line, span.end_line + 1), side
+    )
+
+
+# Explains why a run did not reach a node: which decision of the run led past it.
+
+
+def why_past(
+    path: str,
+    nodes: Mapping[str, Candidate],
+    others: Iterable[Recording],
+    runs: Iterable[Recording],
+) -> str:
+    """Return a text that names the decision that led runs past a node; "" if it is unknown.
+
+    It is the innermost condition around the node in the source whose outcome was different in a
+    run. If there is none, it is the first decision of a run that differs in the most similar run
+    that reached the node.
+
+    Args:
+        path: the node.
+        nodes: the known nodes by path.
+        others: runs that reached it.
+        runs: runs that did not reach it.
+    """
+    others = list(others)
+    furthest, found = -1, ""
+    for run in runs:
+        steps = steps_of(run)
+        denied = _denial(path, nodes, steps)
+        if denied is not None:
+            return _step_text(denied)
+        for other in others:
+            depth, guard = _parting(other, run)
+            step = next((s for s in steps if s.guard is not None and s.guard == guard), None)
+            if step is not None and depth > furthest:
+                furthest, found = depth, _step_text(step)
+    return found
+
+
+def _denial(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> FlowStep | None:
+    """Return the step at which the innermost condition around a node was not met."""
+    while path:
+        node = nodes.get(path)
+        for place in () if node is None or node.site is None else node.site.places:
+            for branch in () if place.in_torch else branches_around(place):
+                asked = [step for step in steps if _asks(step, branch, place.file)]
+                if asked and all(bool(step.value) is not branch.side for step in asked):
+                    return asked[-1]
+        path = path.rpartition(".")[0]  # the call that it is in
+    return None
+
+
+def _asks(step: FlowStep, branch: Branch, file: str) -> bool:
+    return (
+        (step.file, step.text) == (file, branch.text)
+        and step.line in branch.lines
+        and isinstance(step.value, (bool, int, float))
+    )
+
+
+def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
+    """Return the number of decisions that two runs have in common, and the second's next guard."""
+    depth = 0
+    for (_, mine), (number, theirs) in zip(_decisions(one), _decisions(other), strict=False):
+        here = None if mine.site is None else mine.site.identity
+        there = None if theirs.site is None else theirs.site.identity
+        if here != there:
+            break
+        if not identical(mine.answer, theirs.answer):
+            return depth, number
+        depth += 1
+    return depth, None
+
+
+def _decisions(recording: Recording) -> list[tuple[int, Guard]]:
+    return [
+        (number, guard)
+        for number, guard in enumerate(recording.tape.guards)
+        if guard.use not in (Use.RESULT, Use.METADATA)
+    ]
+
+
+def _step_text(step: FlowStep) -> str:
+    where = f"{place_text(step.file, step.line)} `{step.text}`"
+    if isinstance(step.value, bool):
+        return f"branch at {where} {'was' if step.value else 'was not'} taken for this input"
+    return f"{step.kind} at {where} was {step.value!r} for this input"
+
+
+def unseen(branch: BranchCoverage) -> Iterator[str]:
+    """Yield the source of the branch sides that were not seen."""
+    file = source_file(branch.file)
+    for node in file.parents:
+        if isinstance(node, BRANCHES) and node.test.lineno == branch.line:
+            for side in branch.missing:
+                yield from _ran_on(file, node, side)
+
+
+def _ran_on(file: SourceFile, node: ast.If | ast.IfExp | ast.While, side: bool) -> Iterator[str]:
+    if isinstance(node, ast.IfExp):
+        yield file.text(node.body if side else node.orelse)
+        return
+    here, other = (node.body, node.orelse) if side else (node.orelse, node.body)
+    yield from map(file.text, here)
+    if isinstance(node, ast.If) and closes_block(other):
+        for span in rest_of_block(file, node):
+            yield file.text(file.statements[span])

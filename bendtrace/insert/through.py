@@ -1,0 +1,238 @@
+"""Gates in generated code, for as long as their results are of the same kind as their values."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bendtrace.engine.source import Interrupted, Unfit
+from bendtrace.insert.gates import AfterGate, attempt, is_repeated, of_call, passes_of
+from bendtrace.insert.interjection import NO_INPUTS
+from bendtrace.insert.structure import version_of
+from bendtrace.python.compare import is_uneven
+from bendtrace.python.internals import internal
+from bendtrace.tape.captured import is_leaf, requires_grad
+
+
+class Splicing(Protocol):
+    """An object that splices gates into known code (see `splicer.py`)."""
+
+    is_apart: bool
+
+    @property
+    def writes(self) -> bool:
+        """Return whether a known run writes to tensors in place."""
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether a call may have to begin again although it went well so far."""
+
+
+class Through:
+    """Passes a value through a gate.
+
+    Args:
+        gate: the gate.
+        splicing: what has put it there.
+        is_part: whether a tensor is a part of the model, or was one of its arguments.
+        place: how many ops and guards of the run come before.
+
+    Attributes:
+        gates: those at the same place up to this one, in order.
+    """
+
+    def __init__(
+        self,
+        gate: AfterGate,
+        splicing: Splicing,
+        is_part: Callable[[Tensor], bool],
+        place: tuple[int, int],
+    ) -> None:
+        self.gates: tuple[AfterGate, ...] = (gate,)
+        self._gate = gate
+        self._path = gate.at.path
+        self._splicing = splicing
+        self._is_part = is_part
+        self._place = place
+
+    def __call__(self, value: Any) -> Any:
+        """Pass a value through.
+
+        Raises:
+            Interrupted: the gate has raised an error, or returned another kind of value.
+        """
+        now, gate = of_call(), self._gate
+        plan, passes, current = now["plan"], now["passes"], now["attempt"]
+        _, _, selects, entry = plan.called_at.get(id(gate)) or gate.called_by(plan)
+        if entry is None or current.answers or now.get("is_repeated"):
+            return self._slowly(value, kind_of(value))
+        if selects and not gate.is_due(entry, now):
+            gate.begin(passes)
+            return value
+        kind = kind_of(value)
+        if kind is None or kind[0]:
+            return self._slowly(value, kind)
+        # The usual case: what `AfterGate` does, in a third of the instructions.
+        at, version = gate.begin(passes), value._version
+        try:
+            given = entry.what.after(at, NO_INPUTS, value)
+            if value._version == version:
+                if given is None or given is value:
+                    if kind_of(value) == kind:
+                        entry.insertion.fired(at, False)
+                        current.note_unchanged(self._path, at.number)
+                        return value
+                elif (
+                    type(given) is Tensor
+                    and sys.getrefcount(given) <= _ALONE
+                    and kind_of(given) == kind
+                    and not entry.what.observes
+                    and self._path in entry.insertion._tally.changes
+                ):
+                    keeps, writes = self._splicing.keeps, self._splicing.writes
+                    if not writes or not (keeps or is_shared(given)):
+                        entry.insertion._tally.noted.append((at, True, 1))
+                        current.note(self._path, at.number, given, keeps, writes, given._version)
+                        return given
+            given = gate.exchanged_for(entry, value, given, at, version)
+        except Exception as error:
+            gate.failed(error, (entry,))
+            self._hand_on(error)
+            raise Interrupted(*self._place) from None
+        is_held = sys.getrefcount(given) > _ALONE
+        return self._weighed(value, given, is_held, at.number, kind, version)
+
+    def _slowly(self, value: Any, kind: tuple[Any, ...] | None) -> Any:
+        if is_repeated():
+            return self._gate(value)
+        number, version = passes_of(self._gate), version_of(value)
+        try:
+            given = self._gate(value)
+        except Exception as error:
+            self._hand_on(error)
+            raise Interrupted(*self._place) from None
+        is_held = sys.getrefcount(given) > _ALONE
+        return self._weighed(value, given, is_held, number, kind, version)
+
+    def _weighed(
+        self,
+        value: Any,
+        given: Any,
+        is_held: bool,
+        number: int,
+        kind: tuple[Any, ...] | None,
+        version: int,
+    ) -> Any:
+        """Return what a gate has returned, if known code can go on with it.
+
+        Args:
+            value: what the gate received.
+            given: what it has returned.
+            is_held: whether somebody else has that, too.
+            number: the pass.
+            kind: what the value was like before.
+            version: the version that it had.
+        """
+        path, current, splicing = self._path, attempt(), self._splicing
+        if given is not value:
+            is_known = is_held and (current.has_met(given) or self._is_part(given))
+            may_change = splicing.writes
+            if not is_known and fits(kind, given, may_change):
+                if not may_change or is_held or not splicing.keeps:
+                    current.note(path, number, given, splicing.keeps, may_change)
+                else:
+                    current.meets(given)
+                    current.note(path, number, given.clone(), True, False)
+                return given
+            current.note(path, number, given, True, False)
+        else:
+            is_fit = kind is not None and kind_of(value) == kind
+            is_untouched = version_of(value) == version and not value.is_inference()
+            # Another kind tells whether the data were exchanged.
+            if is_untouched and (is_fit or kind is None):
+                current.note_unchanged(path, number)
+            elif is_shared(value):
+                current.refuse(path, number)
+            elif is_fit:
+                current.note(path, number, value, splicing.keeps, splicing.writes)
+            else:
+                current.note(path, number, value, True, False)
+            if is_fit:
+                return value
+        splicing.is_apart = True
+        unfit = None
+        if current.can_begin_again():
+            unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")
+        hand_on = functools.partial(self._hand_on, None if given is value else given)
+        raise Interrupted(*self._place, unfit, hand_on)
+
+    def _hand_on(self, given: Any) -> None:
+        """Have the model's Python go on from what the gate has returned, or raised."""
+        attempt().hands_on(self.gates, given)
+
+
+def _count_alone() -> int:
+    thing = object()
+    return sys.getrefcount(thing)
+
+
+# The references to what only a variable holds, as they are counted from there.
+_ALONE = _count_alone()
+
+
+def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
+    """Return whether a tensor can take the place of another in a known run.
+
+    Args:
+        kind: the kind of the other value.
+        given: what takes its place.
+        writes: whether the run writes to tensors in place.
+    """
+    if kind is None or type(given) is not Tensor or kind_of(given) != kind:
+        return False
+    return not (writes and is_shared(given))
+
+
+def kind_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Return what code may rely on about a tensor, whatever is in it; None if that is not known."""
+    if type(tensor) is not Tensor or is_uneven(tensor) or tensor.__dict__:
+        return None
+    if tensor._base is None:
+        history = _history(tensor)
+    else:
+        history = requires_grad(tensor), is_leaf(tensor)
+    return (
+        tensor.is_inference(),
+        _form(tensor),
+        tensor.stride(),
+        tensor.storage_offset(),
+        history,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+_form = operator.attrgetter("dtype", "device", "shape")
+_history = operator.attrgetter("requires_grad", "is_leaf")
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether other tensors may have the same memory."""
+    return is_uneven(tensor) or tensor._is_view() or _uses_of(tensor) > _ONE
+
+
+def _uses_of(tensor: Tensor) -> int:
+    return _uses(tensor.untyped_storage()._cdata)
+
+
+# `sys.getrefcount` counts Python's references only, and a view has a storage object of its own over
+# the same memory. Without the count of torch (2.13), all memory is taken to be shared.
+_uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
+_probe = torch.empty(1, device="cpu")
+_ONE = _uses_of(_probe)

@@ -1,0 +1,222 @@
+"""Exchanging the result of a call, or an operator, that C code in progress will give to a frame.
+
+While C asks an object for its number, as `int(n)` does, the instruction that called it has no
+result yet. So the interpreter's trace function is set until the frame comes to its next
+instruction: then the result is on top of the frame's stack, and another object takes its place.
+
+A trace function of ctypes, unlike one of `sys.settrace`, leaves `f_locals` alone. That all of this
+works as expected is tried once (`can_exchange`), in CPython 3.11; tests/test_varying.py would
+notice a change.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import functools
+import math
+import operator
+import sys
+import types
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from bendtrace.python.bytecode import single_steps
+from bendtrace.python.stacks import address_of_result, layout, word_at
+
+_LINE_OF_C = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+)
+_RAISES, _STEPS = 1, 7  # PyTrace_EXCEPTION, PyTrace_OPCODE
+_MARKS = 3
+
+
+class _Awaited(NamedTuple):
+    """A result that is going to be exchanged.
+
+    Attributes:
+        frame: the frame that receives it.
+        offset: the instruction that gives it.
+        address: where it will be.
+        value: what takes its place.
+        ended: is called then, with whether the instruction gave a result.
+    """
+
+    frame: FrameType
+    offset: int
+    address: int
+    value: Any
+    ended: Callable[[bool], object]
+
+
+_awaited: list[_Awaited] = []
+
+
+def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> bool:
+    """Have a frame receive another result of the instruction that it is at.
+
+    Args:
+        frame: a frame whose instruction has called the code that is running.
+        value: what it receives.
+        ended: is called when the instruction has ended, with whether it gave a result.
+
+    Returns:
+        Whether it will: not if somebody else traces the thread, or awaits another result.
+    """
+    places = layout()
+    if places is None or sys.gettrace() is not None or _awaited:
+        return False
+    address = address_of_result(frame, places)
+    if address is None:
+        return False
+    _awaited.append(_Awaited(frame, frame.f_lasti, address, value, ended))
+    frame.f_trace_opcodes = True
+    _set_trace(_callback, None)
+    return True
+
+
+def is_awaited(frame: FrameType) -> bool:
+    """Return whether the result of the instruction that a frame is at will be exchanged."""
+    return any(one.frame is frame and one.offset == frame.f_lasti for one in _awaited)
+
+
+def _step(_: object, frame: int, what: int, __: object) -> int:
+    if not _awaited or frame != id(_awaited[0].frame) or what not in (_RAISES, _STEPS):
+        return 0
+    one = _awaited.pop()
+    one.frame.f_trace_opcodes = False
+    _set_trace(None, None)
+    if what == _STEPS:
+        before = word_at(one.address)
+        _api.Py_IncRef(ctypes.py_object(one.value))
+        ctypes.c_size_t.from_address(one.address).value = id(one.value)
+        if not before & _MARKS:
+            _api.Py_DecRef(ctypes.cast(before, ctypes.py_object))
+    one.ended(what == _STEPS)
+    return 0
+
+
+_api: Any = ctypes.pythonapi
+_set_trace: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+    ("PyEval_SetTrace", _api)
+)
+_kept = _LINE_OF_C(_step)  # as long as C may call it
+_callback = ctypes.cast(_kept, ctypes.c_void_p)
+
+
+class _Number:
+    """Has its number exchanged."""
+
+    def __init__(self, other: object) -> None:
+        self.other = other
+        self.ended: list[bool] = []
+
+    def __int__(self) -> int:
+        exchange(sys._getframe(1), self.other, self.ended.append)
+        return 12345
+
+    __index__ = __int__
+
+
+@functools.lru_cache(maxsize=1)
+def can_exchange() -> bool:
+    """Return whether results can be exchanged in this Python."""
+    if sys.version_info[:2] != (3, 11) or layout() is None:
+        return False
+    if sys.gettrace() is not None:
+        return False
+    other = object()
+    number: Any = _Number(other)
+    count = sys.getrefcount(other)
+    found = [int(number), *[int(number)], 1]
+    try:
+        int(number) + 1
+    except TypeError:
+        found.append(len(number.ended))
+    fits = found[0] is other and found[1] is other and found[2:] == [1, 3]
+    found.clear()
+    return fits and sys.getrefcount(other) == count and number.ended == [True] * 3
+
+
+# Functions that only compute: what they return follows from what they receive.
+
+# Functions of C that make one number of numbers, and do nothing else.
+COMPUTING: frozenset[Any] = frozenset(
+    {
+        int, float, operator.index, math.acos, math.asin, math.atan, math.atan2, math.cbrt,
+        math.ceil, math.comb, math.copysign, math.cos, math.cosh, math.degrees, math.erf, math.exp,
+        math.exp2, math.expm1, math.fabs, math.factorial, math.floor, math.fmod, math.gcd,
+        math.hypot, math.isqrt, math.lcm, math.log, math.log10, math.log1p, math.log2, math.pow,
+        math.radians, math.remainder, math.sin, math.sinh, math.sqrt, math.tan, math.tanh,
+        math.trunc,
+    }
+)  # fmt: skip
+
+
+def item_of(container: Any, key: Any) -> Any:
+    """Return an item of a list, tuple or dict of numbers."""
+    return container[key]
+
+
+def in_order(position: int, *numbers: Any) -> Any:
+    """Return the number at some position among numbers that are put in order."""
+    return sorted(numbers)[position]
+
+
+# Builtins that keep nothing and read nothing but what they receive.
+_HARMLESS: frozenset[Any] = frozenset(
+    {
+        abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, int, isinstance,
+        len, list, map, max, min, range, repr, reversed, round, set, sorted, str, sum, tuple, zip,
+    }
+)  # fmt: skip
+_STORING = ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "IMPORT", "YIELD")
+_PLAIN = (bool, int, float, str)
+_DEEPEST = 4
+
+
+def is_computation(function: Any) -> bool:
+    """Return whether a function of Python only computes: it calls no code but other such ones.
+
+    It may still change what it receives.
+    """
+    return isinstance(function, types.FunctionType) and _computes(function, 0)
+
+
+def _computes(function: types.FunctionType, depth: int) -> bool:
+    if function.__closure__ or function.__kwdefaults__:
+        return False
+    if not all(value is None or type(value) in _PLAIN for value in function.__defaults__ or ()):
+        return False
+    return _only_computes(function.__code__, function.__globals__, depth)
+
+
+def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
+    if depth > _DEEPEST:
+        return False
+    for step in single_steps(code):
+        if step.name.startswith(_STORING):
+            return False
+        if step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = space.get(step.value, getattr(builtins, str(step.value), None))
+            if not _may_be_used(value, depth):
+                return False
+    return all(
+        _only_computes(inner, space, depth + 1)
+        for inner in code.co_consts
+        if isinstance(inner, CodeType)
+    )
+
+
+def _may_be_used(value: Any, depth: int) -> bool:
+    if isinstance(value, types.FunctionType):
+        return _computes(value, depth + 1)
+    if isinstance(value, type) and issubclass(value, Exception):
+        return True
+    if value is None or type(value) in _PLAIN or value is math:
+        return True
+    try:
+        return value in _HARMLESS or value in COMPUTING
+    except TypeError:
+        return type(value).__module__ == "typing"

@@ -1,0 +1,627 @@
+"""The end of a run: its changes, its result, and why it might not be repeatable."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.utils import parametrize
+
+from bendtrace.python.internals import internal
+from bendtrace.python.places import full_place_text
+from bendtrace.python.results import is_computation
+from bendtrace.python.usage import read_names
+from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
+from bendtrace.record.names import node_names
+from bendtrace.record.one_op import assigned_in
+from bendtrace.record.varying import Place
+from bendtrace.record.writer import Writer
+from bendtrace.tape.captured import Access, CaptureKind, Change
+from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.scalars import TRACED
+from bendtrace.tape.structure import Existing, Made, cached_results, entries_of
+from bendtrace.tape.tape import (
+    ModuleCall,
+    Op,
+    OpKind,
+    Tape,
+    TensorMeta,
+    map_refs,
+    refs_in,
+)
+from bendtrace.watch.code_facts import codes_in, names_in
+from bendtrace.watch.collectives import JOINT
+from bendtrace.watch.draws import generator_name, global_generators, state_of, torchs_generators
+from bendtrace.watch.environment import Environment
+from bendtrace.watch.executed import OWN_NUMBER, Ran, forbidden_in, learn
+from bendtrace.watch.functions import (
+    OpOverload,
+    OpOverloadPacket,
+    display_name,
+    is_torchs_function,
+    name_of,
+)
+from bendtrace.watch.functions import is_gate as may_be_gate
+from bendtrace.watch.growing import access_name, note_added
+from bendtrace.watch.kinds import is_value
+from bendtrace.watch.provenance import is_finished
+from bendtrace.watch.reachability import reachable_from
+from bendtrace.watch.writes import overlap
+
+T = TypeVar("T")
+
+
+class Recording:
+    """The result of a finished run.
+
+    Attributes:
+        tape: the records.
+        environment: the values that the run could read.
+        root: the outermost scope; its `output` is the encoded output.
+        changes: the changes of its environment, with encoded values.
+        result: the return value of the model, without traced scalars.
+        output_reads: for outputs that were written to after their op returned them, the op that
+            wrote.
+        is_transient: whether another run with the same inputs would behave differently, unnoticed
+            by guards: for example because a cache is filled by then.
+        draws: whether it drew from torch's generators.
+        error: what the function raised, where the run is kept nevertheless.
+        writes_outside: whether it wrote to tensors that were there before.
+        form: how its arguments were passed, where the function may see that.
+        places: where its numbers stay traced, as they differ between runs (`varying.py`).
+        useless: of these, where that is of no use.
+        guarded: of these, where numbers are guarded nevertheless.
+        views: what `view` has derived from the run.
+    """
+
+    writes_outside: bool
+
+    draws: bool
+
+    __slots__ = (
+        "changes",
+        "draws",
+        "environment",
+        "error",
+        "form",
+        "guarded",
+        "is_transient",
+        "output_reads",
+        "places",
+        "result",
+        "root",
+        "tape",
+        "useless",
+        "views",
+        "writes_outside",
+    )
+
+    def __init__(self, tape: Tape, environment: Environment, root: ModuleCall) -> None:
+        self.tape: Tape = tape
+        self.environment: Environment = environment
+        self.root: ModuleCall = root
+        self.changes: list[Change] = []
+        self.is_transient: bool = False
+        self.draws = self.writes_outside = False
+        self.output_reads: dict[int, int] = {}
+        self.result: Any = None
+        self.error: Exception | None = None
+        self.form: tuple[str, ...] = ()
+        self.places: frozenset[Place] = frozenset()
+        self.useless: frozenset[Place] = frozenset()
+        self.guarded: frozenset[Place] = frozenset()
+        self.views: dict[Callable[[Recording], Any], Any] = {}
+
+    def view(self, derive: Callable[[Recording], T]) -> T:
+        """Return a value derived from the run, computed once.
+
+        Args:
+            derive: the function that computes it; its result must not refer to the recording.
+        """
+        if derive not in self.views:
+            self.views[derive] = derive(self)
+        found: T = self.views[derive]
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The node name of each op."""
+        return self.view(_names)
+
+    @property
+    def plain_ops(self) -> list[Op]:
+        """The ops, with plain numbers where they are given those of lifted counters."""
+        return self.view(_plain_ops) if self.tape.counters else self.tape.ops
+
+    def plain(self, value: Any) -> Any:
+        """Return recorded values, with plain numbers for those of lifted counters."""
+        ops, counters = self.tape.ops, self.tape.counters
+        return map_refs(value, lambda ref: ops[ref.index].meta if ref.index in counters else ref)
+
+
+def _plain_ops(recording: Recording) -> list[Op]:
+    ops = list(recording.tape.ops)
+    for op in ops:
+        if not recording.tape.counters.isdisjoint(op.operands):
+            given = copy.copy(op)
+            given.args, given.kwargs = recording.plain((op.args, op.kwargs))
+            ops[op.index] = given
+    return ops
+
+
+def _names(recording: Recording) -> list[str]:
+    return node_names(recording.tape)
+
+
+class Finish:
+    """Compares the state after a run with the state before.
+
+    Args:
+        writer: the writer of the run.
+        environment: the values that it could read.
+        encoder: encodes values.
+        start: the place where the model's code begins, for messages.
+        function: the function that is run.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        environment: Environment,
+        encoder: Encoder,
+        start: str,
+        function: Callable[..., Any],
+    ) -> None:
+        self._function = function
+        self.tape: Tape = writer.tape
+        self.environment = environment
+        self._writer = writer
+        self._encoder = encoder
+        self._start = start
+        self.draws: Draws = Draws([part.value for part in environment.host_generators])
+        self._generators = self._torchs_random_states()
+        self._seeds_before = self._seeds()
+        self._entry = self._modes()
+        if parametrize._cache_enabled:
+            self.block("the values of parametrizations are cached around the call")
+
+    def recording(self, output: Any, ran: Ran | None = None) -> tuple[Recording, list[Change]]:
+        """Record the result and the changes of the run; return the recording and the plain changes.
+
+        Args:
+            output: its output.
+            ran: the code that it reached.
+        """
+        root = self._writer.root
+        if self.tape.calls and self.tape.calls[0].module is self._function:
+            root = self.tape.calls[0]
+        recording = Recording(self.tape, self.environment, root)
+        for generator in self.draws.unseen():
+            label = self.environment.label_of(generator) or generator_name(generator)
+            self.block(f"the run moves {label} past the tracer", *_RANDOM)
+        # `torch.seed()` calls `torch.cuda.manual_seed_all`, and then seeds the CPU's by itself.
+        seeded = {getattr(op.target, "__name__", "") for op in self.tape.ops}
+        cpus, *others = map(operator.ne, self._seeds(), self._seeds_before)
+        if (cpus and "manual_seed" not in seeded) or (any(others) and not seeded & _SEEDING):
+            self.block("the run seeds torch's random generator unseen")
+        if self._modes() != self._entry:
+            self.block("the run leaves grad mode, autocast or another setting of torch's changed")
+        changes = list(self.environment.changes())
+        if ran is not None:
+            self.environment.look_at_containers(ran.codes)
+        for reason in self.environment.blockers:
+            self.tape.block(reason)
+        # It may have been created by its first use, and stay the same from then on.
+        recording.is_transient = self.environment.leaves_watched_objects
+        if ran is not None:
+            self._look_at_growing(changes, ran)
+            if not self.tape.blockers or recording.is_transient:  # else it is known to be live
+                for reason in forbidden_in(ran):
+                    self.tape.block(reason)
+                asks = any("hash" in code.co_names for code in ran.codes)
+                if asks and self.environment.given_by_identity():
+                    self.block(f"the model asks for a hash, {OWN_NUMBER}", "hash")
+            if self.tape.blockers:
+                ran.codes.clear()  # such runs are live in any case
+            for code in learn(self._function, ran, self.environment.functions):
+                recording.is_transient = True
+                self.tape.block(
+                    f"{code.co_qualname} at "
+                    f"{full_place_text(code.co_filename, code.co_firstlineno)} was called in an "
+                    "unforeseeable way"
+                )
+        memo: dict[int, Any] = {}
+        for change in changes:
+            change.key = self._encoder.key(change.key, f"what is assigned to {change.label}")
+            encoded = self._encoder.output(
+                change.value, f"what is assigned to {change.label}", memo
+            )
+            recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
+        self._writer.writes.begin()
+        root.output = self._encoder.output(output, "the output", memo)
+        if any(id(given) in memo for given in self._writer.given):
+            self.block("what the run returns, or keeps, is given to code that is called as one op")
+        self._look_at_caches(recording)
+        recording.output_reads = self._writer.writes.writers()
+        self._check_opaque_ops(recording.changes)
+        drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
+        recording.draws = any(drew)
+        recording.writes_outside = self._encoder.writes_outside()
+        self._check_arrays()
+        root.stop = len(self.tape.ops)
+        self._writer.require_end()
+        return recording, changes
+
+    def _look_at_growing(self, changes: list[Change], ran: Ran) -> None:
+        """Block if code has read what the run takes for something that it only adds to."""
+        read = frozenset().union(*map(read_names, ran.codes))
+        for part in self.environment.parts:
+            if part.kind is CaptureKind.GROWING and access_name(part) in read:
+                self.block(f"the run adds to {part.label}, and reads it", access_name(part))
+        lists = (one.part for one in changes if one.key is None)
+        note_added(self._function, {access_name(part) for part in lists} - read)
+
+    def block(self, reason: str, *names: str) -> None:
+        """Record why the run must not be replayed, and where the model uses one of the names."""
+        named = filter(None, map(self.environment.place_of, names))
+        place = next(named, self._start)
+        self.tape.block(f"{reason} (see {place})" if place else reason)
+
+    def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
+        """Make the run's remains in its environment plain; return the plain values."""
+        self.environment.put_back()
+        memo = self.environment.things()
+        # A trace made inside the run can lead here, by way of this run's scalars.
+        memo.update({id(thing): thing for thing in (self, self.tape, self.environment, *own)})
+        for change in changes:
+            change.key = without_traced(change.key)
+            if not change.deleted:
+                change.store(without_traced(change.value, memo))
+            if isinstance(change.part.value, dict):
+                make_keys_plain(change.part.value)
+        return memo
+
+    def _torchs_random_states(self) -> list[bytes]:
+        """The states of the generators that a run can draw from, the default one first."""
+        known = [part.value for part in self.environment.generators if part.value is not None]
+        return [*map(state_of, (*torchs_generators(), *known))]
+
+    @staticmethod
+    def _modes() -> Any:
+        return current_context(), torch.get_default_dtype(), current_settings()
+
+    def _seeds(self) -> list[int]:
+        """The seeds of the generators that the run knows; reseeding one is not always visible."""
+        known = [part.value for part in self.environment.generators if part.value is not None]
+        if torch.cuda.is_initialized():
+            known += torch.cuda.default_generators
+        return [torch.initial_seed(), *(generator.initial_seed() for generator in known)]
+
+    def _look_at_caches(self, recording: Recording) -> None:
+        """Record what the run put into each `functools.lru_cache`."""
+        kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
+        outlive = {ref.index for ref in refs_in(kept)}
+        for reason in self.environment.held_as_given():
+            self.block(reason)
+        for reason, cache, was_empty in self.environment.misses():
+            entries = entries_of(cache)
+            lasting = [entry for entry in entries if not self._ends_with_run(entry[0], outlive)]
+            # A result computed by a function in pure Python is the same when it comes from the
+            # cache. Where no call can find an entry again, the cache is as good as empty.
+            if (lasting or not was_empty) and (
+                self._has_ops_of(cache.__wrapped__) or not all(map(is_value, cached_results(cache)))
+            ):
+                self.tape.block(reason)
+                recording.is_transient = True
+            # No one may see a traced scalar after the run.
+            if any(type(value) in TRACED for value in cached_results(cache)):
+                cache.cache_clear()
+            inner = cache.__wrapped__
+            if is_computation(inner) and all(map(is_value, cached_results(cache))):
+                continue  # which returns the same, whether it is kept or not
+            if not lasting or not (isinstance(inner, types.FunctionType) and is_finished(inner)):
+                self.environment.filled_caches[cache] = lasting
+
+    def _ends_with_run(self, key: Any, outlive: set[int]) -> bool:
+        """Return whether a key contains a tensor that the run has made, and does not leave."""
+        if type(key) is not tuple:
+            return False
+        found = (self._encoder.made_as(item) for item in key if type(item) is torch.Tensor)
+        return any(index is not None and index not in outlive for index in found)
+
+    def _has_ops_of(self, function: Any) -> bool:
+        """Return whether torch functions were called from within a function of the model."""
+        code = getattr(function, "__code__", None)
+        for op in self.tape.ops:
+            site, scope = op.site, op.scope
+            while op.kind is OpKind.CALL and site is not None:
+                if any(running is code for running, _ in site.chain):
+                    return True
+                if scope.parent is None:
+                    break
+                site, scope = scope.site, scope.parent
+        return False
+
+    def _check_arrays(self) -> None:
+        """Block if arrays may change with tensors that the run writes to.
+
+        Whether they do in this run can show nowhere: the same numbers may have been there.
+        """
+        parts = self.environment.parts
+        arrays = [part for part in parts if part.kind is CaptureKind.ARRAY]
+        if not arrays:
+            return
+        tensors = [part for part in parts if part.kind is CaptureKind.TENSOR]
+        held = ([part.value for part in several] for several in (tensors, arrays))
+        for one, other in sorted(overlap(*held)):
+            tensor, array = tensors[one], arrays[other]
+            self.environment.shared_memory.add((tensor, array))
+            if self._writer.writes.wrote_to(tensor.value):
+                self.block(
+                    f"the run writes to a tensor in the memory of {array.label}", array.label
+                )
+
+    def _check_opaque_ops(self, changes: list[Change]) -> None:
+        """Block if code that is called as one op might read the run's changes.
+
+        A replay changes objects only at its end. Other ops read no objects.
+        """
+        changed: dict[str, str] = {}
+        for change in changes:
+            if change.part.kind is not CaptureKind.TENSOR:
+                changed[str(change.key)] = change.label
+                part: Any = change.part
+                # An item of what has a name: `self.log`, a global.
+                while part is not None and part.kind in _CONTAINERS:
+                    changed[str(part.key)] = change.label
+                    part = part.parent
+        self._check_stores()
+        if not changed:
+            return
+        for op in self.tape.ops:
+            if getattr(op.target, "role", "") == "hook":
+                self.tape.block(f"{op.target!r} may read {', '.join(sorted(changed.values()))}")
+            of_torch = is_torchs_function(op.target) and _implementation(op.target) is None
+            if op.kind is OpKind.CALL and not (of_torch or op.target in JOINT):
+                read = changed.keys() & self._names_read(op)
+                if read:
+                    where = f" at {op.site.place}" if op.site is not None else ""
+                    what = display_name(op.target)
+                    self.tape.block(
+                        f"{what}{where} is called as one op, and might read what the run changes: "
+                        f"{', '.join(sorted(changed[name] for name in read))}"
+                    )
+
+    def _check_stores(self) -> None:
+        """Block if code that is called as one op assigns to what the run read before.
+
+        Whether it does so in this run can show nowhere: the same number may have been there.
+        """
+        calls = [op for op in self.tape.ops if op.kind is OpKind.CALL]
+        opaque = {
+            id(op.target): op
+            for op in calls
+            if not (is_torchs_function(op.target) or op.target in JOINT or may_be_gate(op))
+            and name_of(op.target) not in _HOOKING  # these run later
+        }
+        if any(name_of(op.target) in _BACKWARD for op in calls) and any(map(_keeps, self._hooks())):
+            self.tape.block("a backward pass of the run calls hooks that may keep something")
+        if not opaque:
+            return
+        attributes: dict[str, str] = {}
+        containers: dict[str, str] = {}
+        for part in self.environment.parts:
+            if part.parent is None or part.kind is CaptureKind.TENSOR:
+                continue
+            if part.kind in _ITEMIZED:
+                containers[str(part.key)] = part.label
+            if part.access is not Access.ROOT:
+                attributes[str(part.key)] = part.label
+        for op in opaque.values():
+            names, mutates, read = self._stored_by(op)
+            found = {attributes[name] for name in names & attributes.keys()}
+            if mutates:
+                found |= {containers[name] for name in read & containers.keys()}
+            if found:
+                where = f" at {op.site.place}" if op.site is not None else ""
+                self.tape.block(
+                    f"{display_name(op.target)}{where} is called as one op, and may assign to "
+                    f"{', '.join(sorted(found))}"
+                )
+
+    def _hooks(self) -> Iterator[types.FunctionType]:
+        """Yield the code of the hooks on tensors that a backward pass of the run may call."""
+        for op in self.tape.ops:
+            if op.kind is OpKind.CALL and name_of(op.target) in _HOOKING:
+                yield from self._functions_of(op)
+        for part in self.environment.parts:
+            if part.kind is CaptureKind.TENSOR and part.value is not None:
+                for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                    for hook in (getattr(part.value, table, None) or {}).values():
+                        function = getattr(hook, "__func__", hook)
+                        if isinstance(function, types.FunctionType):
+                            yield from reachable_from(function).functions
+
+    def _stored_by(self, op: Op) -> tuple[set[str], bool, set[str]]:
+        """The attributes and globals that an op assigns to, whether to items, and what it names."""
+        stored: set[str] = set()
+        read: set[str] = set()
+        mutates = False
+        owner = getattr(op.target, "__self__", None)
+        for function in self._functions_of(op):
+            context = _context_of(function, owner)
+            for code in codes_in(function.__code__):
+                named, items = assigned_in(code, context)
+                stored |= named
+                mutates = mutates or items
+                read.update(code.co_names, code.co_freevars)
+        return stored, mutates, read
+
+    def _functions_of(self, op: Op) -> list[types.FunctionType]:
+        found: list[types.FunctionType] = []
+        waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
+        while waiting:
+            thing = waiting.pop()
+            if isinstance(thing, types.CodeType):
+                found.append(types.FunctionType(thing, {}, closure=_cells_for(thing)))
+            elif isinstance(thing, Made):
+                waiting += thing.args
+            elif isinstance(thing, (tuple, list)):
+                waiting += thing
+            elif isinstance(thing, Existing):
+                if thing.part.kind is CaptureKind.MODULE:
+                    found += reachable_from(type(thing.part.value)).functions
+                else:
+                    waiting.append(thing.part.value)
+            elif isinstance(thing, types.MethodType):
+                waiting.append(thing.__func__)
+                if isinstance(thing.__self__, type):
+                    if not thing.__self__.__module__.startswith("torch."):
+                        found += reachable_from(thing.__self__, _FUNCTION_METHODS).functions
+            elif isinstance(thing, types.FunctionType):
+                found += reachable_from(thing).functions
+        return found
+
+    def _names_read(self, op: Op) -> frozenset[str]:
+        """The names that the code of an opaque op uses, as far as known."""
+        names: set[str] = set()
+        waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
+        waiting.append(_implementation(op.target))
+        while waiting:
+            thing = waiting.pop()
+            if isinstance(thing, types.CodeType):
+                names.update(names_in(thing))
+            elif isinstance(thing, Made):
+                waiting += thing.args
+            elif isinstance(thing, (tuple, list)):
+                waiting += thing
+            elif isinstance(thing, Existing):
+                if thing.part.kind in (CaptureKind.MODULE, CaptureKind.OBJECT):
+                    names |= self.environment.names
+                waiting.append(thing.part.value)
+            elif isinstance(thing, types.MethodType):
+                waiting.append(thing.__func__)
+            elif isinstance(thing, types.FunctionType):
+                names |= reachable_from(thing).names
+            if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):
+                names |= reachable_from(thing.__self__, _FUNCTION_METHODS).names
+        return frozenset(names)
+
+
+def _implementation(target: Any) -> Any:
+    """Return the Python function behind a custom operator; None if there is none."""
+    if not isinstance(target, (OpOverload, OpOverloadPacket)):
+        return None
+    name = target._name if isinstance(target, OpOverload) else target._qualified_op_name
+    definition = _OPDEFS.get(name.partition(".")[0])
+    return None if definition is None else definition._init_fn
+
+
+# The operators that are defined by functions of Python.
+_OPDEFS: Mapping[str, Any] = internal(
+    "torch._library.custom_ops.OPDEFS", {}, "operators defined in Python", ""
+)
+
+
+_SEEDING = {"manual_seed", "manual_seed_all"}
+_RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
+_CONTAINERS = frozenset(
+    {CaptureKind.LIST, CaptureKind.DICT, CaptureKind.TUPLE, CaptureKind.GROWING}
+)
+_ITEMIZED = frozenset(
+    {
+        CaptureKind.LIST,
+        CaptureKind.DICT,
+        CaptureKind.SET,
+        CaptureKind.LARGE,
+        CaptureKind.ARRAY,
+        CaptureKind.GROWING,
+    }
+)
+_BACKWARD = frozenset({"backward", "grad"})
+_HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+
+
+def _keeps(function: types.FunctionType) -> bool:
+    """Whether code may put something where other code finds it."""
+    if is_finished(function):
+        return False
+    return any(any(assigned_in(code)) for code in codes_in(function.__code__))
+
+
+def _cells_for(code: types.CodeType) -> tuple[types.CellType, ...]:
+    return tuple(types.CellType() for _ in code.co_freevars)
+
+
+def _context_of(function: types.FunctionType, owner: Any) -> str | None:
+    """Return the argument that is the context, of a method of an `autograd.Function`."""
+    name = function.__name__
+    if name not in _FUNCTION_METHODS or not (
+        isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+    ):
+        return None
+    first = isinstance(inspect.getattr_static(owner, name, None), classmethod)
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return names[first] if len(names) > first else None
+
+
+_FUNCTION_METHODS = frozenset({"forward", "setup_context"})  # of an autograd.Function
+
+
+def failing_op(ops: list[Op]) -> str:
+    """Say in which op a run has ended, on which tensors and where; "" if the last one succeeded."""
+    if not ops or ops[-1].raised is None:
+        return ""
+    op = ops[-1]
+    metas = [ops[ref.index].meta for ref in refs_in((op.args, op.kwargs))]
+    tensors = [
+        f"{str(meta.dtype).removeprefix('torch.')}{list(meta.shape)}"
+        for meta in metas
+        if isinstance(meta, TensorMeta)
+    ]
+    module = f" of {op.scope.path}" if op.scope.path else ""
+    where = "" if op.site is None else f" at {op.site.place}"
+    return f" in {display_name(op.target)}({', '.join(tensors)}){module}{where}"
+
+
+# The generators of Python and numpy during a run: whether only its ops have moved them.
+
+
+class Draws:
+    """Compares the states of generators with those that the ops of a run have left.
+
+    An op that draws is called by each replay, which draws the same.
+
+    Args:
+        held: the generators that the model holds, or is given.
+    """
+
+    def __init__(self, held: list[Any]) -> None:
+        # The run may be the first to import numpy; what it has drawn before its first op is
+        # unknown, as numpy's generator begins with a seed of the system's.
+        self._generators = [*global_generators(), *held]
+        self._states = [*map(state_of, self._generators)]
+        self._moved: set[int] = set()
+
+    def begin(self) -> None:
+        """Note which generators have moved since the last op."""
+        now = map(state_of, self._generators)
+        differ = map(operator.ne, now, self._states)
+        self._moved.update(n for n, is_moved in enumerate(differ) if is_moved)
+
+    def end(self) -> None:
+        """Take the states that an op has left."""
+        self._states = [*map(state_of, self._generators)]
+
+    def unseen(self) -> Iterator[Any]:
+        """Yield the generators that something else has moved as well."""
+        self.begin()
+        yield from (self._generators[number] for number in sorted(self._moved))
+        for generator in global_generators():
+            if all(one is not generator for one in self._generators):
+                yield generator

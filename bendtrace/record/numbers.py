@@ -1,0 +1,222 @@
+"""What code does with the traced scalars of a run: it tests them, computes with them, formats them.
+
+Traced scalars report this to the recorder (`scalars.Origin`), which calls the methods in this file.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from threading import enumerate as enumerate_threads
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from bendtrace.python import stacks
+from bendtrace.python.results import is_awaited
+from bendtrace.python.sites import outside_scalars
+from bendtrace.record.effects import HARMLESS
+from bendtrace.record.encoding import Encoder
+from bendtrace.record.texts import Texts, goes_to_screen
+from bendtrace.record.values import TRACED_AS, Values
+from bendtrace.record.varying import Varying
+from bendtrace.record.writer import Writer
+from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
+from bendtrace.tape.tape import FunctionUse, Guard, OpKind, Raised, Ref, Use, refs_in, use_by
+from bendtrace.tape.watchers import Inserter, current_watcher
+
+
+class Numbers:
+    """Records what is asked of the traced scalars of a run, and what is computed with them.
+
+    Args:
+        writer: records the guards and ops.
+        values: the mapping from values to ops.
+        encoder: encodes operands.
+        texts: the texts that are not guarded.
+        inserter: is called before arithmetic is recorded.
+
+    Attributes:
+        answers: returns the answer to a question, given its guard and the value; None where the
+            value is the answer.
+        varying: keeps numbers traced that differ between runs; None where none does.
+        compares: whether the interpreter leaves the operands of a comparison on the stack while it
+            asks for the truth of its result.
+        compared: the identities of the values that were compared last.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        values: Values,
+        encoder: Encoder,
+        texts: Texts,
+        inserter: Inserter | None,
+    ) -> None:
+        self._writer = writer
+        self._values = values
+        self._recorder: Any = values.origin  # which is the watcher of the run as well
+        self._encoder = encoder
+        self._texts = texts
+        self._inserter = inserter
+        self.answers: Callable[[Guard, Any], Any] | None = None
+        self._thread = get_ident()
+        places = stacks.layout()
+        self.varying: Varying | None = None
+        self.compares: bool = places is not None and places.leaves
+        self.compared: frozenset[int] = frozenset()
+
+    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
+        """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
+        if get_ident() != self._thread:
+            return self._elsewhere(scalar._value)
+        if self.varying is not None and self.varying.answers(use, scalar):
+            return scalar._value
+        index, value = self._values.scalar_ref(scalar).index, scalar._value
+        if use is Use.BOOL:
+            self._writer.guard(TruthGuard, index, bool(value), use, outside_scalars())
+        else:
+            self._writer.guard(ValueGuard, index, value, use, outside_scalars())
+        return self.answered(value)
+
+    def _elsewhere(self, value: Any) -> Any:
+        """Return the value that another thread than that of the run asks for.
+
+        Attributes of the model hold traced scalars while it runs. A thread of Python's is nothing
+        to the run, which would be live if it had started it; one of torch's works for it, unseen.
+        """
+        found = (one for one in enumerate_threads() if one.ident == get_ident())
+        if all(type(one).__name__ == "_DummyThread" for one in found):
+            self._values.environment.leaves_watched_objects = True
+            self._writer.tape.block("a thread of torch's has used a number of the run")
+        return value
+
+    def answered(self, value: Any) -> Any:
+        """Return the answer to the latest question."""
+        return value if self.answers is None else self.answers(self._writer.tape.guards[-1], value)
+
+    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
+        if get_ident() != self._thread:
+            return self._elsewhere(function(*map(plain, operands)))
+        if self.compares:
+            self.compared = frozenset(map(id, operands))
+        traced, is_asked = None, False
+        # Else it is within an op, which a replay does as a whole.
+        is_seen = current_watcher() is self._recorder and not self._is_answered()
+        if is_seen and function in (pow, operator.pow):
+            self._guard_power(*operands[:2])
+        if is_seen and function not in HARMLESS:
+            is_asked = self._ask_error(function, operands)
+        try:
+            result = self._computed(function, operands, is_seen)
+            if is_seen:
+                traced = TRACED_AS.get(type(result))
+        finally:
+            if traced is None:  # it raised, or returned a value that cannot be traced
+                script = self._writer.script
+                # In a script it raises what the replay has raised, and asks nothing.
+                is_asked = is_asked or (script is not None and script.is_active)
+                for operand in () if is_asked else operands:
+                    if type(operand) in TRACED:
+                        self.consume(operand, use_by(getattr(function, "__name__", "arithmetic")))
+        if traced is None:
+            return result
+        frame = outside_scalars()
+        encoded, _ = self._encoder.arguments(operands)
+        counters = self._writer.tape.counters
+        is_counter = counters.issuperset(ref.index for ref in refs_in(encoded)) and counters
+        if self._inserter is not None and not is_counter:  # which is no node
+            self._inserter.scalar(function, frame)
+        op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
+        op.meta = result
+        return self._values.traced(traced, result, Ref(op.index), frame)
+
+    def _is_answered(self) -> bool:
+        """Return whether a call computes with its numbers, whose result is traced already."""
+        return self.varying is not None and is_awaited(outside_scalars())
+
+    def _computed(
+        self, function: Callable[..., Any], operands: tuple[Any, ...], is_seen: bool
+    ) -> Any:
+        script = self._writer.script
+        if is_seen and script is not None and script.is_active:
+            encoded, _ = self._encoder.arguments(operands)
+            found = script.result_of(function, [ref.index for ref in refs_in(encoded)])
+            if found is not None:
+                return found[0]
+        return function(*map(plain, operands))
+
+    def _ask_error(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> bool:
+        """Guard what arithmetic raises, where the model might go on after that.
+
+        Returns:
+            Whether it raises.
+        """
+        frame, script = outside_scalars(), self._writer.script
+        if not self._writer.is_caught(self._writer.scope, self._writer.site(frame)):
+            return False
+        encoded, _ = self._encoder.arguments(operands)
+        found = None
+        if script is not None and script.is_active:
+            found = script.result_of(error_of, [ref.index for ref in refs_in(encoded)])
+        raised = error_of(function, *map(plain, operands)) if found is None else found[0]
+        op = self._writer.emit(OpKind.SCALAR, error_of, (function, *encoded), {}, frame)
+        op.meta = raised
+        self._writer.guard(ValueGuard, op.index, raised, Use.RESULT, frame)
+        if found is not None and raised is not None:
+            raise raised.type(*() if raised.text is None else (raised.text,))
+        return raised is not None
+
+    def _guard_power(self, base: Any, exponent: Any) -> None:
+        """Guard what decides whether a power is an int, a float or complex."""
+        for operand in (base, exponent):
+            if type(operand) in TRACED:
+                bool(operand >= 0)
+        low, power = plain(base), plain(exponent)
+        if isinstance(low, complex) or low >= 0 or not isinstance(power, float):
+            return
+        if type(exponent) is TracedFloat:
+            bool(exponent % 1 == 0)
+        # A negative number to the power of a float is complex, unless the float is whole, or one of
+        # the two is not finite.
+        if not power.is_integer():
+            for operand in (base, exponent):
+                if type(operand) in TRACED:
+                    self.consume(operand, FunctionUse("pow"))
+
+    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
+        """Return the text of a traced scalar (see `scalars.Origin`)."""
+        if get_ident() != self._thread:
+            return str(self._elsewhere(function(scalar._value, *args)))
+        frame = outside_scalars()
+        if current_watcher() is not self._recorder or not (
+            self._texts.printing or goes_to_screen(frame)
+        ):
+            return function(self.consume(scalar, Use.FORMAT), *args)
+        ref, text = self._values.scalar_ref(scalar), function(scalar._value, *args)
+        op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
+        op.meta = text
+        return self._texts.mark(op.index, text)
+
+
+def error_of(function: Callable[..., Any], *operands: Any) -> Raised | None:
+    """Return what a function raises; None if it raises nothing."""
+    try:
+        function(*operands)
+    except Exception as error:
+        return Raised(type(error), str(error))
+    return None
+
+
+def plain_in(value: Any) -> Any:
+    """Return arguments with the traced scalars in them made plain, and guard these."""
+    kind = type(value)
+    if kind in TRACED:
+        origin = value._origin
+        return origin.consume(value, FunctionUse("torch")) if origin.active else value._value
+    if kind in (tuple, list, torch.Size):
+        return kind([plain_in(item) for item in value])
+    return {key: plain_in(item) for key, item in value.items()} if kind is dict else value

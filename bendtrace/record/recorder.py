@@ -1,0 +1,873 @@
+"""The recorder: runs a model on real inputs under a function mode and fills a tape.
+
+It handles the calls that torch reports. Traced scalars are the concern of `numbers.py`, printed
+text of `texts.py`, and calls of modules of `scopes.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import gc
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from time import perf_counter_ns
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+
+from bendtrace.python.bytecode import assign
+from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
+from bendtrace.python.usage import only_tests
+from bendtrace.record.checkpoints import Checkpoints
+from bendtrace.record.encoding import (
+    Encoder,
+    holds,
+    make_plain,
+    scalars_in,
+    with_items_of,
+    with_numbers,
+    without_traced,
+)
+from bendtrace.record.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
+from bendtrace.record.finish import Finish, Recording, failing_op
+from bendtrace.record.numbers import Numbers, plain_in
+from bendtrace.record.one_op import Given
+from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.scopes import Scopes
+from bendtrace.record.states import States
+from bendtrace.record.texts import Texts, goes_to_screen
+from bendtrace.record.values import TRACED_AS, Values
+from bendtrace.record.varying import Lifting, Varying
+from bendtrace.record.writer import Writer
+from bendtrace.tape.captured import Captured, CaptureKind
+from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.plain_numbers import needs_plain_numbers
+from bendtrace.tape.tape import (
+    Guard,
+    ModuleCall,
+    Op,
+    OpKind,
+    Ref,
+    State,
+    Tape,
+    Use,
+    describe_raised,
+    meta_of,
+)
+from bendtrace.tape.watchers import Inserter, Observer, StopRun, call_silently, set_around
+from bendtrace.watch.environment import Environment
+from bendtrace.watch.executed import Ran, ran
+from bendtrace.watch.functions import (
+    CALLS_PYTHON,
+    CONTEXT,
+    DESCEND,
+    ESCAPES,
+    FLEETING,
+    GIVES_BACK,
+    GRAD_FN,
+    METADATA,
+    SHARING,
+    SPECIAL,
+    VALUES,
+    calls_node,
+    inner_twin,
+    is_gate,
+    name_of,
+)
+from bendtrace.watch.intercepts import INTERCEPT_CODES, watching
+from bendtrace.watch.mode_queries import RecordingMode, is_active, run_under_modes
+from bendtrace.watch.monkeypatches import may_be_patched, original_of
+from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
+from bendtrace.watch.writes import SharedArrays, may_share
+
+if TYPE_CHECKING:
+    from bendtrace.record.script import Script
+
+__all__ = ["Recorder", "Recording"]
+
+
+# Longer results of `tolist` are guarded as a whole, not turned into traced scalars.
+_LONG_LIST = 256
+
+
+class Recorder(RecordingMode):
+    """Records one run.
+
+    Args:
+        function: what is going to be run.
+        environment: what the run can read.
+        script: for a resumed run, what was done before.
+        observer: is shown the values of the run.
+        inserter: puts ops of its own into the run.
+        reads_states: whether it reads all states in which the run asks for values (`states.py`).
+        keeps_errors: whether a run that raises is recorded up to there.
+        lifting: lifts counters of loops, and numbers in the state (`varying.py`).
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        environment: Environment,
+        script: Script | None = None,
+        observer: Observer | None = None,
+        inserter: Inserter | None = None,
+        reads_states: bool = False,
+        keeps_errors: bool = False,
+        lifting: Lifting | None = None,
+    ) -> None:
+        super().__init__()
+        self._keeps_errors = keeps_errors and not is_one_of_several()
+        self._error: Exception | None = None
+        self._observer = observer
+        self._inserter = inserter
+        self.active: bool = False
+        self.turns: int = 0
+        self.environment = environment
+        self._function = function
+        self._start = definition(function)
+        self._writer = Writer(environment, script, INTERCEPT_CODES | {Recorder._outcome.__code__})
+        self.tape: Tape = self._writer.tape
+        self._values = Values(self._writer, environment, self, self._start, observer)
+        self._encoder = Encoder(self._values)
+        self._ran = ran(self._wants_inside)
+        self._within = False  # in one op, during which the mode stays switched on
+        self._texts = Texts(self._writer, self._as_one)
+        outermost = Recorder._outcome.__code__
+        reads_states = reads_states or is_one_of_several()  # which cannot begin again by itself
+        self._states = States(
+            self._writer, self._values, environment, outermost, reads_states, inserter, self._texts
+        )
+        self._writer.read_state = self._read_state
+        self._writer.goes_on_from = self._goes_on_from
+        self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
+        self._varying = Varying(
+            frozenset() if lifting is None else lifting.places,
+            self._writer, self._values, self._numbers.arithmetic,
+        )  # fmt: skip
+        self._numbers.varying = self._varying
+        if lifting is not None:
+            lifting.begin(self._writer, self._values, self._lifted, outermost)
+        self._lifting = lifting
+        own = (self, self._values, self._values.scalars, self.tape, environment)
+        self._entered = Entered(self._ran, self._values, own, outermost)
+        self._compares = self._numbers.compares
+        scopes = Scopes(
+            self._writer, self._values, self._encoder, environment, self._ran, observer, inserter
+        )
+        # These parts of `Origin` and `Watcher` are called directly, without a call in between.
+        self.consume: Callable[..., Any] = self._numbers.consume
+        self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
+        self.text: Callable[..., str] = self._numbers.text
+        self.printed: Callable[..., Any] = self._texts.printed
+        self.told: Callable[[str], str] = self._texts.told
+        self.module_call: Callable[..., Any] = scopes.call
+        self._checkpoints = Checkpoints(
+            self._writer,
+            environment.changes_so_far,
+            lambda: inserter is not None and inserter.exchanges_state,
+        )
+        self.checkpointed: Callable[..., Any] = self._checkpoints.block
+        self.passed: Callable[..., None] = self._checkpoints.passed
+        self._fast_path: FastPath | None = None
+        self._aside: FastPath | None = None  # the fast path, while there are shared arrays
+        self._arrays = SharedArrays(self.tape, environment.find)
+        if inserter is not None:
+            inserter.begins(self)
+
+    # The run
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        """Call the function on the (traced) arguments and return what was recorded.
+
+        Raises:
+            Exception: whatever the function raises, unchanged.
+        """
+        finish = Finish(self._writer, self.environment, self._encoder, self._start, self._function)
+        self._draws = finish.draws
+        if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
+            finish.block("hooks are registered for all modules")
+        own = (self, self._writer, self._values, self._values.scalars)
+        held = holds(self._values.scalars)
+        self.active = True
+        if self._inserter is None and not hooks_around() and not self.around:
+            self._fast_path = fast_path_for(
+                self._values, self._writer, self._encoder, self._observer, self._show
+            )
+        try:
+            if self._lifting is not None:
+                self._lifting.place()
+            self.environment.place_watched()
+            with watching(self), self:
+                self._ran.begin()
+                try:
+                    output = self._outcome(args, kwargs)
+                finally:
+                    self._ran.end()
+            self._arrays.finish()
+            recording, changes = finish.recording(output, self._ran)
+            recording.error, self._error = self._error, None
+            self._varying.finish()
+            recording.places = self._varying.places
+            recording.useless = frozenset(self._varying.useless())
+            recording.guarded = frozenset(self._varying.guarded())
+            if self._observer is not None:
+                for ref, tensor in self._writer.writes.stale:
+                    self._observer.reads(len(self.tape.ops), ref.index, tensor)
+            self.active = False
+            recording.result = without_traced(output, finish.clean(changes, *own))
+            del output, changes
+            make_plain(self._values.scalars, held)
+            return recording
+        except BaseException:
+            self.active = False
+            finish.clean(list(self.environment.changes()), *own)
+            make_plain(self._values.scalars, held)
+            raise
+        finally:
+            self.active = False
+            self._values.retire()
+            self._fast_path = self._aside = None
+            # A cycle of recorder and encoder must not keep the caller's objects alive.
+            self._writer.close()
+
+    def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = None
+        try:
+            if self._inserter is not None:
+                with self._ran.left():
+                    args, kwargs = self._inserter.starts(args, kwargs, sys._getframe())
+            output = self._function(*args, **kwargs)
+            if self._inserter is not None:
+                with self._ran.left():
+                    output = self._inserter.ends(output, sys._getframe())
+        except StopRun:
+            pass
+        except Exception as error:
+            if not self._keeps_errors:
+                raise
+            self._keep(error)
+            return None
+        finally:
+            if self._inserter is not None:
+                self._inserter.ended()
+        if self._observer is not None and self._observer.ended:
+            self.tape.block(f"the run was ended early, {self._observer.ended}")
+            return None
+        return output
+
+    def _keep(self, error: Exception) -> None:
+        """Keep the error of a run that is kept up to there."""
+        # Not in `_outcome`: insertions pass plain numbers to code that asks for types.
+        self._error = error
+        self.tape.block(f"the run raised {type(error).__name__}{failing_op(self.tape.ops)}")
+
+    def argument(self, part: Captured, value: Any) -> Any:
+        """Record an argument and return the value that the model receives for it."""
+        op = self._writer.emit(OpKind.INPUT, part, (), {}, None)
+        if part.kind is CaptureKind.NUMBER:
+            op.meta = value
+            return self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
+        self._values.bind_tensor(value, op)
+        self._writer.writes.there(value)
+        if self._observer is not None:
+            self._observer.given(op, value)
+        return value
+
+    def _read_state(self, guard: Guard) -> State | None:
+        self.active = False  # what is read here is not the model's reading
+        try:
+            with self._ran.left():
+                return self._states.read(guard, self.turns, self._numbers.compared)
+        finally:
+            self.active = True
+
+    def _goes_on_from(self, state: State, answer: Any) -> None:
+        self._states.go_on_from(state, answer, self.turns)
+
+    def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType) -> Any:
+        with self._ran.left(), torch._C.DisableTorchFunction():
+            return self._call(func, args, kwargs, frame)
+
+    # Calls that torch reports
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self._ran.leave()
+        if not self._within:
+            self.turns += 1
+        try:
+            return self._asked(func, types, args, kwargs or {}, sys._getframe(1))
+        finally:
+            self._ran.enter()
+
+    def _asked(
+        self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType
+    ) -> Any:
+        if self._within:
+            if may_be_patched(func):
+                func = original_of(func, frame)
+            return func(*plain_in(args), **plain_in(kwargs))
+        if self._compares and len(args) == 2:
+            self._numbers.compared = frozenset(map(id, args))
+        if func in _ITEMS and type(args[1]) in (slice, tuple):
+            args = (args[0], with_numbers(args[1], self._number_of), *args[2:])
+        if func is Tensor.__deepcopy__:
+            args = args[0], self._encoder.memo(*args)
+        if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
+            out = self._fast_path(func, args, kwargs, frame)
+            if out is not NOT_TAKEN:
+                return out
+        if may_be_patched(func):
+            func = original_of(func, frame)
+        if self._inserter is not None and func not in DESCEND:
+            return self._inserter.op(func, args, kwargs, frame, self._reported)
+        return self._reported(func, args, kwargs, frame)
+
+    def _number_of(self, thing: Any) -> Any:
+        """Return the number that an object of Python stands for, whose code is the model's."""
+        with self, self._ran.entered():
+            return type(thing).__index__(thing)
+
+    def _reported(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        if func in SPECIAL:
+            return self._special(func, args, kwargs, frame)
+        return self._call(func, args, kwargs, frame)
+
+    def _special(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        if func in CONTEXT:
+            return run_under_modes(self.around, func, args, kwargs)
+        if func in METADATA:
+            return self._metadata(func, args, kwargs, frame)
+        if func in VALUES:
+            use = VALUES[func]
+            op, value = self._record(func, args, kwargs, frame)
+            op.meta = value
+            if self._varying.answers_of(op, value, use, frame):
+                return value
+            if use is Use.FORMAT and (self._texts.printing or goes_to_screen(users_frame(frame))):
+                return self._texts.mark(op.index, value)
+            self._writer.guard(
+                TruthGuard if use is Use.BOOL else ValueGuard, op.index, value, use, frame
+            )
+            return self._numbers.answered(value)
+        if func in DESCEND:
+            with self, self._ran.entered():
+                return inner_twin(func)(*args, **kwargs)
+        if func in SHARING:
+            return self._call(func, args, kwargs, frame)
+        if func == GRAD_FN:
+            op, value = self._record(func, args, kwargs, frame)
+            op.meta = None if value is None else type(value).__name__
+            self._values.guard_presence(op, value is not None, frame)
+            if value is None or only_tests(frame):
+                return value
+        if func in ESCAPES:
+            if self._observer is not None:
+                self._observer.escaped(args)
+            self.tape.block(
+                f"{name_of(func)} at {user_place(frame)} passes the content of a tensor to "
+                "code that cannot be watched"
+            )
+            self._values.facts.clear()  # it may now be shared with other processes, or pinned
+            return run_under_modes(self.around, func, args, kwargs)
+        if func in CALLS_PYTHON:
+            return self._opaque(func, args, kwargs, frame)
+        if func in REGISTERS:
+            return HandleOfRun(self._opaque(registers(func), args, kwargs, frame))
+        assert func is Tensor.tolist
+        return self._tolist(func, args, kwargs, frame)
+
+    def _call(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        op, out = self._record(func, args, kwargs, frame)
+        if func in SHARING:
+            self._shares(op, func, args, kwargs, out, frame)
+        bound = self._values.bind(out, op, frame)
+        if self._observer is not None:
+            self._show(op, args, out)
+        return bound
+
+    def _shares(
+        self, op: Op, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType
+    ) -> None:
+        """Watch the arrays in the arguments of an op, if its result shares their memory."""
+        again = None
+        if op.index in self._writer.handed:
+            again = functools.partial(call_silently, func, args, kwargs)
+        self._arrays.gave(op, (*args, *kwargs.values()), out, again, frame)
+        if self._arrays and self._fast_path is not None:
+            self._fast_path, self._aside = None, self._fast_path
+
+    def _show(self, op: Op, args: tuple[Any, ...], out: Any) -> None:
+        assert self._observer is not None
+        self._observer.gave(op, out)
+        if out is None and op.writes and args:
+            written = next((arg for arg in args if isinstance(arg, Tensor)), None)
+            if written is not None:
+                self._observer.wrote(op, written)
+
+    def _record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[Op, Any]:
+        op, args, kwargs = self._write(func, args, kwargs, frame)
+        return op, self._carry_out(op, func, args, kwargs)
+
+    def _write(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[Op, Any, dict[str, Any]]:
+        """Record a call on the tape; return it and the arguments to call the function with."""
+        self._writer.begin()
+        self._encoder.called = func
+        encoded, args = self._encoder.arguments(args)
+        named: dict[str, Any] = {}
+        if kwargs:
+            values, usable = self._encoder.arguments(tuple(kwargs.values()))
+            named = dict(zip(kwargs, values, strict=True))
+            kwargs = dict(zip(kwargs, usable, strict=True))
+        self._encoder.called = None
+        if self._arrays:
+            self._arrays.begins(self._writer.writes.tensors())
+            if not self._arrays:
+                self._fast_path, self._aside = self._aside, None
+        op = self._writer.emit(OpKind.CALL, func, encoded, named, frame)
+        self._writer.writes.read_by(op)
+        if op.reads and self._observer is not None:
+            for ref, tensor in self._writer.writes.stale:
+                self._observer.reads(op.index, ref.index, tensor)
+        return op, args, kwargs
+
+    def _carry_out(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op (or, resumed, take its earlier result)."""
+        handed, error = self._writer.handed, None
+        if op.index in handed:
+            if op.writes:
+                self._values.facts.clear()
+            out = handed[op.index]
+            handed.pop(op.index, None)  # the run alone holds it from here on
+            self._writer.ask_unasked(inside=True)
+        else:
+            out, error = self._tried(op, func, args, kwargs)
+        if not is_gate(op) or calls_node(op):  # the error of another gate is the call's
+            self._writer.ask_error(op)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback has this frame
+        return out
+
+    def _tried(
+        self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, Exception | None]:
+        """Run an op; return its result, and what it raised."""
+        errors = self._writer.errors
+        self._ran.leave(self._within)  # code inside one op is not the run's own
+        outer, self._writer.is_inside = self._writer.is_inside, True
+        try:
+            if op.index in errors:
+                raise errors[op.index]
+            if self._observer is None:
+                out = self._seen(func, args, kwargs)
+            else:
+                out = self._observed(op, func, args, kwargs)
+            self._writer.writes.written_by(op)
+            if op.writes:
+                self._values.facts.clear()
+            if self._arrays:
+                self._arrays.ended(op, self._writer.writes.tensors())
+            return out, None
+        except Exception as error:
+            op.raised = describe_raised(op, error)
+            return None, error
+        finally:
+            self._writer.is_inside = outer
+            self._ran.enter()
+
+    def _seen(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the function of an op, which the modes around the run see."""
+        if not self.around:
+            return call_silently(func, args, kwargs)
+        return run_under_modes(self.around, call_silently, (func, args, kwargs), {})
+
+    def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        assert self._observer is not None
+        self._observer.begins(op, args, kwargs)
+        started = perf_counter_ns()
+        out = self._seen(func, args, kwargs)
+        self._observer.times[op.index] = perf_counter_ns() - started
+        return out
+
+    def _metadata(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        fact = None
+        is_lasting = name_of(func) not in FLEETING
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor) and is_lasting:
+            fact = (self._values.ref(args[0]).index, func)
+            if fact in self._values.facts:  # of a resumed run, the tensor has changed since
+                return self._values.facts[fact]
+        op, value = self._record(func, args, kwargs, frame)
+        op.meta = value
+        self._writer.guard(ValueGuard, op.index, value, Use.METADATA, frame)
+        if fact is not None:
+            self._values.facts[fact] = value
+        return value
+
+    def _tolist(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        op, out = self._record(func, args, kwargs, frame)
+        op.meta = out
+        if math.prod(meta_of(args[0]).shape) > _LONG_LIST:
+            # The model may change the list that it receives; the guarded one must not change.
+            op.meta = copy.deepcopy(out)
+            self._writer.guard(ValueGuard, op.index, op.meta, Use.LIST, frame)
+            return out
+        return self._values.traced_list(out, Ref(op.index), frame)
+
+    # Calls that intercepts report
+
+    def opaque_call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType | None = None,
+    ) -> Any:
+        """Run a function as one op (see `watchers.Watcher`)."""
+        frame = frame or sys._getframe(2)
+        if self._inserter is not None:
+            with self._ran.left():
+                return self._inserter.op(function, args, kwargs, frame, self._opaque)
+        return self._opaque(function, args, kwargs, frame)
+
+    def holds(self, thing: Any) -> bool:
+        """Return whether the environment has an object (see `watchers.Watcher`)."""
+        return self.environment.find(thing) is not None
+
+    def _opaque(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        own = (*args, *kwargs.values())
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            op, args, kwargs = self._write(function, args, kwargs, frame)
+            self._writer.writes.watch_memory()
+            if self._values.holds_values(function, set()):
+                self.tape.block(
+                    f"{name_of(function)} at {user_place(frame)} closes over values of the "
+                    "run, which a replay could not replace"
+                )
+            if self._observer is not None:
+                self._observer.escaped((args, kwargs))
+        outer = set_around(self)
+        given = Given(function, args, kwargs, self.environment)
+        self._writer.given += given.containers
+        try:
+            return self._as_one(op, function, args, kwargs, frame)
+        finally:
+            set_around(outer)
+            if given.may_have_changed():
+                for one, other in zip(own, (*args, *kwargs.values()), strict=True):
+                    with_items_of(one, other)
+                self.tape.block(
+                    f"{name_of(function)} at {user_place(frame)} is called as one op, and may "
+                    "change a container that it is given"
+                )
+
+    def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        """Query something of a tensor other than its values (see `watchers.Watcher`)."""
+        with torch._C.DisableTorchFunction():
+            return self._metadata(function, (tensor,), {}, sys._getframe(2))
+
+    def _as_one(
+        self, op: Op, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        outer, self._within = self._within, True
+        self._draws.begin()
+        try:
+            out = self._carry_out(op, function, args, kwargs)
+        finally:
+            self._within = outer
+            self._draws.end()
+        with torch._C.DisableTorchFunction():
+            if may_share(function):
+                self._shares(op, function, args, kwargs, out, frame)
+            bound = self._values.bind(out, op, frame)
+            if self._observer is not None:
+                self._observer.escaped(out)
+                self._show(op, args, out)
+            return bound
+
+    # What an inserter can do
+
+    @property
+    def scope(self) -> ModuleCall:
+        """The module call that the run is in."""
+        return self._writer.scope
+
+    def site(self, frame: FrameType) -> Site | None:
+        """Return the site of `frame` (see `watchers.Stage`)."""
+        return self._writer.site(frame)
+
+    def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
+        """Record a call on the tape that is not the model's own (see `watchers.Stage`)."""
+        self._checkpoints.gated()
+        with torch._C.DisableTorchFunction():
+            op, args, _ = self._write(function, args, {}, frame)
+            self._writer.writes.watch_memory()
+            if self._observer is not None:
+                self._observer.escaped(args)
+        return self._as_one(op, function, args, {}, frame)
+
+    def follow(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Run code of an inserter, and record it like the model's own."""
+        # Within a call that torch reports, this mode is off the stack.
+        with nullcontext() if is_active(self) else self, self._ran.entered():
+            return function(*args)
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the run is in a block that is run again (see `watchers.Stage`)."""
+        return self._checkpoints.current is not None
+
+    @property
+    def follows_script(self) -> bool:
+        """Whether the run follows a script (see `watchers.Stage`)."""
+        script = self._writer.script
+        return script is not None and script.is_active
+
+    def pass_through(
+        self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
+    ) -> Any:
+        """Let a function replace a result of a node (see `watchers.Stage`)."""
+        outer, self._within = self._within, True
+        try:
+            with torch._C.DisableTorchFunction():
+                ref = self._values.at_hand(value)
+            is_sole = ref is not None and (
+                ref.index not in self.tape.aliases
+                if scope is None
+                else scope.is_sole and ref.index >= scope.start
+            )
+            if ref is None or not is_sole:
+                return None
+            self._checkpoints.passes(ref.index, value)
+            self._ran.leave(answers=True)
+            try:
+                given = call_silently(function, (value,), {})
+            finally:
+                self._ran.enter()
+        finally:
+            self._within = outer
+        with torch._C.DisableTorchFunction():
+            return given if self._values.exchange(value, given, ref) else None
+
+    def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
+        """Guard that the model holds no tensor like this (see `watchers.Stage`)."""
+        with torch._C.DisableTorchFunction():
+            self._values.guard_ownership(tensor, frame)
+
+    def block(self, reason: str) -> None:
+        """Have the recording never be replayed (see `watchers.Stage`)."""
+        self.tape.block(reason)
+
+    def expect(self, truth: Any, frame: FrameType) -> bool:
+        """Guard a truth value that a gate has returned (see `watchers.Stage`)."""
+        if type(truth) is bool:  # a plain one has been guarded already
+            return truth
+        self._writer.guard(
+            TruthGuard, self._values.scalar_ref(truth).index, bool(truth._value), Use.RESULT, frame
+        )
+        return bool(truth._value)
+
+    def answer_with(self, answers: Callable[[Guard, Any], Any]) -> None:
+        """Let a function give the answers to questions: it receives each guard and the value."""
+        self._numbers.answers = answers
+
+    def hand_over(self, values: dict[int, Any]) -> None:
+        """Take values that an earlier run has computed, by op, instead of computing them again."""
+        self._writer.handed = values
+
+    def state(self, tensor: Tensor) -> Captured | None:
+        """Return the captured value for a tensor (see `watchers.Stage`)."""
+        part = self.environment.find(tensor)
+        return None if part is None or part.is_argument else part
+
+    def forgot_casts(self) -> None:
+        """Record that autocast clears its cache (see `watchers.Watcher`)."""
+        self._writer.forgot_casts()
+
+    def forget(self, *tensors: Tensor) -> None:
+        """Release tensors altogether, including weak references."""
+        for tensor in tensors:
+            self._writer.known.pop(id(tensor), None)
+
+    def _wants_inside(self) -> bool:
+        """Return whether the running module must not be executed by one fused op."""
+        if self._within:
+            return False
+        self.tape.is_closed = True
+        return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
+
+    def called_inside(self, module: nn.Module) -> None:
+        """Tell the inserter of a module without gates (see `watchers.Watcher`)."""
+        self.tape.is_closed = True
+        if self._inserter is not None:
+            with self._ran.left():
+                self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
+
+    def recomputed(self, entering: bool) -> None:
+        """Tell the inserter of a checkpointed block (see `watchers.Watcher`)."""
+        if self._inserter is not None:
+            self._inserter.recomputed(entering)
+
+    def identified(self, tensor: Tensor) -> None:
+        """Record that code tells a tensor by its identity (see `watchers.Watcher`)."""
+        index = self._values.made_as(tensor)
+        if index is None or self.tape.ops[index].target in GIVES_BACK:
+            self.unseen("a lookup of a tensor by its identity, in a dict, a set or a cache,")
+
+    def unseen(self, what: str) -> None:
+        """Record something that a replay could not repeat (see `watchers.Watcher`)."""
+        self._fast_path = self._aside = None  # from now on, ops may call other code
+        self._ran.leave(answers=True)  # the run is live in any case; unwatched code may compile
+        self._entered.end(sys._getframe(1))
+        self.tape.block(f"{what} {self._values.here()} cannot be watched")
+
+
+BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
+_PLAIN_CLASSES = frozenset({Tensor, nn.Parameter, nn.Buffer})
+_ITEMS = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+_GLOBAL_HOOKS = (
+    "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
+)  # fmt: skip
+
+
+# Plain numbers for code that a run enters and that is not known to ask traced ones.
+#
+# Installed code is known if it belongs to torch or to a package that uses torch
+# (`tape/plain_numbers.py`). The arguments of any other are made plain where it begins, and so are
+# the numbers that code of the model makes while it is called from there.
+
+
+class Entered:
+    """Makes numbers plain where code begins.
+
+    Args:
+        ran: says which code begins.
+        values: makes the numbers of the run.
+        own: objects of the recorder, which are no values of the run.
+        outermost: the code that called the model.
+    """
+
+    def __init__(self, ran: Ran, values: Values, own: tuple[object, ...], outermost: CodeType):
+        self._ran, self._values = ran, values
+        self._own, self._outermost = own, outermost
+        ran.enters_foreign = self._enters_foreign
+        ran.enters_model = self._enters_model
+
+    def end(self, frame: FrameType | None) -> None:
+        """Leave no traced scalar to a run that goes on unwatched.
+
+        Args:
+            frame: the code that runs.
+        """
+        self._values.gives_plain = True
+        while frame is not None and frame.f_code is not self._outermost:
+            if not frame.f_code.co_filename.startswith(PACKAGE):
+                self._make_plain(frame)
+            frame = frame.f_back
+
+    def _enters_model(self, frame: FrameType) -> None:
+        """Code of the model begins, which the estimate of what it reaches may not contain."""
+        if not self._values.gives_plain and needs_plain_numbers(frame.f_code, frame.f_globals):
+            self._pass_plain(frame)
+            self.end(frame.f_back)
+
+    def _enters_foreign(self, frame: FrameType) -> None:
+        self._values.is_called_by_foreign = self._is_called_by_foreign
+        self._pass_plain(frame)
+
+    def _is_called_by_foreign(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame.f_code is not self._outermost:
+            if self._ran.is_foreign(frame):
+                return True
+            frame = frame.f_back
+        return False
+
+    def _pass_plain(self, frame: FrameType) -> None:
+        """Make the arguments of a function plain that has just begun."""
+        code = frame.f_code
+        count = code.co_argcount + code.co_kwonlyargcount
+        count += bool(code.co_flags & inspect.CO_VARARGS)
+        count += bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        variables = frame.f_locals
+        for name in code.co_varnames[:count]:
+            value = variables.get(name)
+            plain = self._plain(value)
+            if plain is not value:
+                variables[name] = plain
+        # A profiler's caller writes them back in 3.11; since 3.13, they are the variables.
+        if sys.version_info[:2] == (3, 12):
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+    def _make_plain(self, frame: FrameType) -> None:
+        for name, value in [*frame.f_locals.items()]:
+            plain = self._plain(value)
+            if plain is not value:
+                assign(frame, name, plain)
+
+    def _plain(self, value: Any) -> Any:
+        """Return a value with plain numbers, which are guarded, also behind functions in it."""
+        scalars = list(scalars_in(value))
+        for scalar in scalars:
+            scalar._consume(Use.TYPE)
+        for inner in _behind(value):
+            if isinstance(inner, types.CellType):
+                inner.cell_contents = self._plain(inner.cell_contents)
+            elif isinstance(inner, FrameType):
+                self._make_plain(inner)
+            else:
+                self._plain(inner)
+        memo = {id(thing): thing for thing in self._own}
+        return without_traced(value, memo) if scalars else value
+
+
+def _behind(value: Any) -> Iterator[Any]:
+    """Yield what functions, generators and iterators among arguments hold out of sight."""
+    for item in (value, *value) if type(value) in (tuple, list) else (value,):
+        function = item.__func__ if type(item) is types.MethodType else item
+        if type(function) is types.FunctionType:
+            for cell in function.__closure__ or ():
+                if next(scalars_in(_content(cell)), None) is not None:
+                    yield cell
+        elif type(item) is types.GeneratorType:
+            if item.gi_frame is not None and not item.gi_running:
+                yield item.gi_frame
+        elif type(item).__name__.endswith("iterator") or type(item) in _ITERATORS:
+            yield from gc.get_referents(item)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # assigned later
+        return None
+
+
+_ITERATORS = (map, zip, filter, enumerate, reversed)

@@ -1,0 +1,195 @@
+"""Calls of modules, recorded as scopes around the ops in them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.python.internals import internal
+from bendtrace.python.statements import called_by
+from bendtrace.record.encoding import Encoder
+from bendtrace.record.values import Values
+from bendtrace.record.writer import Known, Writer
+from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.tape import ModuleCall
+from bendtrace.tape.watchers import Inserter, Observer
+from bendtrace.watch.collectives import has_joint_hooks, with_joint_hooks
+from bendtrace.watch.environment import Environment
+from bendtrace.watch.executed import Ran
+
+# Where `make_fx` and `torch.fx` call modules while they have replaced `nn.Module.__call__`.
+_FX = frozenset(
+    os.path.join(os.path.dirname(torch.__file__), "fx", *parts)
+    for parts in (("_symbolic_trace.py",), ("experimental", "proxy_tensor.py"))
+)
+# How modules call one after the other those that they hold, and how they find items among them.
+_CHAIN = internal("torch.nn.Sequential.forward.__code__")
+_ITEMS = [kind.__getitem__ for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)]
+
+
+def _count_alone() -> int:
+    thing = object()
+    return sys.getrefcount(thing)
+
+
+def _is_known_alone(tensor: Tensor) -> bool:
+    """Whether there is no weak reference to a tensor, except for those of recorders."""
+    return all(type(one) is Known for one in weakref.getweakrefs(tensor))
+
+
+# The references to what only a variable holds, as they are counted from there.
+_ALONE = _count_alone()
+
+
+class Scopes:
+    """Records the calls of modules in one run.
+
+    Args:
+        writer: holds the scope that the run is in.
+        values: the mapping from values to ops.
+        encoder: encodes the arguments and outputs of modules.
+        environment: the values that the run can read.
+        ran: notes which code the run executes.
+        observer: is shown the outputs of modules.
+        inserter: runs the calls, with ops of its own around them.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        values: Values,
+        encoder: Encoder,
+        environment: Environment,
+        ran: Ran,
+        observer: Observer | None,
+        inserter: Inserter | None,
+    ) -> None:
+        self._writer = writer
+        self._tape = writer.tape
+        self._values = values
+        self._encoder = encoder
+        self._environment = environment
+        self._ran = ran
+        self._observer = observer
+        self._inserter = inserter
+        self._calls_of: dict[int, int] = {}
+        self._strangers: dict[int, tuple[str, nn.Module]] = {}
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module's call as a scope (see `watchers.Watcher`)."""
+        path = self._environment.module_paths.get(id(module))
+        if path is None:
+            path = self._unregistered(module)
+        number = self._calls_of.get(id(module), 0)
+        self._calls_of[id(module)] = number + 1
+        outer = self._writer.scope
+        scope = ModuleCall(path, module, number, outer, len(self._tape.ops))
+        scope.training = getattr(module, "training", False)  # not of a frozen script
+        frame = sys._getframe(3)  # the caller of the module, behind `nn.Module.__call__`
+        while frame.f_code.co_filename in _FX and frame.f_back is not None:
+            frame = frame.f_back  # make_fx has replaced `nn.Module.__call__`
+        scope.site = self._writer.site(frame)
+        if id(module) in self._environment.shared_modules:
+            scope.called = self._name_called(module, outer, frame)
+        if self._inserter is not None:
+            with self._ran.left():
+                return self._inserter.module(scope, args, kwargs, frame, self._scoped_within)
+        return self._scoped(scope, args, kwargs)
+
+    def _name_called(self, module: nn.Module, outer: ModuleCall, frame: FrameType) -> str:
+        """Return the name in the enclosing module that a module with several names is called by."""
+        owner = outer.module
+        if owner is None:
+            return ""
+        iterates = getattr(type(owner), "__iter__", None) is nn.Sequential.__iter__
+        if iterates and frame.f_code is _CHAIN:
+            keys: Any = [(sum(call.parent is outer for call in self._tape.calls), True)]
+        else:
+            keys = called_by(frame, owner)
+        found, names = owner, []
+        for key, is_item in keys:
+            inner = found._modules
+            if is_item and getattr(type(found), "__getitem__", None) not in _ITEMS:
+                return ""
+            name = [*inner][key] if type(key) is int and -len(inner) <= key < len(inner) else key
+            if (part := inner.get(name)) is None:
+                return ""
+            found = part
+            names.append(name)
+        return ".".join(names) if found is module else ""
+
+    def _scoped_within(
+        self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._ran.entered():
+            return self._scoped(scope, args, kwargs)
+
+    def _scoped(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outer, module = self._writer.scope, scope.module
+        assert module is not None
+        scope.start = scope.stop = len(self._tape.ops)
+        scope.args = tuple([self._noted(value) for value in args])
+        if kwargs:
+            scope.kwargs = {name: self._noted(value) for name, value in kwargs.items()}
+        if self._observer is not None:
+            with torch._C.DisableTorchFunction():
+                self._observer.entered(scope, (args, kwargs), self._rewritten)
+        self._tape.calls.append(scope)
+        self._writer.scope = scope
+        try:
+            if has_joint_hooks(module):
+                with with_joint_hooks(module):
+                    output = module._call_impl(*args, **kwargs)
+            else:
+                output = module._call_impl(*args, **kwargs)
+            is_held = type(output) is not Tensor or sys.getrefcount(output) > _ALONE
+            scope.is_sole = not is_held and _is_known_alone(output)
+            scope.context = self._writer.context()
+            scope.output = self._noted(output)
+            if self._observer is not None:
+                with torch._C.DisableTorchFunction():
+                    scope.stop = len(self._tape.ops)
+                    self._observer.left(scope, output, self._rewritten)
+        finally:
+            self._writer.scope = outer
+            scope.stop = len(self._tape.ops)
+        return output
+
+    def _noted(self, value: Any) -> Any:
+        """Record the arguments or the output of a module."""
+        kind = type(value)
+        if kind is Tensor and (ref := self._values.at_hand(value)) is not None:
+            return ref
+        if kind in PLAIN_TYPES:
+            return value
+        with torch._C.DisableTorchFunction():  # what is read here is not the model's reading
+            noted = self._encoder.leniently(value)
+            self._writer.writes.begin()
+        return noted
+
+    def _rewritten(self, tensor: Tensor) -> int | None:
+        """Return the op of a tensor that was written to since the op returned it; else None."""
+        known, writes = self._writer.known.get(id(tensor)), self._writer.writes
+        if known is None or known() is not tensor or known.ref is None:
+            return None
+        writes.begin()
+        writes.given(known.ref, tensor, known.version)
+        found = known.ref.index if writes.stale else None
+        writes.begin()
+        return found
+
+    def _unregistered(self, module: nn.Module) -> str:
+        """Return a substitute for the path of a module that belongs to no other."""
+        known = self._strangers.get(id(module))
+        if known is None:
+            name = type(module).__name__
+            before = sum(type(other).__name__ == name for _, other in self._strangers.values())
+            known = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
+            self._strangers[id(module)] = known
+        return known[0]

@@ -1,0 +1,220 @@
+"""Redirects the calls of a module while one of its methods runs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+
+from bendtrace.record.rank_sync import ENDS, is_joint, joint_call
+
+_KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
+_lock = threading.Lock()
+
+
+class Calls(threading.local):
+    """How many calls of the model the thread is in; a context that counts one more."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+class _Server:
+    """What is called instead of a module."""
+
+    def __init__(self, module: nn.Module, before: Any) -> None:
+        self.module = module
+        self.before = before
+        self.users = 0
+        # By thread: what its methods in progress have called, the innermost last.
+        self.calls: dict[int, list[Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.current()
+        return (self.itself() if call is None else call)(*args, **kwargs)
+
+    def current(self) -> Callable[..., Any] | None:
+        """Return what the calling thread calls; None where no method of its own is running."""
+        calls = self.calls.get(threading.get_ident())
+        if calls:
+            return calls[-1]
+        # A thread that such a method has made belongs to it; all others have the module itself.
+        taken_along = vars(threading.current_thread()).get(_TAKEN_ALONG, ())
+        return next((call for server, call in taken_along if server is self), None)
+
+    def itself(self) -> Callable[..., Any]:
+        """Return the call of the module without this."""
+        return self.before or vars(nn.Module)["_call_impl"].__get__(self.module)  # type: ignore[no-any-return]
+
+
+_TAKEN_ALONG = "_bendtrace_served"
+_active: list[_Server] = []
+_make_thread: Any = threading.Thread.__init__
+
+
+@functools.wraps(_make_thread)
+def _make_thread_of_method(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
+    _make_thread(thread, *args, **kwargs)
+    calls = ((server, server.current()) for server in tuple(_active))
+    vars(thread)[_TAKEN_ALONG] = [pair for pair in calls if pair[1] is not None]
+
+
+_made_of_method: Any = _make_thread_of_method
+
+
+@contextmanager
+def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Redirect `module(...)` to `call(...)` within the context.
+
+    This thread is redirected, and the threads that it makes. Others call the module itself, or
+    what they redirect it to.
+    """
+    attributes = vars(module)
+    thread = threading.get_ident()
+    with _lock:
+        before = attributes.get(_KEY)
+        server = before if isinstance(before, _Server) else _Server(module, before)
+        attributes[_KEY] = server
+        if not server.users:
+            if not _active and threading.Thread.__init__ is _make_thread:
+                threading.Thread.__init__ = _made_of_method  # type: ignore[method-assign]
+            _active.append(server)
+        server.users += 1
+        server.calls.setdefault(thread, []).append(call)
+    try:
+        yield
+    finally:
+        with _lock:
+            calls = server.calls[thread]
+            calls.pop()
+            if not calls:
+                del server.calls[thread]
+            server.users -= 1
+            if not server.users:
+                _active.remove(server)
+                if not _active and threading.Thread.__init__ is _made_of_method:
+                    threading.Thread.__init__ = _make_thread  # type: ignore[method-assign]
+                if attributes.get(_KEY) is server:
+                    if server.before is None:
+                        del attributes[_KEY]
+                    else:
+                        attributes[_KEY] = server.before
+
+
+def serving_target(module: Any) -> object | None:
+    """Return the current target for the calls of a module; None if it is the module itself.
+
+    It is the same object for as long as one of the methods of a `BendedModule` runs, such as
+    `generate`.
+    """
+    server = vars(module).get(_KEY) if isinstance(module, nn.Module) else None
+    return server if isinstance(server, _Server) else None
+
+
+def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call a model itself, without the redirection."""
+    if not is_joint(model):
+        # Usually only the call: this is the whole overhead for a model that runs plainly.
+        server = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
+        if not isinstance(server, _Server):
+            return model(*args, **kwargs)
+        return _call_itself(model, args, kwargs)
+    with joint_call(model) as joint:
+        output = _call_itself(model, args, kwargs)
+        if joint is not None:
+            joint.ends(output)
+        return output
+
+
+def _call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    server = serving_target(model)
+    if not isinstance(server, _Server):
+        return model(*args, **kwargs)
+    return server.itself()(*args, **kwargs)
+
+
+def in_steps(result: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
+    """Return what a method has returned that runs later: each of its steps is run within.
+
+    Args:
+        result: what it has returned: if that is a generator, coroutine or asynchronous generator,
+            and has not begun, it runs within the context. All else is returned as it is.
+        within: gives a context.
+    """
+    if type(result) is types.GeneratorType:
+        is_new = inspect.getgeneratorstate(result) == inspect.GEN_CREATED
+        return _steps(result, within) if is_new else result
+    if type(result) is types.CoroutineType:
+        is_new = inspect.getcoroutinestate(result) == inspect.CORO_CREATED
+        return _awaited(result, within) if is_new else result
+    if type(result) is types.AsyncGeneratorType:
+        return _asynchronous_steps(result, within)
+    return result
+
+
+def _steps(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
+    step = functools.partial(made.send, None)
+    try:
+        while True:
+            with within():
+                try:
+                    value = step()
+                except StopIteration as end:
+                    return end.value
+            try:
+                step = functools.partial(made.send, (yield value))
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step = functools.partial(made.throw, error)
+    finally:
+        with within():
+            made.close()
+
+
+class _Awaited:
+    """Awaits what has the methods of a generator, within a context."""
+
+    def __init__(self, made: Any, within: Callable[[], AbstractContextManager[None]]) -> None:
+        self._made, self._within = made, within
+
+    def __await__(self) -> Any:
+        return _steps(self._made, self._within)
+
+
+async def _awaited(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
+    return await _Awaited(made, within)
+
+
+async def _asynchronous_steps(
+    made: types.AsyncGeneratorType[Any, Any], within: Callable[[], AbstractContextManager[None]]
+) -> Any:
+    step: Any = made.asend(None)
+    try:
+        while True:
+            try:
+                value = await _Awaited(step, within)
+            except StopAsyncIteration:
+                return
+            try:
+                step = made.asend((yield value))
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                step = made.athrow(error)
+    finally:
+        await _Awaited(made.aclose(), within)
+
+
+ENDS.add(call_itself.__code__)

@@ -1,0 +1,598 @@
+"""The op of each value: tensors by weak reference, numbers as traced scalars."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.python.internals import internal
+from bendtrace.python.sites import user_place, users_code
+from bendtrace.python.usage import compares_identity, only_tests
+from bendtrace.record.writer import Known, Writer
+from bendtrace.tape.captured import (
+    PLAIN_TYPES,
+    attributes_of,
+    is_inference,
+    is_whole,
+    requires_grad,
+)
+from bendtrace.tape.guards import (
+    ClassGuard,
+    LengthGuard,
+    OtherGuard,
+    SameGuard,
+    ValueGuard,
+    kind_of,
+)
+from bendtrace.tape.plain_numbers import needs_plain_numbers
+from bendtrace.tape.scalars import (
+    TRACED,
+    Origin,
+    TracedBool,
+    TracedFloat,
+    TracedInt,
+    TracedScalar,
+    plain,
+    put_source,
+    retire,
+)
+from bendtrace.tape.structure import build, objects_held
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, Use, meta_of, ref_to, refs_in
+from bendtrace.tape.watchers import Observer
+from bendtrace.watch.environment import Environment
+from bendtrace.watch.functions import (
+    GIVES_BACK,
+    OPTIONAL,
+    SHAPES,
+    display_name,
+    is_gate,
+    is_inserted,
+    is_loose,
+    is_torchs_function,
+    may_vary,
+)
+from bendtrace.watch.intercepts import is_function_apply
+from bendtrace.watch.writes import storage_of, version_of, works_in_place
+
+TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
+
+
+class Values:
+    """Identifies the values of a run by the ops that returned them.
+
+    Args:
+        writer: records the ops needed for that.
+        environment: the values that the run can read.
+        origin: the object that traced scalars report to.
+        start: the place where the model's code begins, for messages.
+        observer: sees tensors that existed before the run.
+
+    Attributes:
+        origin: as given.
+        facts: those of the writer.
+        gives_plain: whether the model receives plain numbers, which are guarded by value.
+        is_called_by_foreign: says of code whether it runs on behalf of code that is not known to
+            ask traced numbers; None as long as none has run.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        environment: Environment,
+        origin: Origin,
+        start: str,
+        observer: Observer | None = None,
+    ) -> None:
+        self._observer = observer
+        self.tape: Tape = writer.tape
+        self.environment = environment
+        self.facts: dict[tuple[int, Any], Any] = writer.facts
+        self.scalars: list[TracedScalar] = []
+        self._outside: list[tuple[weakref.ref[Tensor], int]] = []
+        self._writer = writer
+        self.origin = origin
+        self._start = start
+        self._elements: dict[tuple[int, Any], Ref] = {}
+        self.gives_plain: bool = environment.tells_numbers
+        self.is_called_by_foreign: Callable[[FrameType], bool] | None = None
+
+    def retire(self) -> None:
+        """Turn the traced scalars of the run into ordinary objects."""
+        for scalar in self.scalars:
+            retire(scalar)
+        self.scalars.clear()
+        self._outside.clear()
+
+    def here(self) -> str:
+        """Return the current place of the model, as text."""
+        place = user_place(sys._getframe(1))
+        return f"at {place}" if place else f"in {self._start}"
+
+    def bind(self, out: Any, op: Op, frame: FrameType) -> Any:
+        """Record the result of an op; return the value that the model receives for it."""
+        if op.kind is OpKind.CALL and not is_torchs_function(op.target):
+            self.facts.clear()
+        if op.kind is OpKind.CALL and may_vary(op.target):
+            self._writer.guard(ClassGuard, op.index, kind_of(out), Use.RESULT, frame)
+        if op.target in OPTIONAL:
+            self.guard_presence(op, out is not None, frame)
+        if isinstance(out, Tensor):
+            known = self._writer.known.get(id(out))
+            is_known = known is not None and known() is out
+            if known is not None and is_known:
+                before = known.ref or self.element(known.parent, known.key, out)
+                self._writer.name_as(op.index, before.index)
+                if not works_in_place(op):
+                    # It returned a tensor that already has another name. A replay in which it does
+                    # not (because a copy was needed) must not confuse the two.
+                    self._guard_identity(op, op.index, before.index, frame)
+            elif self._may_be_compared(op, frame) and not works_in_place(op):
+                self._guard_identity(op, op.index, None, frame)
+            self.bind_tensor(out, op)
+            if op.target in OPTIONAL and self.environment.compares_identity and not is_known:
+                self.tape.block(
+                    f"{display_name(op.target)} at {user_place(frame)} may return a tensor that "
+                    "the model holds, and its code tests whether two objects are one (`is`)"
+                )
+            return out
+        if out is None:
+            self.facts.clear()
+            return None
+        kind = type(out)
+        traced = TRACED_AS.get(kind)
+        if traced is not None:
+            op.meta = out
+            if kind is float and hasattr(op.target, "is_draw") and self._needs_plain(frame):
+                self.tape.block(
+                    f"{display_name(op.target)} at {user_place(frame)} draws a number that code "
+                    "needs by value"
+                )
+            return self.traced(traced, out, Ref(op.index), frame)
+        if kind is torch.Size or (kind is tuple and op.target in SHAPES):
+            op.meta = tuple(out)
+            self.tape.outlines[op.index] = out
+            self._writer.guard(LengthGuard, op.index, len(out), Use.METADATA, frame)
+            ref = Ref(op.index)
+            sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
+            if self._needs_plain(frame):
+                return kind([self.origin.consume(size, Use.TYPE) for size in sizes])
+            return kind(sizes)
+        if isinstance(out, (tuple, list, dict)):
+            self.tape.outlines[op.index] = outline_of(out)
+        if isinstance(out, (tuple, list)):
+            if kind is tuple or kind is list:
+                use = Use.ITER if frame.f_code is _ITER_CODE else Use.LENGTH
+                self._writer.guard(LengthGuard, op.index, len(out), use, frame)
+            if self._varies_inside(op):
+                self._guard_structure(out, op, frame)
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, is_gate(op))
+            return bound
+        if kind is dict and not any(isinstance(item, dict) for item in out.values()):
+            keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
+            keys.meta = tuple(out)
+            self._writer.guard(ValueGuard, keys.index, keys.meta, Use.METADATA, frame)
+            if self._varies_inside(op):
+                self._guard_structure(out, op, frame)
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
+            return bound
+        op.meta = out
+        if out is torch.default_generator:  # what seeding returns
+            return out
+        if kind in PLAIN_TYPES or is_whole(kind):
+            self._writer.guard(ValueGuard, op.index, out, Use.METADATA, frame)
+        else:
+            self.tape.block(
+                f"{display_name(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
+                "which cannot be followed"
+            )
+        return out
+
+    def _guard_identity(self, op: Op, index: int, same: int | None, frame: FrameType) -> None:
+        """Guard which of the tensors that an op was given its result is, or an element of it.
+
+        Each question is asked in the same way whatever the answer.
+
+        Args:
+            op: the op.
+            index: the op that gives the result, or the element.
+            same: the op that gave that tensor before; None if it is a new one.
+            frame: the code that receives it.
+        """
+        aliases = self._writer.aliases
+        if self._may_be_compared(op, frame):
+            for ref in refs_in((op.args, op.kwargs)):
+                if same is not None and aliases.get(ref.index, ref.index) == aliases.get(
+                    same, same
+                ):
+                    same = ref.index
+                    break
+                if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
+                    self._writer.guard(OtherGuard, index, False, Use.RESULT, frame, ref.index)
+        if same is not None:
+            self._writer.guard(SameGuard, index, True, Use.RESULT, frame, same)
+
+    def _may_be_compared(self, op: Op, frame: FrameType) -> bool:
+        """Return whether it matters whether the result of an op is what the op was given.
+
+        Code may test it. What is inserted, or is the user's own, may give back its value in one
+        call and not in the next.
+        """
+        is_getter = isinstance(op.target, types.MethodWrapperType)
+        if not (is_getter or is_torchs_function(op.target) or is_function_apply(op.target)):
+            return True
+        if op.target in GIVES_BACK and self.environment.compares_identity:
+            return True
+        return compares_identity(users_code(frame))
+
+    @staticmethod
+    def _varies_inside(op: Op) -> bool:
+        """Return whether the containers that an op returns may hold something else each time."""
+        if is_gate(op):
+            return False
+        return not is_torchs_function(op.target) or is_loose(op.target)
+
+    def _guard_structure(self, out: Any, op: Op, frame: FrameType) -> None:
+        """Guard everything but tensors and numbers in the result of a function not of torch."""
+        try:
+            structure = structure_of(out)
+        except TypeError as error:
+            self.tape.block(f"{display_name(op.target)} at {user_place(frame)} returns {error}")
+            return
+        looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
+        looked.meta = structure
+        self._writer.guard(ValueGuard, looked.index, structure, Use.RESULT, frame)
+
+    def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
+        """Guard that an insertion has returned no tensor that the model could compare it to."""
+        if not self.environment.compares_identity:
+            return
+        script, owns = self._writer.script, self.environment.owned
+        found = None
+        if script is not None and script.is_active:
+            found = script.next_by(owns)
+        if found is not None:
+            # What was returned before was none that the model has; this one may be.
+            result, (index, *before) = found
+        else:
+            known = self._writer.known.get(id(tensor))
+            if known is None or known.ref is None:
+                return
+            op = self.tape.ops[known.ref.index]
+            if op.index in self.tape.aliases or not is_inserted(op):  # guarded already
+                return
+            result, index = owns(tensor), op.index
+            # The model can compare it to nothing that is gone.
+            there = {
+                one.ref.index
+                for one in self._writer.known.values()
+                if one() is not None and one.ref
+            }
+            if script is not None:
+                there -= script.dead.keys()
+            before = [
+                one.index
+                for one in self.tape.ops[:index]
+                if (one.kind is OpKind.INPUT or is_gate(one))
+                and isinstance(one.meta, TensorMeta)
+                and one.index in there
+            ]
+        looked = self._writer.emit(
+            OpKind.SCALAR, owns, tuple(map(Ref, (index, *before))), {}, frame
+        )
+        looked.meta = result
+        self._writer.guard(ValueGuard, looked.index, looked.meta, Use.RESULT, frame)
+        if looked.meta:
+            self.tape.block(
+                f"what is inserted at {user_place(frame)} returns a tensor that the model holds, "
+                "and its code tests whether two objects are one (`is`)"
+            )
+
+    def bind_tensor(self, tensor: Tensor, op: Op) -> Known:
+        """Record that an op returned a tensor."""
+        known = self._writer.known[id(tensor)] = Known(tensor)
+        known.ref = ref_to(op.index)
+        known.version = version_of(tensor)
+        known.graphless = (
+            op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
+        )
+        op.meta = meta_of(tensor)
+        if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
+            self._outside.append((known, known.version))
+        elif type(tensor) is not Tensor:
+            self.tape.classes[op.index] = type(tensor)
+        return known
+
+    def writes_outside(self) -> bool:
+        """Whether the run has written to tensors that existed before it."""
+        ops = self.tape.ops
+        for op in ops:
+            if op.writes and any(ops[i].kind in (OpKind.INPUT, OpKind.STATE) for i in op.writes):
+                return True
+        in_place = any(op.kind is OpKind.CALL and works_in_place(op) for op in ops)
+        for known, version in self._outside:
+            tensor = known()
+            if tensor is None or version_of(tensor) != version:
+                return True
+            if in_place and (is_inference(tensor) or storage_of(tensor) == 0):
+                return True  # torch does not count writes to it
+        return False
+
+    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
+        """Return a traced scalar, or a guarded plain one for code that could tell the difference.
+
+        Args:
+            kind: the type of the traced scalar.
+            value: the number.
+            source: the op that returns it, or an element of one.
+            frame: the code that receives it.
+            depth: the number of nested lists around it.
+        """
+        scalar = self.scalar(kind, value, source)
+        if kind is TracedInt and not -_LARGEST <= value < _LARGEST:
+            return self.origin.consume(scalar, Use.TYPE)  # torch has none, and C asks it otherwise
+        if kind is TracedBool:
+            if compares_identity(frame.f_code):
+                return self.origin.consume(scalar, Use.TYPE)
+            if not only_tests(frame, depth):
+                return self.origin.consume(scalar, Use.BOOL)
+        return self.origin.consume(scalar, Use.TYPE) if self._needs_plain(frame) else scalar
+
+    def _needs_plain(self, frame: FrameType) -> bool:
+        """Whether code that receives a number may pass it to code that is not known to ask it."""
+        return (
+            self.gives_plain
+            or needs_plain_numbers(frame.f_code, frame.f_globals)
+            or (self.is_called_by_foreign is not None and self.is_called_by_foreign(frame))
+        )
+
+    def traced_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
+        """Return a nested list of numbers, guarded in length, with traced scalars for the numbers.
+
+        Args:
+            value: the list, or a number in it.
+            ref: its op.
+            frame: the code that receives it.
+            depth: the number of nested lists around it.
+        """
+        if type(value) is complex:
+            self._writer.guard(ValueGuard, ref.index, value, Use.LIST, frame)
+            return value
+        if type(value) is not list:
+            return self.traced(TRACED_AS[type(value)], value, ref, frame, depth)
+        self._writer.guard(LengthGuard, ref.index, len(value), Use.LENGTH, frame)
+        return [
+            self.traced_list(item, self.element(ref, (i,), item), frame, depth + 1)
+            for i, item in enumerate(value)
+        ]
+
+    def scalar(self, kind: Any, value: Any, source: Any) -> Any:
+        """Return a traced scalar of some kind; `source` is its op, or an element of one."""
+        scalar = kind(value, self.origin, source)
+        self.scalars.append(scalar)
+        return scalar
+
+    def at_hand(self, tensor: Tensor) -> Ref | None:
+        """Return the value number of a tensor if it has one already, and has no attributes set."""
+        known = self._writer.known.get(id(tensor))
+        if known is None or known() is not tensor or tensor.__dict__:
+            return None
+        return known.ref
+
+    def known_as(self, tensor: Tensor) -> int | tuple[int, tuple[Any, ...]] | None:
+        """Return the op of a tensor, or its element of an op; None if unknown."""
+        known = self._writer.known.get(id(tensor))
+        if known is None or known() is not tensor:
+            return None
+        return (known.parent.index, known.key) if known.ref is None else known.ref.index
+
+    def made_as(self, tensor: Tensor) -> int | None:
+        """Return the op that made a tensor; None if it was there before the run, or is unknown."""
+        known = self.known_as(tensor)
+        if known is None:
+            return None
+        index = known[0] if isinstance(known, tuple) else known
+        return None if self.tape.ops[index].is_given else index
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Return the value number of a tensor."""
+        known = self._writer.known.get(id(tensor))
+        if known is not None and known() is tensor:
+            if known.ref is None:
+                known.ref = self.element(known.parent, known.key, tensor)
+            if self._writer.script is not None:
+                self._writer.require_alive((known.ref.index,))
+            if known.graphless and requires_grad(tensor):
+                self._block_unseen_graph(known)
+            self._writer.writes.given(known.ref, tensor, known.version)
+            return known.ref
+        part = self.environment.find(tensor) or self.environment.find_cached(tensor)
+        if part is not None:
+            op = self._writer.emit(OpKind.STATE, part, (), {}, None)
+            if requires_grad(tensor):
+                self.tape.trainable.add(op.index)
+        else:
+            op = self._writer.emit(OpKind.UNKNOWN, None, (), {}, None)
+            place = user_place(sys._getframe(1))
+            use = f"is used at {place}" if place else f"is returned by {self._start}"
+            self.tape.block(
+                f"a tensor of unknown origin {use}: it was created by something that torch "
+                "does not let a tracer see, or kept in a cache (wrap its creator with "
+                "bendtrace.opaque)"
+            )
+        if self._observer is not None:
+            self._observer.state(op, tensor)
+        known = self.bind_tensor(tensor, op)
+        self._writer.writes.there(tensor)
+        self._writer.writes.given(ref_to(op.index), tensor, known.version)
+        return ref_to(op.index)
+
+    def scalar_ref(self, scalar: TracedScalar) -> Ref:
+        """Return the value number of a traced scalar of this run."""
+        source = scalar._source
+        if type(source) is not Ref:
+            parent, path = source
+            source = self.element(parent, path, scalar)
+            put_source(scalar, source)
+        if self._writer.script is not None:
+            self._writer.require_alive((source.index,))
+        return source
+
+    def holds_values(self, thing: Any, seen: set[int]) -> bool:
+        """Return whether a function called as one op holds values that this run computed."""
+        if type(thing) in TRACED:
+            return True
+        if isinstance(thing, Tensor):
+            known = self._writer.known.get(id(thing))
+            if known is None or known() is not thing:
+                return False
+            return known.ref is None or self.tape.ops[known.ref.index].kind is not OpKind.STATE
+        if id(thing) in seen:
+            return False
+        seen.add(id(thing))
+        return any(self.holds_values(held, seen) for held in objects_held(thing))
+
+    def guard_presence(self, op: Op, is_there: bool, frame: FrameType) -> None:
+        """Guard whether a tensor has a gradient, a base, or a gradient function."""
+        test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
+        test.meta = not is_there
+        self._writer.guard(ValueGuard, test.index, test.meta, Use.METADATA, frame)
+
+    def _bind_elements(
+        self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType, at_once: bool = False
+    ) -> tuple[Any, Any]:
+        """Bind the content of a result; its elements get ops only once they are used.
+
+        Those of gates get them at once: the same gate may give other tensors in one call, and those
+        that it was given in the next.
+        """
+        bound, metas, changed = [], [], False
+        kind = type(out)
+        for i, item in out.items() if kind is dict else enumerate(out):
+            meta = item
+            if isinstance(item, Tensor):
+                meta = meta_of(item)
+                before = self._writer.known.get(id(item))
+                if before is not None and before() is item:
+                    first = before.ref or self.element(before.parent, before.key, item)
+                    element = self.element(ref, (*path, i), item)
+                    self._writer.name_as(element.index, first.index)
+                    op = self.tape.ops[ref.index]
+                    self._guard_identity(op, element.index, first.index, frame)
+                    # Its version does not say so: a run by script writes nothing.
+                    if works_in_place(op) and not is_gate(op):
+                        self.bind_tensor(item, self.tape.ops[element.index])
+                else:
+                    known = self._writer.known[id(item)] = Known(item)
+                    known.ref, known.parent, known.key = None, ref, (*path, i)
+                    known.graphless = False
+                    known.version = version_of(item)
+                    if at_once:
+                        known.ref = element = self.element(ref, (*path, i), item)
+                        op = self.tape.ops[ref.index]
+                        self._guard_identity(op, element.index, None, frame)
+            elif type(item) in TRACED_AS:
+                source = (ref, (*path, i))
+                item = self.traced(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
+            elif isinstance(item, (tuple, list)):
+                item, meta = self._bind_elements(item, ref, (*path, i), frame)
+            changed = changed or item is not out[i]
+            bound.append(item)
+            metas.append(meta)
+        if not changed:
+            return out, tuple(metas)
+        if kind is dict:
+            return dict(zip(out, bound, strict=True)), tuple(metas)
+        if kind not in (tuple, list):
+            return build(kind, bound, attributes_of(out)), tuple(metas)
+        return kind(bound), tuple(metas)
+
+    def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
+        """Let a tensor take the place of another; return False if it has a name of its own."""
+        known = self._writer.known
+        before = known.get(id(new))
+        if new is old:
+            assert before is not None
+            before.version = version_of(new)  # it may have been changed in place
+            return True
+        if (before is not None and before() is new) or self.environment.find(new) is not None:
+            return False
+        was = known.pop(id(old), None)
+        now = known[id(new)] = Known(new)
+        now.ref, now.version = ref, version_of(new)
+        now.graphless = was is not None and was.graphless and not new.requires_grad
+        return True
+
+    def element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
+        """Return the op that takes an element out of a result; it is emitted on first use."""
+        for depth, key in enumerate(path):
+            known = self._elements.get((ref.index, key))
+            if known is None:
+                op = self._writer.emit(OpKind.SCALAR, operator.getitem, (ref, key), {}, None)
+                parent = self.tape.ops[ref.index]
+                op.scope, op.site, op.context = parent.scope, parent.site, parent.context
+                if depth == len(path) - 1:
+                    op.meta = plain(value)
+                    if isinstance(value, Tensor):
+                        op.meta = meta_of(value)
+                known = self._elements[ref.index, key] = Ref(op.index)
+            ref = known
+        return ref
+
+    def _block_unseen_graph(self, known: Known) -> None:
+        """Block a tensor that an op under no_grad returned, but that requires grad by now."""
+        known.graphless = False
+        if self.tape.blockers:  # the known reason is more specific
+            return
+        self.tape.block(
+            f"a tensor used {self.here()} got its gradient function from code that torch does not "
+            "let a tracer see (a C++ extension?)"
+        )
+
+
+_LARGEST = 1 << 63
+
+
+def outline_of(value: Any) -> Any:
+    """Return a result with the descriptions of its tensors in place of these."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return meta_of(value)
+    if isinstance(value, (tuple, list)):
+        items = [outline_of(item) for item in value]
+        return kind(items) if kind in (tuple, list) else build(kind, items, {})
+    if kind is dict:
+        return {key: outline_of(item) for key, item in value.items()}
+    return value
+
+
+def structure_of(value: Any) -> tuple[Any, ...]:
+    """Return a result without its tensors and numbers, which are separate values.
+
+    Raises:
+        TypeError: a part of it cannot be followed.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return (Tensor,)
+    if kind in TRACED_AS or kind in TRACED:
+        return (kind if kind in TRACED_AS else type(plain(value)),)
+    if isinstance(value, (tuple, list)):
+        return (kind, *map(structure_of, value))
+    if kind is dict:
+        return (kind, tuple(value), *map(structure_of, value.values()))
+    if kind in PLAIN_TYPES:
+        return kind, value
+    raise TypeError(f"a {kind.__qualname__} inside a container, which cannot be followed")
+
+
+_ITER_CODE: Any = internal("torch.Tensor.__iter__.__code__", None)
+# What a result is looked at with before the model receives it.
+LOOKS: frozenset[Any] = frozenset({operator.is_, tuple, structure_of})

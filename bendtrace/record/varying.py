@@ -1,0 +1,576 @@
+"""Numbers that differ between calls at one place stay traced where Python makes others of them.
+
+`int(n)`, `math.sqrt(n)`, `rates[n]`, `range(n)`: C code asks a traced scalar for its number, so
+that the number is guarded, and each number is a path of its own. `max(m, n)` and `sorted(numbers)`
+ask which of two numbers is greater, so that each order is a path. After a few numbers at one place
+(`TraceTree`), the frame receives a traced scalar in place of the plain result, and a loop over
+`range(n)` asks in each round whether there is another one (`Rounds`). So the replay computes the
+number.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bendtrace.python import stacks
+from bendtrace.python.bytecode import assign, counters_at, local_in, single_steps
+from bendtrace.python.results import (
+    COMPUTING,
+    can_exchange,
+    exchange,
+    in_order,
+    is_awaited,
+    is_computation,
+    item_of,
+)
+from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
+from bendtrace.python.usage import compares_identity
+from bendtrace.record.encoding import without_traced
+from bendtrace.record.values import TRACED_AS, Values
+from bendtrace.record.writer import Writer
+from bendtrace.tape.captured import identical
+from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.plain_numbers import needs_plain_numbers
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedInt, TracedScalar
+from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
+from bendtrace.watch.provenance import is_finished
+
+Place: TypeAlias = tuple[CodeType, int]
+
+# How Python asks where its result can be traced (see `Use`).
+ASKS = frozenset({Use.INT, Use.INDEX, Use.FLOAT, Use.LEN, Use.HASH})
+_OF_TENSORS = frozenset({int, float, len, operator.index})
+
+
+def place_of(guard: Guard) -> Place | None:
+    """Return where a guard asks for a number that could stay traced; None if it does not.
+
+    A truth that C code asks for may be that of a comparison.
+    """
+    if guard.site is None:
+        return None
+    if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
+        code, offset = guard.site.chain[0]
+        is_called = dis.opname[code.co_code[offset]] == "CALL"
+        return (code, offset) if is_called and not code.co_filename.startswith(TORCH) else None
+    if not isinstance(guard, ValueGuard) or guard.use not in ASKS:
+        return None
+    if type(guard.answer) not in (int, float):
+        return None
+    code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
+    if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] not in _ASKING:
+        return None
+    return code, offset
+
+
+class Varying:
+    """Keeps the numbers of one run traced that differ between runs.
+
+    Args:
+        places: where they do.
+        writer: records ops.
+        values: makes traced scalars.
+        arithmetic: records what is computed with traced scalars.
+
+    Attributes:
+        places: as given.
+    """
+
+    def __init__(
+        self,
+        places: frozenset[Place],
+        writer: Writer,
+        values: Values,
+        arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+    ) -> None:
+        self.places: frozenset[Place] = places
+        # By identity, because hashing a code object is slow; the places keep it alive.
+        self._places = {(id(code), offset): (code, offset) for code, offset in places}
+        self._writer, self._values, self._arithmetic = writer, values, arithmetic
+        self._is_busy = not can_exchange()
+        self._rounds: list[tuple[Place, Rounds]] = []
+        self._cached: list[tuple[Any, Any, list[int], Any]] = []
+        self._results: list[tuple[Place, int, int]] = []  # the ops that give each
+
+    def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
+        """Return whether the number of a traced scalar is asked for something that stays traced.
+
+        Args:
+            use: how it is asked.
+            scalar: the traced scalar.
+        """
+        frame, callee = _asking()
+        if is_awaited(frame):
+            return True  # the same call asks for another number, or again
+        place = self._place(frame, use)
+        if place is None:
+            return False
+        called = _call_of(frame, callee)
+        if called is None:
+            return False
+        function, given = called
+        first = len(self._writer.tape.ops)
+        self._is_busy = True
+        try:
+            if place not in self.places and type(function) is not functools._lru_cache_wrapper:
+                return False
+            result: Any
+            if function is range:
+                result = self._loop(given, frame, place)
+            elif type(function) is functools._lru_cache_wrapper:
+                result = self._uncached(function, given)
+            elif use is Use.BOOL:
+                result = self._in_order(function, given)
+            elif function is len and type(scalar) is TracedInt:
+                result = scalar  # that of a container of the state
+            elif (function is item_of and _has_item(*given)) or (
+                function in COMPUTING and all(type(one) in _NUMBERS for one in given)
+            ):
+                result = self._arithmetic(function, given)
+            else:
+                return False
+        finally:
+            self._is_busy = False
+        self._results.append((place, first, len(self._writer.tape.ops)))
+        return result is not None and exchange(frame, result, self._ended)
+
+    def answers_of(self, op: Op, value: Any, use: Use | FunctionUse, frame: FrameType) -> bool:
+        """Return whether the number of a tensor is asked for something that stays traced.
+
+        Args:
+            op: the op that gives the number.
+            value: the number.
+            use: how it is asked.
+            frame: the code that asks.
+        """
+        while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
+            frame = frame.f_back  # `len` calls a method that is written in Python
+        place = self._place(frame, use)
+        if type(value) not in (int, float) or place is None:
+            return False
+        callee = sys._getframe(1)
+        while callee.f_back is not None and callee.f_back is not frame:
+            callee = callee.f_back
+        called = _call_of(frame, callee)
+        if called is None or len(called[1]) != 1 or not isinstance(called[1][0], Tensor):
+            return False
+        try:
+            if called[0] not in _OF_TENSORS:
+                return False
+        except TypeError:
+            return False
+        scalar = self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
+        self._results.append((place, op.index, op.index + 1))
+        return exchange(frame, scalar, self._ended)
+
+    def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
+        """Return where a number is asked for, if numbers differ there."""
+        if self._is_busy or not (use in ASKS or (use is Use.BOOL and self._places)):
+            return None
+        code = frame.f_code
+        offset = instruction_at(code, frame.f_lasti)
+        place = self._places.get((id(code), offset))
+        if use is Use.HASH and place is None:
+            place = code, offset  # a cache is best left aside from the first number on
+        if place is None or self._values.environment.tells_numbers:
+            return None
+        tells = needs_plain_numbers(code, frame.f_globals) or compares_identity(code)
+        return None if tells else place
+
+    def _in_order(self, function: Any, given: tuple[Any, ...]) -> Any:
+        """Return the greatest or least of some numbers, or all of them in order."""
+        if not any(function is one for one in (max, min, sorted)):
+            return None
+        if function is sorted or len(given) == 1:
+            if len(given) != 1 or type(given[0]) not in (list, tuple):
+                return None
+            given = tuple(given[0])
+        kinds = {*map(type, given)}
+        is_alike = any(map(kinds.issubset, ({int, TracedInt}, {float, TracedFloat})))
+        if not (is_alike and len(given) <= _MOST_SORTED):
+            return None
+        if function is sorted:
+            return [self._arithmetic(in_order, (at, *given)) for at in range(len(given))]
+        return self._arithmetic(function, given)
+
+    def _ended(self, gave: bool) -> None:
+        if not gave:
+            self._writer.tape.block("code failed where it computed with a number that varies")
+
+    # Loops
+
+    def _loop(self, given: tuple[Any, ...], frame: FrameType, place: Place) -> Rounds | None:
+        """Return the rounds of `for ... in range(...)`, if the current call is one."""
+        code = frame.f_code
+        names = (step.name for step in single_steps(code) if step.offset > place[1])
+        if [next(names, ""), next(names, "")] != ["GET_ITER", "FOR_ITER"]:
+            return None
+        if not all(type(one) is int or type(one) is TracedInt for one in given):
+            return None
+        begin, end, step = {1: (0, *given, 1), 2: (*given, 1)}.get(len(given), given)
+        if type(step) is not int or step == 0:
+            return None
+        if type(begin) is int:
+            op = self._writer.emit(OpKind.SCALAR, operator.pos, (begin,), {}, frame)
+            op.meta = begin
+            self._writer.tape.counters.add(op.index)
+            begin = self._values.scalar(TracedInt, begin, Ref(op.index))
+        rounds = Rounds(begin, end, step, self._writer.tape.guards)
+        self._rounds.append((place, rounds))
+        return rounds
+
+    def useless(self) -> Iterator[Place]:
+        """Yield the places of loops that do not close, and of numbers that are guarded later."""
+        tape = self._writer.tape
+        for place, rounds in self._rounds:
+            states = [tape.states[number].key for number in rounds.asked if number in tape.states]
+            if len(states) > _FEW_ROUNDS and len({*states}) == len(states):
+                yield place
+        origins: dict[int, set[Place]] = {}
+        for place, first, end in self._results:
+            if place not in self.places:
+                continue
+            for index in range(first, end):
+                origins.setdefault(index, set()).add(place)
+        for op in tape.ops if origins else ():
+            if op.kind is OpKind.SCALAR:
+                for operand in op.operands:
+                    if operand in origins:
+                        origins.setdefault(op.index, set()).update(origins[operand])
+        for guard in tape.guards:
+            if (
+                isinstance(guard, ValueGuard)
+                and guard.use is not Use.RESULT
+                and guard.index in origins
+            ):
+                place_there = place_of(guard)
+                if place_there is None or place_there in self.places:
+                    yield from origins[guard.index]
+
+    def guarded(self) -> Iterator[Place]:
+        """Yield the places where numbers are guarded nevertheless."""
+        for guard in self._writer.tape.guards:
+            place = place_of(guard)
+            if place is not None and place in self.places:
+                yield place
+
+    # Caches
+
+    def _uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
+        """Compute what a cache would return, with traced scalars.
+
+        The cache receives what it receives in eager. What it returns is only compared, now and at
+        the end of the run: code may change it.
+        """
+        inner = function.__wrapped__
+        if not is_computation(inner) or not all(map(_is_plain, given)):
+            return None
+        environment, misses = self._values.environment, function.cache_info().misses
+        plain = function(*without_traced(given))
+        misses = function.cache_info().misses - misses
+        if _holders(plain) and not is_finished(inner):
+            return None  # the model may change what is kept for its next call
+        environment.computed[function] = environment.computed.get(function, 0) + misses
+        before = _content(given)
+        result = inner(*given)
+        copied = _without(result)
+        if not identical(copied, plain) or not identical(_content(given), before):
+            return None
+        self._cached.append((result, copied, _holders(result), plain))
+        return result
+
+    def finish(self) -> None:
+        """Look whether code has changed, or keeps, what a cache holds for later calls."""
+        for result, copied, holders, plain in self._cached:
+            _change_alike(plain, result)
+            if not identical(_without(result), copied) or _holders(result) != holders:
+                self._writer.tape.block("code changes, or keeps, what a cache has returned")
+
+
+class Rounds:
+    """The rounds of a loop over `range(begin, end, step)`, of which some number is traced.
+
+    Attributes:
+        at: the next number.
+        end: that of the range.
+        step: that of the range.
+        asked: the guards that tested whether there is another round.
+    """
+
+    def __init__(self, begin: Any, end: Any, step: int, guards: list[Guard]) -> None:
+        self.at: Any = begin
+        self.end: Any = end
+        self.step: int = step
+        self._guards = guards
+        self.asked: list[int] = []
+
+    def __iter__(self) -> Rounds:
+        return self
+
+    def __next__(self) -> Any:
+        self.asked.append(len(self._guards))
+        if self.at < self.end if self.step > 0 else self.at > self.end:
+            at = self.at
+            self.at = at + self.step
+            return at
+        raise StopIteration
+
+
+_NUMBERS = TRACED | {int, float}
+_MOST_SORTED = 64
+_FEW_ROUNDS = 4
+_OF_NUMBERS = {int}, {float}
+_MOST_ITEMS = 4096  # which code lists again
+_ASKING = frozenset({"CALL", "BINARY_SUBSCR"})
+
+
+def _asking() -> tuple[FrameType, FrameType]:
+    """Return the frame in which a traced scalar is asked, and the tracer's frame that it called."""
+    callee = sys._getframe(2)
+    while callee.f_back is not None and callee.f_back.f_code.co_filename.startswith(TRACER):
+        callee = callee.f_back
+    return callee.f_back or callee, callee
+
+
+def _call_of(frame: FrameType, callee: FrameType) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return the function that a frame is calling, and its arguments; None if that is unknown."""
+    places = stacks.layout()
+    stack = None if places is None else stacks.read(frame, callee, places)
+    if stack is None or stack.name not in _ASKING or stack.operands is None:
+        return None
+    if stack.name == "BINARY_SUBSCR":
+        return item_of, tuple(stack.operands)
+    if _has_keywords(frame.f_code, instruction_at(frame.f_code, frame.f_lasti)):
+        return None
+    function, *given = (one for one in stack.operands if one is not stacks.EMPTY)
+    return function, tuple(given)
+
+
+def _has_item(container: Any, key: Any) -> bool:
+    """Return whether a container holds numbers of one type, and a key may be that of one."""
+    if type(container) not in (dict, list, tuple) or len(container) > _MOST_ITEMS:
+        return False
+    is_dict = type(container) is dict
+    kinds = {*map(type, container.values() if is_dict else container)}
+    is_by_number = not is_dict or {*map(type, container)} == {int}
+    return kinds in _OF_NUMBERS and is_by_number and type(key) is TracedInt
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_keywords(code: CodeType, offset: int) -> bool:
+    before = [step.name for step in single_steps(code) if step.offset < offset]
+    return "KW_NAMES" in before[-2:]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an argument of a cache is nothing that a run makes, but for numbers."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return not isinstance(value, Tensor)
+
+
+def _content(value: Any, depth: int = 4) -> Any:
+    """Return a copy of arguments, to see whether a function changes them."""
+    if type(value) in TRACED or not depth:
+        return None
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return [_content(item, depth) for item in value]
+    if isinstance(value, dict):
+        return [[_content(part, depth) for part in pair] for pair in value.items()]
+    own = getattr(value, "__dict__", None)
+    return id(value) if type(own) is not dict else _content(own, depth - 1)
+
+
+def _holders(value: Any) -> list[int]:
+    """Return how many references there are to each container in a result."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        inside = value
+    elif kind is dict:
+        inside = value.values()
+    else:
+        return []
+    counts = [] if kind is tuple else [sys.getrefcount(value)]
+    for item in inside:
+        counts += _holders(item)
+    return counts
+
+
+def _change_alike(kept: Any, result: Any) -> None:
+    """Give the containers that a cache keeps the content of those that code has received."""
+    if type(kept) is not type(result) or type(kept) not in (tuple, list, dict):
+        return
+    if len(kept) == len(result):
+        is_dict = type(kept) is dict
+        inside = (kept.values(), result.values()) if is_dict else (kept, result)
+        for one, other in zip(*inside, strict=True):
+            _change_alike(one, other)
+    if type(kept) is list and not identical(kept, _without(result)):
+        kept[:] = _without(result)
+    elif type(kept) is dict and not identical(kept, _without(result)):
+        kept.clear()
+        kept.update(_without(result))
+
+
+def _without(value: Any) -> Any:
+    """Return a copy of a result, with plain numbers in place of traced ones."""
+    kind = type(value)
+    if kind is list or kind is tuple:
+        return kind([_without(item) for item in value])
+    if kind is dict:
+        return {_without(key): _without(item) for key, item in value.items()}
+    return without_traced(value) if kind in TRACED else value
+
+
+# Python numbers as traced scalars: counters of `while` loops, and numbers in the model's state.
+#
+# A Python int that counts rounds makes each round another state. Before a question inside of the
+# loop is asked, the variable gets a traced scalar with the same number instead, as if the model had
+# taken it out of a tensor. The state no longer has the number in it then (see `states.py`).
+#
+# A number in an attribute or a container that differs from call to call would make each call a path
+# of its own. While the run goes on, the attribute holds a traced scalar, so that the number is an
+# input of the run, and what the model assigns in its place is computed from it.
+
+
+Counter: TypeAlias = tuple[CodeType, str]
+
+
+class Lifting:
+    """Lifts counters and numbers of one run.
+
+    Args:
+        excluded: the variables that stay as they are; None for all.
+        as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
+        inputs: the labels of numbers in the state that are inputs of the run, and of containers.
+        places: where numbers differ from run to run, so that they stay traced (`varying.py`).
+
+    Attributes:
+        counts: whether counters of loops are lifted.
+        inputs: as given.
+        lifted: the variables that were lifted, by the op that gives the number of each.
+        places: as given.
+    """
+
+    def __init__(
+        self,
+        excluded: frozenset[Counter] | None = frozenset(),
+        as_tensors: bool = False,
+        inputs: frozenset[str] = frozenset(),
+        places: frozenset[Place] = frozenset(),
+    ) -> None:
+        self._excluded = excluded
+        self._as_tensors = as_tensors
+        self.inputs: frozenset[str] = inputs
+        self.counts: bool = excluded is not None
+        self.lifted: dict[int, Counter] = {}
+        self.places: frozenset[Place] = places
+
+    def begin(
+        self, writer: Writer, values: Values, call: Callable[..., Any], outermost: CodeType
+    ) -> None:
+        """Take part in a run.
+
+        Args:
+            writer: says when something is asked.
+            values: makes traced scalars.
+            call: records a call of a torch function: function, arguments, options, frame.
+            outermost: the code that called the model.
+        """
+        self._writer, self._values = writer, values
+        self._call, self._outermost = call, outermost
+        if self._excluded is not None:
+            writer.before_question = self._lift
+
+    def place(self) -> None:
+        """Put traced scalars in the place of the numbers in the state."""
+        environment, scalars = self._values.environment, []
+        for part in environment.lift(self.inputs):
+            op = self._writer.emit(OpKind.STATE, part, (), {}, None)
+            op.meta = part.value
+            self._writer.tape.counters.add(op.index)
+            kind = TRACED_AS[part.type]
+            scalars.append((part, self._values.scalar(kind, part.value, Ref(op.index))))
+        environment.place(scalars)
+
+    def _lift(self, frame: FrameType) -> None:
+        """Lift what counts the rounds of the loops around a question."""
+        if self._values.environment.tells_numbers:
+            return
+        found: FrameType | None = frame
+        while found is not None and found.f_code is not self._outermost:
+            code = found.f_code
+            names = () if code.co_filename.startswith(PACKAGE) else counters_at(code, found.f_lasti)
+            if names and not (
+                needs_plain_numbers(code, found.f_globals) or compares_identity(code)
+            ):
+                for name in sorted(names):
+                    self._lift_one(found, name)
+            found = found.f_back
+
+    def _lift_one(self, frame: FrameType, name: str) -> None:
+        value, counter = local_in(frame, name), (frame.f_code, name)
+        if type(value) is not int or abs(value) >= _LARGE or counter in (self._excluded or ()):
+            return
+        if self._as_tensors:
+            tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)
+            scalar = self._call(Tensor.item, (tensor,), {}, frame)
+        else:
+            op = self._writer.emit(OpKind.SCALAR, operator.pos, (value,), {}, frame)
+            op.meta = value
+            self._writer.tape.counters.add(op.index)
+            scalar = self._values.scalar(TracedInt, value, Ref(op.index))
+        if type(scalar) is TracedInt:
+            self.lifted[scalar._source.index] = counter
+            assign(frame, name, scalar)
+
+    def needed(self, tape: Tape) -> frozenset[Counter]:
+        """Return the counters that Python needed the number of, for an index, say."""
+        sources = {index: frozenset({counter}) for index, counter in self.lifted.items()}
+        for op in tape.ops:
+            if op.kind is OpKind.SCALAR and op.index not in sources:
+                sources[op.index] = frozenset().union(
+                    *(sources.get(index, frozenset()) for index in op.operands)
+                )
+        return frozenset().union(
+            *(
+                sources.get(guard.index, frozenset())
+                for guard in tape.guards
+                if not isinstance(guard, TruthGuard)
+            )
+        )
+
+
+def required_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
+    """Return the labels of numbers in the state of which Python needed the very number.
+
+    It needed that of `step` for `table[step + 1]`, and not for `table[step % 3]`.
+
+    Args:
+        tape: a run.
+        guards: those of its guards that count.
+    """
+    found = set()
+    for guard in guards:
+        op: Op | None = tape.ops[guard.index] if isinstance(guard, ValueGuard) else None
+        while op is not None and op.index in tape.counters:
+            if op.kind is OpKind.STATE:
+                found.add(op.target.label)
+            one_to_one = op.target in _ONE_TO_ONE and len(op.operands) == 1
+            op = tape.ops[op.operands[0]] if one_to_one else None
+    return frozenset(found)
+
+
+_ONE_TO_ONE = (
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pos,
+)  # fmt: skip
+_LARGE = 1 << 31

@@ -1,0 +1,798 @@
+"""Communication of ranks: the objects of torch.distributed, and the ops that communicate."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+from bendtrace.errors import RankDivergenceError
+from bendtrace.python.internals import internal, pytree
+from bendtrace.tape.watchers import current_watcher
+from bendtrace.watch.owners import parts_of
+
+# Which things of torch.distributed say who communicates and how.
+
+
+def is_wiring(value: Any) -> bool:
+    """Return whether an object defines who communicates, and never changes: a group, a mesh.
+
+    Such objects are constants of a run: they are created once, on all ranks, and never change.
+    """
+    module = type(value).__module__
+    if not module.startswith(("torch._C._distributed_c10d", "torch.distributed")):
+        return False
+    return isinstance(value, _wirings(len(sys.modules)))
+
+
+@functools.lru_cache(maxsize=1)
+def _wirings(_: int) -> tuple[type, ...]:
+    # Anew whenever something was imported: torch.distributed.tensor is when it is first used.
+    named = (
+        ("torch.distributed", "ProcessGroup"),
+        ("torch.distributed", "ReduceOp"),
+        ("torch.distributed.device_mesh", "DeviceMesh"),
+        ("torch.distributed.tensor.placement_types", "Placement"),
+    )
+    found = [getattr(sys.modules.get(module), name, None) for module, name in named]
+    kinds = [kind for kind in found if isinstance(kind, type)]
+    reduce_op = getattr(torch.distributed, "ReduceOp", None)
+    kinds += [kind for kind in (getattr(reduce_op, "RedOpType", None),) if kind is not None]
+    return tuple(kinds)
+
+
+# What ranks do together: which things belong to torch.distributed, and which ops communicate.
+
+
+def joint_functions() -> Iterator[tuple[Any, str]]:
+    """Yield, as owner and name, Python functions that are recorded as one op.
+
+    Those of torch.distributed use process groups past the function mode; the methods of DTensors
+    are Python code that handles their local parts.
+    """
+    if not dist.is_available():
+        return
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        for name in ("from_local", "to_local", "redistribute", "full_tensor"):
+            yield tensor.DTensor, name
+        yield tensor, "distribute_tensor"
+    nn_functional = sys.modules.get("torch.distributed.nn.functional")
+    outer = sys.modules.get("torch.distributed.nn")
+    for name in _AUTOGRAD:
+        for owner in (nn_functional, outer):
+            if owner is not None and name in vars(owner):
+                yield owner, name
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    if functional is not None:
+        for name in _FUNCTIONAL:
+            if name in vars(functional):
+                yield functional, name
+    for name in _IN_PLACE:
+        if name in vars(dist):
+            yield dist, name
+
+
+def layout_properties() -> Iterator[tuple[Any, str]]:
+    """Yield the properties that describe how a tensor is laid out over ranks, as owner and name."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        yield tensor.DTensor, "placements"
+        yield tensor.DTensor, "device_mesh"
+
+
+_AUTOGRAD = (
+    "all_gather", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather", "reduce",
+    "reduce_scatter", "scatter", "_all_gather_base",
+)  # fmt: skip
+_FUNCTIONAL = (
+    "all_gather_single", "all_gather_tensor", "all_gather_tensor_autograd", "all_reduce",
+    "all_to_all_single", "all_to_all_single_autograd", "broadcast", "permute_tensor",
+    "reduce_scatter_tensor", "reduce_scatter_tensor_autograd", "reduce_scatter_single",
+    "wait_tensor",
+)  # fmt: skip
+_IN_PLACE = (
+    "all_gather_single", "reduce_scatter_single", "all_reduce_coalesced", "all_gather_coalesced",
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single",
+    "barrier", "broadcast", "gather", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor", "scatter",
+)  # fmt: skip
+
+
+# Which code may communicate
+
+_TELLING = frozenset({*_IN_PLACE, *_FUNCTIONAL, "redistribute", "full_tensor"})
+# Of these names, those that others have functions of as well.
+_COMMON = frozenset({"barrier", "broadcast", "gather", "reduce", "scatter"})
+
+
+def names_collectives(names: frozenset[str]) -> bool:
+    """Return whether code that uses some names may communicate."""
+    if not _TELLING.isdisjoint(names - _COMMON):
+        return True
+    return not _COMMON.isdisjoint(names) and not names.isdisjoint({"dist", "distributed"})
+
+
+# Which ops do
+
+_KINDS = {
+    "allreduce_": "all_reduce", "allreduce_coalesced_": "all_reduce_coalesced",
+    "broadcast_": "broadcast", "reduce_": "reduce", "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor", "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor", "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single", "gather_": "gather", "scatter_": "scatter",
+    "monitored_barrier_": "barrier",
+}  # fmt: skip
+_NOT_JOINT = frozenset(
+    {
+        "send", "recv_", "recv_any_source_", "isend", "irecv", "batch_p2p_ops", "wait_tensor",
+        "_wrap_tensor_autograd",
+    }
+)  # fmt: skip
+# Where ranks may give, or get, tensors of other shapes than others do.
+_UNEVEN = frozenset(
+    {"alltoall_", "alltoall_base_", "all_to_all_single", "gather_", "scatter_", "barrier",
+     "monitored_barrier_", "shard_dim_alltoall"}
+)  # fmt: skip
+# Where that is so for one of two arguments.
+_COUNTED = {"allgather_": 0, "reduce_scatter_": 1}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One op in which all ranks of a group take part."""
+
+    group: Group
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
+    """Return the collective for an op, if it is one.
+
+    Args:
+        func: an op of torch's dispatcher that belongs to torch.distributed.
+        args: its arguments.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name in _NOT_JOINT or not (groups := [g for g in map(_group_in, args) if g is not None]):
+        return None
+    counted: Any = () if name in _UNEVEN else args
+    if name in _COUNTED:
+        counted = args[_COUNTED[name]]
+    given = [*_describe(counted)]
+    if name == "broadcast_":
+        given.append(f"from rank {args[2]}")
+    elif name == "reduce_":
+        given.append(f"to rank {args[3]}")
+    elif func.namespace != "c10d":
+        given += [str(value) for value in args[:-1] if isinstance(value, (str, int))]
+    kind = _KINDS.get(name, name.rstrip("_"))
+    return Collective(groups[0], f"{kind}({', '.join(given)}) in group {groups[0].name}")
+
+
+def _describe(value: Any) -> Iterator[str]:
+    if isinstance(value, Tensor):
+        sizes = "x".join(map(str, value.shape)) or "scalar"
+        yield f"{sizes} {str(value.dtype).removeprefix('torch.')}"
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _describe(item)
+
+
+def _group_in(value: Any) -> Group | None:
+    if isinstance(value, torch.ScriptObject):
+        try:
+            return group_of(dist.ProcessGroup.unbox(value))
+        except (RuntimeError, TypeError):  # another kind of object: what to reduce by
+            return None
+    if isinstance(value, str):
+        try:
+            named: Any = value
+            return group_of(torch._C._distributed_c10d._resolve_process_group(named))
+        except (RuntimeError, ValueError, LookupError):
+            return None
+    return None
+
+
+def group_of(group: Any) -> Group:
+    """Return the properties of a process group that are the same on all ranks."""
+    return Group(group.group_name, tuple(dist.get_process_group_ranks(group)))
+
+
+def world() -> Group:
+    """Return the default process group."""
+    return group_of(dist.group.WORLD)
+
+
+# Which models do
+
+
+def groups_of(model: nn.Module) -> list[Group]:
+    """Return the groups over which a model's parameters and buffers are distributed."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:
+        return []
+    meshes: dict[int, Any] = {}
+    for module in parts_of(model):
+        found = [*module._parameters.values(), *module._buffers.values()]
+        found += [parameter.sharded_param for parameter in gather_records(module)]
+        for value in found:
+            if isinstance(value, tensor.DTensor):
+                meshes[id(value.device_mesh)] = value.device_mesh
+    groups = [group_of(group) for mesh in meshes.values() for group in mesh.get_all_groups()]
+    return list(dict.fromkeys(groups))
+
+
+def parameters_reached(model: Any, output: Any) -> str | None:
+    """Return which of the parameters that FSDP gathers will get gradients in a backward pass.
+
+    FSDP scatters the gradients that exist, so they have to be the same ones on all ranks.
+
+    Returns:
+        Their number and a digest of their names; None for a model without such parameters.
+    """
+    names: dict[int, str] = {}
+    if isinstance(model, nn.Module):
+        for module in parts_of(model):
+            for parameter in gather_records(module):
+                held = getattr(parameter, "_unsharded_param", None)
+                names[id(held)] = f"{len(names)}"
+    if not names:
+        return None
+    reached: set[str] = set()
+    nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        variable = getattr(node, "variable", None)
+        if id(variable) in names:
+            reached.add(names[id(variable)])
+        for inner, _ in node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                nodes.append(inner)
+    digest = hashlib.sha256(",".join(sorted(reached)).encode()).hexdigest()[:8]
+    return f"{len(reached)} parameters ({digest})"
+
+
+# The work of DDP and FSDP around the forward of a module, as ops of a run.
+#
+# Both leave the forward itself unchanged. What they do before and after it - synchronise buffers,
+# gather and release parameters, prepare for the backward pass - each replay does as well, as an
+# op that receives the module and its input or output tensors.
+
+# DDP
+
+# Without them, runs are reported not to be repeatable.
+_before: Any = internal("torch.nn.parallel.DistributedDataParallel._pre_forward", None)
+_after: Any = internal("torch.nn.parallel.DistributedDataParallel._post_forward", None)
+_forward: Any = DistributedDataParallel.forward
+# All else that a DDP module has is read only in what is one op here.
+_OF_COMPOSABLE = "__composable_api_"  # what `fully_shard` and `replicate` keep in a module
+_READ_BY_FORWARD = frozenset({"training", "_delay_all_reduce_all_params", "_use_python_reducer"})
+
+
+def hidden_of(module: nn.Module) -> frozenset[str]:
+    """Return the attributes of a module that its forward does not depend on."""
+    if isinstance(module, DistributedDataParallel):
+        return frozenset(vars(module)) - _READ_BY_FORWARD
+    if "torch.distributed._composable.contract" not in sys.modules:
+        return frozenset()
+    return frozenset(name for name in vars(module) if name.startswith(_OF_COMPOSABLE))
+
+
+def entries_of_ddp() -> Iterator[tuple[Any, str, Any]]:
+    """Yield the replacements during recording: owner, attribute and replacement."""
+    if _before is None or _after is None:
+        yield DistributedDataParallel, "forward", _reporting_forward
+        return
+    yield DistributedDataParallel, "_pre_forward", _before_ddp
+    yield DistributedDataParallel, "_post_forward", _after_ddp
+
+
+def _reporting_forward(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+    watcher = current_watcher()
+    if watcher is not None:
+        watcher.unseen("DistributedDataParallel")
+    return _forward(module, *inputs, **kwargs)
+
+
+def prepare_forward(module: Any, *tensors: Tensor) -> Any:
+    """Do DDP's work before the forward; return the tensors on the right device."""
+    args, _ = _before(module, *tensors)
+    return tuple(args) if tensors else None
+
+
+def prepare_backward(module: Any, *tensors: Tensor) -> Any:
+    """Do DDP's work after the forward; return the output tensors."""
+    out = _after(module, tuple(tensors))
+    return tuple(out) if tensors else None
+
+
+def _before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """Replaces `DistributedDataParallel._pre_forward`."""
+    watcher = current_watcher()
+    if watcher is None:
+        return _before(module, *inputs, **kwargs)
+    if not module.device_ids and module.mixed_precision is None:
+        watcher.opaque_call(prepare_forward, (module,), {})
+        return inputs, kwargs
+    tensors, rebuilt = _apart((inputs, kwargs))
+    return rebuilt(watcher.opaque_call(prepare_forward, (module, *tensors), {}))
+
+
+def _after_ddp(module: Any, output: Any) -> Any:
+    """Replaces `DistributedDataParallel._post_forward`."""
+    watcher = current_watcher()
+    if watcher is None:
+        return _after(module, output)
+    if not (module.find_unused_parameters or module.static_graph):
+        watcher.opaque_call(prepare_backward, (module,), {})
+        return output
+    tensors, rebuilt = _apart(output)
+    return rebuilt(watcher.opaque_call(prepare_backward, (module, *tensors), {}))
+
+
+# FSDP2
+
+
+def _states() -> Any:
+    return sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+
+
+def _hook_of_fsdp(hooks: Mapping[int, Any], name: str) -> tuple[int, Any] | None:
+    """Return the hook of FSDP's in a table, with its number."""
+    states = _states()
+    if states is None:
+        return None
+    for number, hook in hooks.items():
+        inner = hook.hook if isinstance(hook, _JointHook) else hook
+        method = inner
+        while not hasattr(method, "__self__") and hasattr(method, "__wrapped__"):
+            method = method.__wrapped__
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, states.FSDPState) and getattr(method, "__name__", "") == name:
+            return number, inner
+    return None
+
+
+_BEFORE, _AFTER = "_pre_forward", "_post_forward"
+
+
+def is_joint_hook(hook: Any) -> bool:
+    """Return whether a forward hook on a module is FSDP's."""
+    return any(_hook_of_fsdp({0: hook}, name) is not None for name in (_BEFORE, _AFTER))
+
+
+def gather_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Yield the locations of each parameter that FSDP gathers when a module is called.
+
+    These are modules and names; between calls they hold shards.
+    """
+    for parameter in gather_records(module):
+        info = parameter._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        yield [(info.module, info.param_name), *shared]
+
+
+def gather_records(module: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's record of each parameter that it gathers when a module is called."""
+    states = _states()
+    if states is None or type(module).__hash__ is None:  # FSDP finds modules by their hash
+        return
+    for group in _groups_of(states._get_module_fsdp_state(module)):
+        yield from group.fsdp_params
+
+
+def _groups_of(state: Any) -> list[Any]:
+    if state is None:
+        return []
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.10 there was one at most
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def gather_parameters(module: nn.Module, *tensors: Tensor) -> Any:
+    """Do FSDP's work before the forward; return the tensors for it, and the parameters."""
+    found = _hook_of_fsdp(module._forward_pre_hooks, _BEFORE)
+    assert found is not None
+    args, _ = found[1](module, tensors, {})
+    return (*args, *(places[0][0]._parameters[places[0][1]] for places in gather_locations(module)))
+
+
+def release_parameters(module: nn.Module, *tensors: Tensor) -> Any:
+    """Do FSDP's work after the forward; return the output tensors."""
+    found = _hook_of_fsdp(module._forward_hooks, _AFTER)
+    assert found is not None
+    return tuple(found[1](module, (), tensors))
+
+
+class _JointHook:
+    """Stands in for a hook of FSDP's while a module is called in a run."""
+
+    def __init__(self, hook: Callable[..., Any], shards: list[_Shard]) -> None:
+        self.hook = hook
+        self.shards = shards
+
+
+# A shard, and where it was found.
+_Shard = tuple[dict[str, Any], str, Any]
+
+
+class _Before(_JointHook):
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        watcher = current_watcher()
+        if watcher is None:
+            return self.hook(module, args, kwargs)
+        tensors, rebuilt = _apart((args, kwargs))
+        given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
+        for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
+            for holder, name in places:
+                held = holder._parameters
+                # A resumed run reaches what was done before: FSDP has the shards back in place.
+                if held[name] is not parameter:
+                    self.shards.append((held, name, held[name]))
+                    held[name] = parameter
+        return rebuilt(given[: len(tensors)])
+
+
+class _After(_JointHook):
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        watcher = current_watcher()
+        if watcher is None:
+            return self.hook(module, args, output)
+        tensors, rebuilt = _apart(output)
+        given = watcher.opaque_call(release_parameters, (module, *tensors), {})
+        _put_back(self.shards)
+        return rebuilt(given)
+
+
+def _put_back(shards: list[_Shard]) -> None:
+    for held, name, shard in shards:
+        held[name] = shard
+    shards.clear()
+
+
+def has_joint_hooks(module: nn.Module) -> bool:
+    """Return whether FSDP may act around the forward of a module."""
+    hooked = module._forward_pre_hooks or module._forward_hooks
+    return bool(hooked) and _states() is not None
+
+
+@contextmanager
+def with_joint_hooks(module: nn.Module) -> Iterator[None]:
+    """Record FSDP's work around the forward of a module, within the context."""
+    exchanged: list[tuple[Any, int, Any]] = []
+    shards: list[_Shard] = []
+    for hooks, name, kind in (
+        (module._forward_pre_hooks, _BEFORE, _Before),
+        (module._forward_hooks, _AFTER, _After),
+    ):
+        found = _hook_of_fsdp(hooks, name)
+        if found is not None and not isinstance(hooks[found[0]], _JointHook):
+            exchanged.append((hooks, *found))
+            hooks[found[0]] = kind(found[1], shards)
+    try:
+        yield
+    finally:
+        _put_back(shards)
+        for hooks, number, hook in exchanged:
+            if number in hooks:
+                hooks[number] = hook
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a value, in the kinds of containers that models return."""
+    return _apart(value)[0]
+
+
+# Whatever of torch.distributed does something with all tensors of a value uses it.
+_apply_to_tensors: Any = internal(
+    "torch.distributed.utils._apply_to_tensors",
+    lambda function, value: pytree.tree_map_only(Tensor, function, value),
+)
+
+
+def _apart(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
+    """Return the tensors in a value, and a function that puts others in their places.
+
+    In the kinds of containers that FSDP and DDP look for tensors in.
+    """
+    tensors: list[Tensor] = []
+
+    def taken(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return tensor
+
+    _apply_to_tensors(taken, value)
+
+    def rebuilt(others: Any) -> Any:
+        given = tuple(others or ())
+        if all(new is old for new, old in zip(given, tensors, strict=True)):
+            return value
+        rest = iter(given)
+        return _apply_to_tensors(lambda _: next(rest), value)
+
+    return tensors, rebuilt
+
+
+# Ops that read of a module what only they and the backward pass change.
+JOINT: frozenset[Any] = frozenset(
+    {prepare_forward, prepare_backward, gather_parameters, release_parameters}
+)
+
+
+# How ranks exchange what they are about to do: through the store of the process group.
+#
+# Nothing here is a collective, so it cannot be confused with a collective of the model, and a
+# rank that never comes can be distinguished from a late one.
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: its name, which is the same on all ranks, and its (global) ranks."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+# How long a rank waits for the others before it looks where they are, in seconds.
+_PATIENCE = 0.2
+_LOOKS = 1.0  # and then again and again
+_REPORT_SECONDS = 5.0  # how long others have to say what they did, once it is over
+_GO, _STOP = b"go", b"stop"
+
+
+@dataclass
+class Ranks:
+    """The other ranks of the process, reachable through a store.
+
+    Attributes:
+        store: the store of the default process group.
+        rank: this process.
+        size: the number of ranks.
+        timeout: the number of seconds to wait for others.
+        events: the number of meetings, by group.
+        messages: the number of requests to the store.
+        call: the latest call in which ranks communicate: its model, and its number.
+    """
+
+    store: Any
+    rank: int
+    size: int
+    timeout: float
+    events: dict[str, int] = field(default_factory=dict)
+    messages: int = 0
+    call: tuple[str, int] = ("", 0)
+    _is_gone: bool = False
+    _latest: dict[str, int] = field(default_factory=dict)  # at which all came to agree
+
+    def meet(self, group: Group, what: str, told: str) -> None:
+        """Wait until all ranks of a group are about to do the same.
+
+        Args:
+            group: the group.
+            what: what this rank is about to do, in the same words as on the others.
+            told: the description for messages if something else is about to happen.
+
+        Raises:
+            RankDivergenceError: the ranks are about to do different things.
+        """
+        self._come_back()
+        number = self._next(group)
+        key = f"{group.name}/{number}"
+        first = self._exchange(f"{key}/what", what)
+        if first != what.encode():
+            self._stop(key)
+        arrived = self._add(f"{key}/count")
+        if arrived == len(group.ranks):
+            answer = self._exchange(f"{key}/answer", _GO.decode())
+        else:
+            # All have come to the meeting before, and so have left the one before that.
+            if arrived == 1 and self._latest.get(group.name) == number - 1:
+                self._forget(group, number - 2)
+            answer = self._answer(group, key)
+        if answer != _GO:
+            raise self._divergence(group, key, told)
+        self._latest[group.name] = number
+
+    def leave(self, groups: Iterable[Group], told: str) -> None:
+        """Stop others from waiting for this rank at their next meeting.
+
+        Args:
+            groups: the groups that it would have met.
+            told: what happened to it, for messages.
+        """
+        for group in groups:
+            key = f"{group.name}/{self._next(group)}"
+            self._set(f"{key}/told/{self.rank}", told)
+            self._stop(key)
+        self.go(told)
+
+    def go(self, told: str) -> None:
+        """Announce that this rank will not meet others in its latest call again."""
+        self._is_gone = True
+        self._set(f"at/{self.rank}", json.dumps({"gone": told, "call": self.call}))
+
+    def _come_back(self) -> None:
+        if self._is_gone:
+            self._is_gone = False
+            self._set(f"at/{self.rank}", "{}")
+
+    # Waiting
+
+    def _answer(self, group: Group, key: str) -> bytes:
+        """Wait for the last rank to come, or for somebody to find out that it will not."""
+        started, patience = time.monotonic(), _PATIENCE
+        before: Any = None
+        while not self._comes(f"{key}/answer", patience):
+            patience = _LOOKS
+            mine = {"at": key, "ranks": list(group.ranks), "group": group.name}
+            self._set(f"at/{self.rank}", json.dumps(mine))
+            places = self._places()
+            why = self._hopeless(group, key, places)
+            if why and places == before:  # and not just about to change
+                self._tell_of(key, why)
+                self._stop(key)
+            before = places if why else None
+            if time.monotonic() - started > self.timeout:
+                late = sorted(set(group.ranks) - self._at(key, places))
+                text = f"did not come within {self.timeout:g} s"
+                self._tell_of(key, dict.fromkeys(late, text))
+                self._stop(key)
+        return self._get(f"{key}/answer")
+
+    def _places(self) -> dict[int, dict[str, Any]]:
+        """Return where ranks wait, or that they have gone, as far as they said so."""
+        found: dict[int, dict[str, Any]] = {}
+        for rank in range(self.size):
+            if self._is_there(f"at/{rank}"):
+                found[rank] = json.loads(self._get(f"at/{rank}"))
+        return found
+
+    @staticmethod
+    def _at(key: str, places: Mapping[int, Mapping[str, Any]]) -> set[int]:
+        return {rank for rank, place in places.items() if place.get("at") == key}
+
+    def _hopeless(
+        self, group: Group, key: str, places: Mapping[int, Mapping[str, Any]]
+    ) -> dict[int, str]:
+        """Return why one of those who are missing will never come; empty if they all may."""
+        late = sorted(set(group.ranks) - self._at(key, places))
+        waiting: list[tuple[int, tuple[int, ...]]] = [(rank, (rank,)) for rank in late]
+        seen: set[int] = set()
+        while waiting:
+            rank, chain = waiting.pop()
+            place = places.get(rank, {})
+            if rank in seen:
+                continue
+            seen.add(rank)
+            # If it has gone from an earlier call, or from one of another model, it is late.
+            if place.get("gone") and self._is_reached_by(place["call"]):
+                return {chain[0]: _reason(chain, places, str(place["gone"]))}
+            if place.get("at") and not self._is_there(f"{place['at']}/answer"):
+                if self.rank in place["ranks"]:  # it waits for this one, if only in the end
+                    return {chain[0]: _reason(chain, places, f"waits for rank {self.rank}")}
+                missing = set(place["ranks"]) - self._at(place["at"], places)
+                waiting += [(other, (*chain, other)) for other in sorted(missing)]
+        return {}
+
+    def _is_reached_by(self, call: Sequence[Any]) -> bool:
+        return bool(call[0] == self.call[0] and call[1] >= self.call[1])
+
+    # What is said when it is over
+
+    def _stop(self, key: str) -> None:
+        self._exchange(f"{key}/answer", _STOP.decode())
+
+    def _tell_of(self, key: str, told: Mapping[int, str]) -> None:
+        for rank, text in told.items():
+            self._exchange(f"{key}/told/{rank}", text)
+
+    def _divergence(self, group: Group, key: str, told: str) -> RankDivergenceError:
+        self._exchange(f"{key}/told/{self.rank}", told)  # unless it was given up before
+        found: dict[int, str] = {}
+        until = time.monotonic() + _REPORT_SECONDS
+        for rank in group.ranks:
+            left = max(until - time.monotonic(), 0.01)
+            if self._comes(f"{key}/told/{rank}", left):
+                found[rank] = self._get(f"{key}/told/{rank}").decode()
+            else:
+                found[rank] = "does something else"
+        return RankDivergenceError(group.name, found)
+
+    # The store
+
+    def _next(self, group: Group) -> int:
+        number = self.events.get(group.name, 0)
+        self.events[group.name] = number + 1
+        return number
+
+    def _forget(self, group: Group, number: int) -> None:
+        """Remove the messages of a meeting that all have left."""
+        if number >= 0:
+            for name in ("what", "count", "answer"):
+                self.messages += 1
+                self.store.delete_key(f"{group.name}/{number}/{name}")
+
+    def _exchange(self, key: str, value: str) -> bytes:
+        """Set a key unless it is set, and return its value."""
+        self.messages += 1
+        return bytes(self.store.compare_set(key, "", value))
+
+    def _add(self, key: str) -> int:
+        self.messages += 1
+        return int(self.store.add(key, 1))
+
+    def _set(self, key: str, value: str) -> None:
+        self.messages += 1
+        self.store.set(key, value)
+
+    def _get(self, key: str) -> bytes:
+        self.messages += 1
+        return bytes(self.store.get(key))
+
+    def _is_there(self, key: str) -> bool:
+        self.messages += 1
+        return bool(self.store.check([key]))
+
+    def _comes(self, key: str, seconds: float) -> bool:
+        """Return whether a key is set within some time."""
+        # Not by `store.wait`: torch warns of each time that it takes longer.
+        until, pause = time.monotonic() + seconds, 1e-4
+        while not self._is_there(key):
+            if time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+        return True
+
+
+def _reason(chain: Sequence[int], places: Mapping[int, Mapping[str, Any]], last: str) -> str:
+    """Say why the first of some ranks, each of which waits for the next, will never come."""
+    links = [f"waits in group {places[rank]['group']} for rank {then}, which "
+             for rank, then in itertools.pairwise(chain)]  # fmt: skip
+    return "".join([*links, last])
+
+
+_lock = threading.Lock()
+_known: dict[str, Any] = {}
+_events: dict[str, int] = {}  # go on counting if the process group is made again
+
+
+def ranks(timeout: float) -> Ranks:
+    """Return the object through which this process communicates with the others.
+
+    Args:
+        timeout: the number of seconds to wait for others.
+    """
+    default = dist.group.WORLD
+    with _lock:
+        known: Ranks | None = _known.get("ranks")
+        if known is None or _known["group"] is not default:
+            store: Any = dist.distributed_c10d._get_default_store()
+            if hasattr(store, "clone"):
+                store = store.clone()  # whose connection nobody else has to wait for
+            store = dist.distributed_c10d.PrefixStore("bendtrace", store)
+            known = Ranks(store, dist.get_rank(), dist.get_world_size(), timeout, _events)
+            _known.update(ranks=known, group=default)
+        known.timeout = timeout
+    return known

@@ -1,0 +1,241 @@
+"""Dicts and sets in a model's state whose operations are ops, so that their content is not guarded.
+
+A dict that forward fills and looks numbers up in, such as a cache by length, is another one for
+each new number, and its keys are guarded. Where that happens again and again (`TraceTree`), a
+`Watching` object takes the place of the container while a run goes on. Each of its operations
+(`n in cache`, `cache[n] = table`, `seen.add(n)`) is recorded as one op, which each replay carries
+out on the container itself. Code may do nothing else with it (`hands_over`): who receives such an
+object may ask for its type. A method that is no such operation makes the run live, and the next
+ones guard the content again.
+
+The objects are of no subclass of `dict` or `set`: C would read their empty memory unseen, where
+`set(seen)` or `json` do not ask a subclass for its items.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from bendtrace.python.sites import PACKAGE, TRACER
+from bendtrace.tape.captured import (
+    PLAIN_TYPES,
+    Captured,
+    CaptureKind,
+    Keys,
+    is_as_copied,
+    is_exchangeable,
+    same_keys,
+)
+from bendtrace.tape.scalars import TRACED, TracedFloat, plain
+from bendtrace.tape.watchers import Watcher, current_watcher
+
+_KINDS = (CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE)
+_OF_DICTS = frozenset(
+    {
+        "__contains__", "__getitem__", "__setitem__", "__delitem__", "__len__", "get", "pop",
+        "setdefault", "clear",
+    }
+)  # fmt: skip
+# What is recorded, by the type of the container.
+_OPERATIONS: dict[type, frozenset[str]] = {
+    dict: _OF_DICTS,
+    collections.OrderedDict: _OF_DICTS | {"move_to_end", "popitem"},
+    collections.defaultdict: _OF_DICTS,
+    collections.Counter: _OF_DICTS,
+    set: frozenset({"__contains__", "__len__", "add", "discard", "remove", "clear"}),
+}
+_STORING = frozenset({"__setitem__", "setdefault", "add"})
+_FACTORIES = (None, int, float, bool)
+_FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "__dir__",
+    "__init_subclass__", "__subclasshook__", "__class_getitem__", "__getattribute__",
+    "__setattr__", "__delattr__", "__module__", "__dict__", "__weakref__"})  # fmt: skip
+
+
+def can_be_watched(part: Captured) -> bool:
+    """Return whether a part is a container whose operations can be ops."""
+    return part.kind in _KINDS and part.type in _OPERATIONS and is_exchangeable(part)
+
+
+def has_content(part: Captured, now: Any) -> bool:
+    """Return whether a container has the members, or the keys, that such a part had."""
+    if type(now) is not part.type:
+        return False
+    if part.kind is not CaptureKind.DICT:
+        return is_as_copied(part, now)
+    keys: Any = now
+    return isinstance(part.size, Keys) and same_keys(keys, part.size.items)
+
+
+def is_watchable(container: Any) -> bool:
+    """Return whether a container holds nothing that would run the user's code, or be changed."""
+    if getattr(container, "__dict__", None):
+        return False
+    if getattr(container, "default_factory", None) not in _FACTORIES:
+        return False
+    is_dict = isinstance(container, dict)
+    held = (*container.keys(), *container.values()) if is_dict else (*container,)
+    return all(map(_is_value, held))
+
+
+class Watching:
+    """Takes the place of a container of the state while a run is recorded.
+
+    Attributes:
+        original: the container.
+        is_misused: whether code has used it in a way that is no op.
+    """
+
+    __slots__ = ("is_misused", "original")
+
+    def __init__(self, original: Any) -> None:
+        self.original: Any = original
+        self.is_misused: bool = False
+
+
+def watching(container: Any) -> Watching:
+    """Return what takes the place of a container."""
+    kind: Any = type(container)
+    found: Watching = _watching_class(kind)(container)
+    return found
+
+
+@functools.cache
+def _watching_class(kind: Any) -> Any:
+    space: dict[str, Any] = {"__slots__": (), "__hash__": None}
+    for name in {*dir(kind)} - _FREE:
+        if name in _OPERATIONS[kind]:
+            space[name] = _operation(name)
+        else:
+            space[name] = _other(name) if callable(getattr(kind, name)) else _attribute(name)
+    space["__bool__"] = _truth
+    space["__class__"] = property(_shown_class)
+    return type(kind.__name__, (Watching,), space)
+
+
+def _shown_class(container: Watching) -> type:
+    """Show the model the class of the container; this library takes no such object apart."""
+    is_ours = sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
+    return type(container) if is_ours else type(container.original)
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., Any]:
+    """Return the function that replays call, with the container and what it is given."""
+
+    def operate(container: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(container, name)(*args, **kwargs)
+
+    operate.__name__ = operate.__qualname__ = name.strip("_")
+    return operate
+
+
+def _is_filled(container: Any) -> bool:
+    return bool(container)
+
+
+def _truth(container: Watching) -> bool:
+    frame = sys._getframe(1)
+    watcher = _watcher_of(frame)
+    if watcher is None or not watcher.holds(container):
+        return bool(_unseen(container, "__len__", (), {}, frame))
+    return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    function = _function(name)
+
+    def call(self: Watching, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        watcher = _watcher_of(frame)
+        if watcher is None:
+            return getattr(self.original, name)(*args, **kwargs)
+        # Another run, inside of the one that watches the container, does not know it.
+        if not watcher.holds(self) or not _can_be_given(name, (*args, *kwargs.values())):
+            return _unseen(self, name, args, kwargs, frame)
+        result = watcher.opaque_call(function, (self, *args), kwargs, frame)
+        if not _is_value(result) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
+            _report(self, name, frame)
+        return result
+
+    return call
+
+
+def _other(name: str) -> Callable[..., Any]:
+    def call(self: Watching, *args: Any, **kwargs: Any) -> Any:
+        return _unseen(self, name, args, kwargs, sys._getframe(1))
+
+    return call
+
+
+def _attribute(name: str) -> property:
+    def get(self: Watching) -> Any:
+        _report(self, name, sys._getframe(1))
+        return getattr(self.original, name)
+
+    return property(get)
+
+
+def _watcher_of(frame: FrameType) -> Watcher | None:
+    """Return who records what some code does; None for the recorder's own code."""
+    return None if frame.f_code.co_filename.startswith(TRACER) else current_watcher()
+
+
+def _unseen(
+    container: Watching, name: str, args: Any, kwargs: dict[str, Any], frame: FrameType
+) -> Any:
+    _report(container, name, frame)
+    return getattr(container.original, name)(*map(_plain, args), **_plain(kwargs))
+
+
+def _plain(value: Any) -> Any:
+    """Return what the container itself receives: no traced scalars, and no such objects."""
+    kind = type(value)
+    if issubclass(kind, Watching):
+        return value.original
+    if kind is tuple:
+        return tuple(map(_plain, value))
+    if kind is list:
+        value[:] = map(_plain, value)
+    elif kind is dict:
+        value.update({key: _plain(item) for key, item in value.items()})
+    return plain(value)
+
+
+def _report(container: Watching, name: str, frame: FrameType) -> None:
+    watcher = _watcher_of(frame)
+    if watcher is not None:
+        container.is_misused = True
+        kind = type(container.original).__name__
+        watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
+
+
+def _can_be_given(name: str, args: tuple[Any, ...]) -> bool:
+    keys, rest = args[:1], args[1:]
+    if not all(map(_is_key, keys)) or not all(map(_is_value, rest)):
+        return False
+    # A replay would store an equal tuple in place of a size.
+    return name not in _STORING or not any(type(one) is torch.Size for one in args)
+
+
+def _is_key(value: Any) -> bool:
+    """Return whether a value is found in a dict by what it is, and is the same in each replay."""
+    kind = type(value)
+    if kind is tuple or kind is torch.Size:
+        return all(map(_is_key, value))
+    return kind is not float and kind is not TracedFloat and (kind in PLAIN_TYPES or kind in TRACED)
+
+
+def _is_value(value: Any) -> bool:
+    kind = type(value)
+    if kind is torch.Tensor:
+        return not value.__dict__
+    if kind is tuple:
+        return all(map(_is_value, value))
+    return kind in PLAIN_TYPES or kind in TRACED

@@ -1,0 +1,631 @@
+"""The environment of a run: everything that it can read before it begins.
+
+They are scanned once and listed as flat parts, each reachable from its parent. From the list
+follow which tensors are inputs or state, what has to be guarded, and - comparing it with
+what is there after the run - what the run changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.python.usage import compares_identity, hands_over
+from bendtrace.python.versions import Depends
+from bendtrace.tape.captured import (
+    COPIED,
+    Access,
+    Added,
+    Captured,
+    CaptureKind,
+    Change,
+    content_of,
+    holds_number,
+    identical,
+    is_as_copied,
+    is_exchangeable,
+    is_told_by_identity,
+    put,
+)
+from bendtrace.tape.structure import cached_results, entries_of, flat
+from bendtrace.watch.code_facts import codes_in, other_names_in
+from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watching
+from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
+from bendtrace.watch.findings import Found, Places
+from bendtrace.watch.growing import (
+    READING,
+    access_name,
+    additions_to,
+    growing_in,
+    is_full,
+    is_users,
+    level_of,
+    owners_in,
+)
+from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
+from bendtrace.watch.provenance import is_finished, is_installed_file
+from bendtrace.watch.scan import Scan
+from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
+
+
+class Environment(Found):
+    """The parts that a run can read, found by scanning from its arguments and its callable.
+
+    Args:
+        function: the module or function to be run.
+        arguments: the bound arguments by name.
+        inserted: what else it runs, by name.
+        inputs: the labels of what is an input in the state: numbers (see `lift`), and containers
+            whose operations are ops.
+
+    Attributes:
+        is_repeated: whether all but the arguments was taken over from an earlier scan.
+        shared_memory: which tensor shares its memory with which array, after the run.
+        leaves_watched_objects: whether the run changed what is watched by content alone.
+        read_caches: what tensors the run took from which `functools.lru_cache`.
+        computed: how often the tracer itself had a cache of a computation filled.
+        filled_caches: the keys and results of caches after a run that added some.
+        lifted: the labels in the state that are inputs of the run.
+    """
+
+    places: Places
+    held: dict[int, dict[Any, Any]]
+    alone: list[Captured]
+    bare: list[Captured]
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        inserted: Mapping[str, Any] = types.MappingProxyType({}),
+        inputs: frozenset[str] = frozenset(),
+    ) -> None:
+        self.function: Callable[..., Any] = function
+        self.inserted: Mapping[str, Any] = inserted
+        self.is_repeated: bool = False
+        self.leaves_watched_objects: bool = False
+        self.shared_memory: set[tuple[Captured, Captured]] = set()
+        self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
+        self.computed: dict[functools._lru_cache_wrapper[Any], int] = {}
+        self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
+        self.lifted: frozenset[str] = frozenset()
+        self._placed: list[tuple[Captured, Any]] = []
+        self._containers_placed: list[tuple[Captured, Watching]] = []
+        self._stand_ins: dict[int, tuple[Any, Captured]] = {}
+        self._items: dict[int, list[Any]] = {}
+        # Neither a run around this one nor the class of a tensor may see what is asked here: it is
+        # not always the same that is asked.
+        with torch._C.DisableTorchFunction():
+            self._find(arguments, inputs)
+
+    def _find(self, arguments: dict[str, Any], inputs: frozenset[str]) -> None:
+        """List the parts, taken over from an earlier scan if there is one that is as good."""
+        earlier = None if self.inserted else latest_walk(self.function)
+        if earlier is not None:
+            scan = self._begin(arguments, earlier.plain_numbers)
+            if scan.is_untouched and earlier.repeat(self):
+                self.is_repeated = True
+                self._keep(earlier)
+        if not self.is_repeated:
+            plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
+            self._scan(arguments, plain_numbers)
+        if containers := self._containers(inputs):
+            self.is_repeated = False
+            self._scan(arguments, self.plain_numbers, None, containers)
+        for part in self.parts:
+            if part.kind is CaptureKind.ALIAS:
+                continue
+            if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
+                stand_in: Any = watching(part.value)
+                self._containers_placed.append((part, stand_in))
+            elif is_drawn_from(part.value):
+                stand_in = stand_in_for(part.value)
+            else:
+                continue
+            self._stand_ins[id(stand_in)] = stand_in, part
+        for part in self.parts:
+            if part.kind is CaptureKind.GROWING:
+                self._items[part.index] = list(part.value)
+
+    def _containers(self, labels: frozenset[str]) -> dict[int, Any]:
+        """Return the containers with some labels whose operations can be ops, by identity.
+
+        Code that asks for exact types would see what takes their place, and so might code that does
+        not name them. Code that tests identities might find a tensor in two places.
+        """
+        found = [part for part in self.parts if part.label in labels and can_be_watched(part)]
+        if not found or self.plain_numbers or self.tells_numbers or self.computes:
+            return {}
+        if self._compares_tensors() or not self.names.isdisjoint(READING):
+            return {}
+        named = {id(part.value.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
+        owners = owners_in(self)
+        read = {name for one in self.functions for name in other_names_in(one)}
+        return {
+            id(part.value): part.value
+            for part in found
+            if id(part.value) not in named
+            and access_name(part) not in read
+            and is_watchable(part.value)
+            and is_users(part, owners, self)
+            and not self._is_handed_over(
+                part, (code for one in self.functions for code in codes_in(one.__code__))
+            )
+        }
+
+    @staticmethod
+    def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
+        name, level = access_name(part), level_of(part)
+        return any(
+            hands_over(code, name, level)
+            for code in codes
+            if (code.co_filename, code.co_name) not in _OF_DATACLASSES
+        )
+
+    def look_at_containers(self, codes: Iterable[types.CodeType]) -> None:
+        """Note which containers code has handed over that the search for uses did not find."""
+        for part, one in self._containers_placed:
+            if not one.is_misused and self._is_handed_over(part, codes):
+                one.is_misused = True
+                label = part.label
+                self.block(f"the run does more with {label} than operations on it", label)
+
+    def _compares_tensors(self) -> bool:
+        """Return whether code tests whether two objects, not two classes, are one."""
+        if not self.compares_identity or self.tells_identity:
+            return self.compares_identity
+        codes = (one.__code__ for one in self.functions if not is_finished(one))
+        return any(
+            compares_identity(code)
+            for code in codes
+            # What `dataclass` makes compares classes, and arguments with a mark of its own. With a
+            # container it only does what the container's methods see.
+            if (code.co_filename, code.co_name) not in _OF_DATACLASSES
+        )
+
+    def misused(self) -> frozenset[str]:
+        """Return the labels of containers that the run has used in a way that is no op."""
+        return frozenset(part.label for part, one in self._containers_placed if one.is_misused)
+
+    def _scan(
+        self,
+        arguments: dict[str, Any],
+        plain_numbers: bool,
+        growing: dict[int, Any] | None = None,
+        containers: dict[int, Any] | None = None,
+    ) -> None:
+        scan = self._begin(arguments, plain_numbers)
+        self.growing: dict[int, Any] = growing or {}
+        self.watched_containers: dict[int, Any] = containers or {}
+        is_repeatable = scan.is_untouched and not containers
+        first, helpers = len(self.parts), tuple(self.helpers)
+        scan.scan_model()
+        if self.tells_numbers and not plain_numbers:  # which names alone did not show
+            self._scan(arguments, True)  # where no operation is an op
+            return
+        found = growing_in(self) if growing is None else growing
+        if growing is None and found:
+            self._scan(arguments, plain_numbers, found, containers)
+            return
+        if growing and growing_in(self).keys() != growing.keys():
+            self._scan(arguments, plain_numbers, {}, containers)
+            return
+        self.places = Places(self.parts, self.held)
+        self.contents = self.places.read()
+        self.bare, self.alone = [], []
+        self._sort_out(self.parts)
+        if is_repeatable and scan.notes.is_steady:
+            scanned = CachedScan(self, scan.notes, first, helpers)
+            if scanned.is_usable and not self.inserted:
+                self._keep(scanned)
+                remember(self.function, scanned)
+
+    def _begin(self, arguments: dict[str, Any], plain_numbers: bool) -> Scan:
+        """List the arguments, and nothing else."""
+        super().__init__(self.function, plain_numbers)
+        scan = Scan(self)
+        scan.scan_arguments(arguments)
+        self.arguments: list[Captured] = [part for part in self.parts if part.is_argument]
+        self._sort_out(self.parts)
+        return scan
+
+    def _keep(self, scanned: CachedScan) -> None:
+        """Keep a scan, which lives as long as somebody has it."""
+        # In a function: it is nothing to be copied, or looked through, with a run.
+        self._kept = lambda: scanned
+
+    @functools.cached_property
+    def compares_identity(self) -> bool:
+        """Return whether code of the user's tests whether two objects are one."""
+        return self.tells_identity or any(
+            compares_identity(one.__code__)
+            for one in self.functions
+            if not is_installed_file(one.__code__.co_filename)
+        )
+
+    @functools.cached_property
+    def owned(self) -> Owned:
+        """Tells whether the model holds a tensor; to be asked for before `release`."""
+        return Owned(self.parts)
+
+    @functools.cached_property
+    def nested_codes(self) -> frozenset[types.CodeType]:
+        """The code of functions that code of the model may make."""
+        made = (
+            inner
+            for one in self.functions
+            for inner in codes_in(one.__code__)
+            if inner is not one.__code__
+        )
+        return frozenset(made)
+
+    def find_cached(self, tensor: torch.Tensor) -> Captured | None:
+        """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
+        for label, cache, *_ in self.caches:
+            if any(kept is tensor for kept in cached_results(cache)):
+                known = len(self.parts)
+                Scan(self).scan_late(tensor, f"{label}(...)")
+                self._sort_out(self.parts[known:])
+                self.read_caches.append((cache, tensor))
+                return self.by_id[id(tensor)]
+        return None
+
+    def sees_more_than(self, other: Environment) -> bool:
+        """Return whether this run could read more than an earlier run of its program.
+
+        The program checks what its first run could read. It tolerates new results in a cache, and
+        says nothing about them; those that its own runs have put there are what these computed.
+        It says nothing, either, about what a function reads that only later runs have shown.
+
+        Args:
+            other: the environment of the program's first run.
+        """
+        if any(id(tensor) not in other.by_id for _, tensor in self.read_caches):
+            return True
+        if self.cached is other.cached:  # of one scan
+            return False
+        known_code = {one.__code__ for one in other.functions}
+        if not all(one.__code__ in known_code for one in self.functions):
+            return True
+        for cache, entries in self.cached.items():
+            known = dict(other.filled_caches.get(cache, ()))
+            known.update(other.cached.get(cache, ()))
+            if not all(key in known and identical(known[key], one) for key, one in entries):
+                return True
+        return False
+
+    def ties_more_than(self, other: Environment) -> bool:
+        """Return whether something is one and the same object here that was two in an earlier run.
+
+        Operations do not tell the difference, but a run that goes on from there might take one
+        for the other.
+        """
+        return not self._ties().issubset(other._ties())
+
+    def _ties(self) -> set[tuple[str, str]]:
+        return {
+            (part.label, part.value.label) for part in self.parts if part.kind is CaptureKind.ALIAS
+        }
+
+    def find(self, thing: Any) -> Captured | None:
+        """Return the part that `thing` is, or stands for; None if the run did not begin with it."""
+        part = super().find(thing)
+        if part is None and id(thing) in self._stand_ins:
+            part = self._stand_ins[id(thing)][1]
+        return part
+
+    def label_of(self, thing: Any) -> str:
+        """Return the label of the part that `thing` is; "" if the run did not begin with it."""
+        part = self.find(thing)
+        return "" if part is None else part.label
+
+    def things(self) -> dict[int, Any]:
+        """Return the objects that the run could read, by identity."""
+        found = {key: part.value for key, part in self.by_id.items()}
+        found.update((key, part.value) for key, (_, part) in self._stand_ins.items())
+        return found
+
+    def given_by_identity(self) -> dict[int, Captured]:
+        """Return the arguments, and parts of them, that Python compares by their identity."""
+        return {
+            id(part.value): part
+            for part in self.parts
+            if part.is_argument
+            and part.kind is CaptureKind.OBJECT
+            and is_told_by_identity(part.type)
+        }
+
+    def held_as_given(self) -> Iterator[str]:
+        """Yield a reason for each argument that the model finds by its identity."""
+        given = self.given_by_identity()
+        found = [one for one in self.members if id(one) in given] if given else []
+        for _, cache, info, _ in self.caches:
+            if given and cache.cache_info() != info:
+                found += [
+                    one for key, _ in entries_of(cache) for one in flat(key) if id(one) in given
+                ]
+        for one in found:
+            label = given[id(one)].label
+            yield f"{label} is found in a dict, a set or a cache by its identity"
+
+    def misses(self) -> Iterator[tuple[str, functools._lru_cache_wrapper[Any], bool]]:
+        """Yield each `functools.lru_cache` that the run put something into.
+
+        With it come the reason not to replay the run, and whether the cache had no entries before.
+        """
+        for label, cache, info, was_empty in self.caches:
+            if cache.cache_info().misses != info.misses + self.computed.get(cache, 0):
+                reason = f"the run fills the cache of {label} (see {self.place_of(label)})"
+                yield reason, cache, was_empty
+
+    def _sort_out(self, parts: list[Captured]) -> None:
+        """Separate values that may change by themselves from tensors without own attributes."""
+        held, taken = self.held, self.places.taken
+        for part in parts:
+            if part.index in held and part.index not in taken:
+                is_bare = part.type in _TENSORS and not held[part.index]
+                (self.bare if is_bare else self.alone).append(part)
+            elif part.kind in COPIED:
+                self.alone.append(part)
+
+    def changes(self, is_over: bool = True) -> Iterator[Change]:
+        """Yield the differences since the parts were listed.
+
+        Args:
+            is_over: whether the run is over, so that what a replay could not do blocks it.
+        """
+        for hooks, (holder, table, items) in zip(self.hook_dicts, self.hook_tables, strict=True):
+            if (hooks or items) and tuple(hooks.items()) != items:
+                name = table[1:]
+                kind = name.replace("_", " ")
+                self.block(
+                    f"the run puts {kind} on {holder}, or removes some", f"register_{name[:-1]}"
+                )
+        for space, names in self.missing.values():
+            if not space.keys().isdisjoint(names):
+                self._blocks_made(space, names)
+        for owner, known in self.namespaces.values():
+            made = set(owner) - set(known)
+            if len(owner) != len(known) and not (
+                # An empty one is made by whoever asks a class for it, `inspect` for example.
+                made == {"__annotations__"} and owner["__annotations__"] == {}
+            ):
+                self._blocks_made(owner, made)
+        before = self.held
+        now = self.places.read()
+        if now is not None and self.contents is not None and now.same_as(self.contents):
+            parts = self.alone
+            if any(map(_own_attributes, (part.value for part in self.bare))):
+                parts = sorted((*parts, *self.bare), key=lambda part: part.index)
+        else:
+            parts = self.parts
+            if self.contents is not None:
+                before = before | self.places.before(self.contents)
+        for part in parts:
+            yield from self._changes_of(part, before.get(part.index), is_over)
+        for index, listed in self._items.items():
+            part = self.parts[index]
+            added = additions_to(listed, part.value)
+            if added is None:
+                # A deque gets full once, and is compared with what it held from then on.
+                self.leaves_watched_objects |= is_full(part.value)
+                self.block(f"the run does more with {part.label} than add to it", "")
+            elif added:
+                yield Change(part, Added.ITEMS, added)
+        if not self.watched_objects.same():
+            self.leaves_watched_objects = True
+            for label in dict.fromkeys(self.watched_objects.changed()):
+                self.block(f"the run changes {label}, which a replay could not", label)
+
+    def _blocks_made(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Note that the run made a global, or an attribute of a class, which the next one finds."""
+        self.leaves_watched_objects = True
+        for name in sorted(name for name in names if name in space):
+            self.block(f"the run makes {name}, which was not there", name)
+
+    def changes_so_far(self) -> list[Change] | None:
+        """Return the changes of a run in progress; None if they cannot be followed."""
+        kept, left = list(self.blockers), self.leaves_watched_objects
+        try:
+            found = list(self.changes(is_over=False))
+            return found if self.blockers == kept and self.leaves_watched_objects == left else None
+        finally:
+            self.blockers[:], self.leaves_watched_objects = kept, left
+
+    def _changes_of(
+        self, part: Captured, before: dict[Any, Any] | None, is_over: bool
+    ) -> Iterator[Change]:
+        if part.kind in COPIED and not is_as_copied(part, part.value):
+            self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
+        if before is None:
+            return
+        now = content_of(part, before)
+        if part.kind is CaptureKind.IDENTITY and not isinstance(part.value, dict):
+            for key, value in before.items():
+                is_cell = isinstance(part.value, types.CellType)
+                if now.get(key) is not value and (is_cell or not is_over):
+                    yield Change(part, key, now.get(key))  # the run may well change it back
+                elif now.get(key) is not value:
+                    if isinstance(part.value, types.MappingProxyType):
+                        self.leaves_watched_objects = True  # perhaps only the first run does
+                    self.block(f"the run changes {key} of {part.label}", key)
+            return
+        if part.kind is not CaptureKind.IDENTITY and not _in_one_order(before, now):
+            written = [key for key in before if key in now]
+            written += [key for key in now if key not in before]
+            if not _in_one_order(written, now):  # as a replay would leave them
+                self.block(f"the run changes the order of {part.label}", part.label)
+        if part.kind is CaptureKind.LIST and len(before) != len(now):
+            yield Change(part, None, list(part.value))
+            return
+        for key, value in now.items():
+            if key not in before or before[key] is not value:
+                yield Change(part, key, value)
+        for key in before:
+            if key not in now:
+                yield Change(part, key, None, deleted=True)
+
+    def lift(self, labels: frozenset[str]) -> list[Captured]:
+        """Return the parts that are numbers with some labels, which the run takes as inputs.
+
+        Code that asks for the exact type of a number takes none. Nor can a number be an input that
+        only a descriptor or an object of C holds, or a tuple that has two places.
+        """
+        found: list[Captured] = []
+        if labels and not (self.plain_numbers or self.tells_numbers):
+            named = {id(part.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
+            for part in self.parts:
+                if part.label not in labels or not holds_number(part):
+                    continue
+                if named.isdisjoint(map(id, _tuples_around(part))):
+                    found.append(replace(part, kind=CaptureKind.NUMBER))
+        for part in found:  # others may have the part itself
+            self.parts[part.index] = part
+        self.lifted = frozenset(part.label for part in found)
+        self.lifted |= {part.label for part, _ in self._containers_placed}
+        return found
+
+    def stand_in(self, thing: Any) -> Any:
+        """Return what a run receives in place of something that is watched, or the thing itself."""
+        return next((one for one, part in self._stand_ins.values() if part.value is thing), thing)
+
+    def place_watched(self) -> None:
+        """Replace generators of numpy, and containers, by objects that are watched."""
+        holders: list[tuple[Captured, Any]] = []
+        for part in self.parts if self._stand_ins else ():
+            stand_in = self.stand_in(_thing_of(part))
+            if stand_in is _thing_of(part) or not is_exchangeable(part):
+                continue
+            # The functions of these modules are exchanged by intercepts, for all threads.
+            if part.parent is not None and not is_module_of_draws(part.parent.value):
+                holders.append((part, stand_in))
+        self.place(holders)
+
+    def place(self, stand_ins: list[tuple[Captured, Any]]) -> None:
+        """Replace numbers by traced ones while the run goes on."""
+        tuples: dict[int, tuple[Any, ...]] = {}
+        for part, stand_in in stand_ins:
+            assert part.parent is not None
+            while (holder := part.parent) is not None and holder.type is tuple:
+                items = [*tuples.get(holder.index, holder.value)]
+                items[part.key] = stand_in
+                part, stand_in = holder, tuple(items)
+                tuples[holder.index] = stand_in
+            assert part.parent is not None
+            self._placed.append((part, stand_in))
+            put(part.parent.value, part.key, stand_in)
+            if part.parent.index not in self.places.taken:
+                held = self.held[part.parent.index]
+                self.held[part.parent.index] = {**held, part.key: stand_in}
+        if stand_ins:
+            self.contents = self.places.read()
+
+    def put_back(self) -> None:
+        """Put numbers back that the run has not replaced."""
+        for part, stand_in in self._placed:
+            assert part.parent is not None
+            with suppress(LookupError, AttributeError):
+                if part.read_from(part.parent.value) is stand_in:
+                    put(part.parent.value, part.key, _thing_of(part))
+        self._placed.clear()
+
+    def release(self) -> None:
+        """Let go of tensors and contents once the run is over."""
+        if self.compares_identity:
+            _ = self.owned
+        self.held, self.contents, self.places = {}, None, Places((), {})
+        self._items.clear()
+        self.growing = {}
+        self.depends: Depends = Depends()
+        for part in self.own:
+            if part.kind in _LET_GO and part.access is not Access.FIXED:
+                part.value = None
+        self.by_id.clear()
+
+
+def _tuples_around(part: Captured) -> Iterator[Captured]:
+    while part.parent is not None and part.parent.type is tuple:
+        part = part.parent
+        yield part
+
+
+def _thing_of(part: Captured) -> Any:
+    """Return the object that a part, or one that another name of it stands for, is."""
+    return part.value.value if part.kind is CaptureKind.ALIAS else part.value
+
+
+def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
+    """Return whether the keys of a dict are those that they were, in that order."""
+    try:
+        return list(before) == list(now)
+    except RuntimeError:  # tensors, which are compared item by item
+        return [*map(id, before)] == [*map(id, now)]
+
+
+_OF_DATACLASSES = {("<string>", name) for name in ("__eq__", "__init__", "__repr__")}
+_WORDS = {
+    CaptureKind.SET: "the set {}",
+    CaptureKind.LARGE: "{}, which is too large to watch",
+    CaptureKind.ARRAY: "the array {}",
+}
+_TENSORS = (torch.Tensor, nn.Parameter)
+_LET_GO = (
+    CaptureKind.GROWING,
+    CaptureKind.TENSOR,
+    CaptureKind.LIST,
+    CaptureKind.TUPLE,
+    CaptureKind.DICT,
+    CaptureKind.OBJECT,
+)
+_own_attributes = attrgetter("__dict__")
+
+
+# Telling whether a tensor is one that a model holds.
+
+
+class Owned:
+    """Tells whether a tensor is one that the code of a model may compare others to.
+
+    A guard on what an insertion returns: the code sees whether it is a tensor that the model
+    holds, and Python reports no such test.
+
+    Args:
+        parts: what the model can read.
+    """
+
+    __name__ = "owned"
+
+    def __init__(self, parts: Iterable[Captured]) -> None:
+        # By their types: a proxy is no object that a weak reference can be made to.
+        values: list[Any] = [part.value for part in parts if not part.is_argument]
+        self._tensors = [weakref.ref(one) for one in values if issubclass(type(one), Tensor)]
+        self._modules = [weakref.ref(one) for one in values if issubclass(type(one), nn.Module)]
+
+    def __call__(self, tensor: Tensor, *others: Tensor) -> bool:
+        """Return whether the model holds a tensor, or it is one of others."""
+        return (
+            any(one is tensor for one in others)
+            or any(ref() is tensor for ref in self._tensors)
+            or any(
+                one is tensor
+                for ref in self._modules
+                if (module := ref()) is not None
+                for held in (module._parameters, module._buffers, vars(module))
+                for one in held.values()
+            )
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Owned)
+
+    def __hash__(self) -> int:
+        return hash(Owned)
