@@ -25,7 +25,7 @@ RETIRED_FILES = {
     "settled", "stamps", "stand_in", "still", "surroundings", "unseen", "walk", "walked", "world",
     "_later",
 }  # fmt: skip
-ELSEWHERE = {"Part": "workflows"}  # a part of an activation
+ELSEWHERE = {"Part": "research"}  # a part of an activation
 # A docstring is a sentence with a subject that acts, or a noun: it defines nothing by a question.
 DEFINES_BY_A_QUESTION = re.compile(r"(What|Whether|Which|How)\b")
 RETIRED_PHRASES = re.compile(
