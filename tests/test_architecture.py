@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.documents import ROOT
 
 PACKAGE = ROOT / "bendtrace"
@@ -66,3 +68,21 @@ def test_the_map_has_every_unit_once() -> None:
     there = {unit_of(path) for path in FILES} - {"__init__.py"}
     assert sorted(unit.strip("/") for unit in units) == sorted(there)
     assert all((PACKAGE / unit).is_dir() == unit.endswith("/") for unit in units)
+
+
+ROOMS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", [PACKAGE, *ROOMS], ids=lambda room: room.name)
+def test_the_files_that_a_description_names_are_there(room: Path) -> None:
+    text = PAGE if room == PACKAGE else (room / "__init__.py").read_text("utf-8")
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert named or room.name == "compat"  # has names of other libraries
+    places = [room, PACKAGE, ROOT]
+    if room == PACKAGE:
+        places += ROOMS  # a row of the map names the files of its room
+    assert [name for name in sorted(named) if not any((p / name).exists() for p in places)] == []
+
+
+def test_there_are_twelve_rooms() -> None:
+    assert len(ROOMS) <= 12

@@ -5,6 +5,6 @@ it gives an equivalent, or switches off what needs it. `tests/test_internals.py`
 that read such names in another way, and runs models without each of them.
 
 At the first trace of a process, `probes.py` checks that Python and torch behave as all of this
-assumes: it reads snippets, and records the tiny models of `probed.py`. Features that fail the
+assumes: it reads snippets, and records the tiny models of `record/probed.py`. Features that fail the
 check are switched off in `features.py`.
 """
