@@ -30,7 +30,8 @@ which variables are still read), everything that can be reached from them, every
 has changed, and the values that an insertion around them still holds. Whether an op raises is
 also a question (`Test.RAISED`), where the model could go on after the error. If a state cannot be
 read, its key is the path that led to it, and its holes are all values so far: it equals only
-itself. `record/states.py` also says when C code in progress may hold something that no frame shows.
+itself. `record/states.py` also says when C code in progress may hold something that no frame
+shows.
 
 `SegmentWriter` writes the ops between two states. A segment receives a list of the values that
 its state can still reach, its *holes*. It frees each value after its last use, and returns a

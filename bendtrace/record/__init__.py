@@ -7,8 +7,8 @@ values, the `Environment`. Then it calls the model under a `Recorder`, a `TorchF
 model's own Python runs on real tensors. The recorder sees each call of a torch function, and
 appends an `Op` to the `Tape` (`writer.py`). An op holds the function, its arguments with tensors
 replaced by references to the ops that produced them (`values.py`, `encoding.py`), its place in
-the source (`python/sites.py`), the module call around it (`scopes.py`, which reads in the source by
-which of its names a module is called), and the grad and autocast state (`tape/contexts.py`).
+the source (`python/sites.py`), the module call around it (`scopes.py`, which reads in the source
+by which of its names a module is called), and the grad and autocast state (`tape/contexts.py`).
 
 Several objects share this work, one for each of these aspects. Most ops are ordinary: a torch
 function that writes to nothing (`watch/functions.py` reads that from its schemas) receives
