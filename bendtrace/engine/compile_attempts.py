@@ -135,9 +135,12 @@ class CompiledFunction:
         """
         assert self._function is not None
         grad = torch.is_grad_enabled()
+        static = [] if found is not None else [v for v in given if not is_marked_static(v)]
         try:
             result = self._function(*given) if found is None else found.call(given)
         finally:
+            for value in static:
+                value.__dict__.pop(_STATIC, None)
             if torch.is_grad_enabled() != grad:
                 torch._C._set_grad_enabled(grad)
             if grad:  # what is kept for the backward pass is marked too
@@ -289,6 +292,11 @@ def unmark(values: Iterable[Any]) -> None:
             value.__dict__.pop(_MARK, None)
 
 
+def is_marked_static(value: Any) -> bool:
+    """Whether a value has the mark that torch.compile leaves on parameters, or can have none."""
+    return not isinstance(value, Tensor) or _STATIC in value.__dict__
+
+
 def now(arguments: Iterable[Any]) -> float:
     """Return the time; if arguments are on a GPU, wait for the GPU first."""
     if any(isinstance(value, Tensor) and value.is_cuda for value in arguments):
@@ -296,8 +304,11 @@ def now(arguments: Iterable[Any]) -> float:
     return time.perf_counter()
 
 
-# Set on results, seen in torch 2.13 to 2.15; test_compiled.py would notice another name.
+# Set on results and on parameters, which a model may return; seen in torch 2.13 to 2.15. The tests
+# of compiled programs compare what is on tensors, and would notice another name. Torch reads the
+# second one only while it compiles, and users set it with `mark_static_address`.
 _MARK = "_dynamo_propagated_dynamic_indices"
+_STATIC = "_dynamo_static_input_type"
 _LINE = re.compile(r'File "<bendtrace [^>]*>", line (\d+)')
 _ADVICE = (
     "its ops are replayed. They can be compiled if the number stays in a tensor, for instance "

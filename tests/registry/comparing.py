@@ -39,10 +39,6 @@ FAULTS = {
         "inserted, backward",
         "facts.a_version_that_is_incremented",
     ): "torch's own error, in the backward pass, names the alias in place of the tensor",
-    (
-        "compiled",
-        "guarded.type, dtype, device, layout, number of dimensions, `requires_grad`-1",
-    ): "torch.compile leaves an attribute on a parameter that is an argument",
     **{
         (mode, "sequences.a_subclass_that_counts_what_it_is_asked"): "it is asked for copies of it"
         for mode in ("saved", "saved gradients", "stepped")
