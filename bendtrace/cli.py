@@ -546,7 +546,7 @@ def _near(name: str, known: Iterable[str], own: Sequence[str] = ()) -> str:
 
 # Errors raised by the user's own code, and the user's part of their tracebacks.
 
-_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _IMPORTLIB = os.path.dirname(importlib.__file__) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bendtrace.insert.beside import AS_ONE
+from bendtrace.python.sites import MACHINERY
 from tests.documents import ROOT
 
 PACKAGE = ROOT / "bendtrace"
@@ -86,3 +88,7 @@ def test_the_files_that_a_description_names_are_there(room: Path) -> None:
 
 def test_there_are_twelve_rooms() -> None:
     assert len(ROOMS) <= 12
+
+
+def test_the_places_by_which_frames_are_told_apart_are_there() -> None:
+    assert [place for place in (*MACHINERY, *AS_ONE) if not Path(place).exists()] == []

@@ -48,9 +48,9 @@ _PLAIN_FORMS = frozenset({"after", "observes", "permits"})
 # Modules that call their parts by one fused function, unless somebody looks.
 _FUSED = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 # Code that calls other code as one op, and that calls it once more in the backward pass.
-_AS_ONE = (
+AS_ONE = (
     *(os.path.join(TORCH, name, "") for name in ("autograd", "_functorch", "_higher_order_ops")),
-    os.path.join(PACKAGE, "torch_rules", ""),
+    os.path.join(PACKAGE, "watch", ""),
 )
 _RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
 _NOT_OF_MODELS = (TORCH, PACKAGE)
@@ -257,7 +257,7 @@ class _Place:
         self.spot: Spot = spot
         self.gate: AfterGate | None = None
         files = [one.code.co_filename for one in frames]
-        self.is_inside: bool = any(file.startswith(_AS_ONE) for file in files)
+        self.is_inside: bool = any(file.startswith(AS_ONE) for file in files)
         self.is_recomputed: bool = _RECOMPUTES in files and not self.is_inside
 
     def is_at(self, frame: FrameType | None, run: _Run) -> bool:

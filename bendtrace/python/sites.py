@@ -27,18 +27,13 @@ from bendtrace.python.places import full_place_text
 
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # The folders whose code runs while a model is recorded.
-TRACER = tuple(
-    os.path.join(PACKAGE, name, "")
-    for name in ("environment", "recording", "source", "tape", "torch_rules")
-)
+TRACER = tuple(os.path.join(PACKAGE, name, "") for name in ("python", "record", "tape", "watch"))
 # What runs around the model's own code, and holds no values but those that it says.
 MACHINERY = (
     *TRACER,
-    os.path.join(PACKAGE, "interject", ""),
-    *(
-        os.path.join(PACKAGE, f"{name}.py")
-        for name in ("dispatcher", "hooks", "module", "module_proxy", "_trace")
-    ),
+    os.path.join(PACKAGE, "insert", ""),
+    os.path.join(PACKAGE, "engine", "dispatcher.py"),
+    *(os.path.join(PACKAGE, f"{name}.py") for name in ("hooks", "module", "_trace")),
 )
 TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
