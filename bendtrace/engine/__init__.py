@@ -12,7 +12,7 @@ whole runs and segments, `suffix.py` for the rest of a run from given values, an
 compared as a whole (`global_state.py`). Attributes of the model are checked by the versions of
 the dicts that hold them (`python/versions.py`). `check.py` decides for which captured values this
 suffices, and `check.py` generates the checks of the others, and the checks that two names are one
-object. In CPython 3.11 all of this is checked at once: `python/memory_words.py` probes where
+object. In CPython 3.11 all of this is checked in one step: `python/versions.py` probes where
 objects have the words of memory that differ after a change (the version of a dict, the class of
 an object, the code of a function), and numpy reads them in one go. Only if a word differs do the
 checks themselves run (`ask` in the generated code; `ask_attributes`, if a call has only assigned
@@ -38,7 +38,7 @@ its state can still reach, its *holes*. It frees each value after its last use, 
 `Departure` with the holes of the state at its end. Across segments, an `Hold` keeps autocast's
 cache of cast weights, which would otherwise be cleared where the model's own blocks end: a weight
 that was cast twice would have different gradients. A replay changes objects at its end. A cache
-that is extended with `torch.cat` is replaced at once, and cut out of the longer one if need be
+that is extended with `torch.cat` is replaced then, and cut out of the longer one if need be
 (`growing.py`). Each piece of a run counts the calls that took it, from question to question, for
 the tree and for coverage. When a graph has eight pieces, the counters of its `while` loops are
 lifted (`record/varying.py`): the ops that compute them are on the tape (`Tape.counters`), but are
@@ -69,7 +69,7 @@ the graph is given up.
 
 Reading a state below many frames takes as long as some hundred ops. So a resumed run reads states
 up to the first known one. From there on, as long as its answers are known, its states are those
-that follow in the graph (`following.py`).
+that follow in the graph (`program.py`).
 
 Reading states takes time, and most first runs are never left. So a first run with nothing
 inserted reads only few states, and those only until the first op that must not be carried out
@@ -104,14 +104,14 @@ paths.
 
 `speculation.py` implements `BendedModule(backend=...)`. It decides which path to compile, and
 which one a call tries before it uses the tree. `compiled_path.py` is one such path: the call
-checks its program's input guards, runs it, and then tests all its data guards at once. If a guard
-does not hold, the call drops the result. Before a path is compiled, `compile_probing.py` reads
-from the tape what forbids it, and runs it op by op under a dispatch mode, which uses the schemas
-of torch's operators to see what is written to and what is random. `compiled_path.py` writes the
-path as one function that `torch.compile` takes whole, with the values that guards test kept as
-tensors. `Extents` says in which masks value-dependent sizes were counted. A graph whose results
-differ from those of a replay is not used. `compile_attempts.py` calls a graph directly once
-torch.compile's guards have accepted it. It keeps apart what depends on which inputs, where a
+checks its program's input guards, runs it, and then tests all its data guards together. If a
+guard does not hold, the call drops the result. Before a path is compiled, `compile_probing.py`
+reads from the tape what forbids it, and runs it op by op under a dispatch mode, which uses the
+schemas of torch's operators to see what is written to and what is random. `compiled_path.py`
+writes the path as one function that `torch.compile` takes whole, with the values that guards test
+kept as tensors. `Extents` says in which masks value-dependent sizes were counted. A graph whose
+results differ from those of a replay is not used. `compile_attempts.py` calls a graph directly
+once torch.compile's guards have accepted it. It keeps apart what depends on which inputs, where a
 graph would give gradients of zero and the model none. `speculation.py` also compiles the code
 between two questions, for calls that combine segments in new ways: it writes segments that call a
 compiled *body* in place of the ops, and fall back to the ops. Paths and bodies share the
@@ -122,5 +122,7 @@ keeps what inductor compiles for other processes.
 Insertions take part by *splices* (`splices.py`): functions of tensors in place of the gates of a
 path, and values that the graph returns. `insert/compiling.py` makes them. It asks each insertion
 of a path for its *effect* (`insert/interjection.py`), and `insert/purity.py` finds the effects of
-the user's functions.
+the user's functions. What was read for that is kept as `Facts` (`insert/facts.py`): as long as
+they hold, no insertion is asked again. Observers are called after the run; `insert/handing.py`
+says which values they may keep without copying them.
 """

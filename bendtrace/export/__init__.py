@@ -7,7 +7,7 @@ and `machine.py` lays them over each other by these states: questions with their
 `View` finds where the sides of a question meet again (post-dominators) and which questions a loop
 repeats (natural loops). `writer.py` writes that as one function of tensors in which a question is
 `cond` and a loop `while_loop`, both of which are given all that they use. `ops.py` writes the ops
-of a segment; numbers that come out of tensors stay tensors (`values.py`). Sizes that values
+of a segment; numbers that come out of tensors stay tensors (`machine.py`). Sizes that values
 decide are passed on as tensors as well (`exporting.py`): so a round of a loop can change them,
 and a side requires of them only what holds there. What a side writes to is copied before, and no
 two operands share memory. A *flag* says that a call came to a side that nobody has seen.

@@ -3,7 +3,7 @@
 Insertions in a `BendedModule` become ops of the tape, *gates* (`gates.py`): before a node, after
 it, in its place, or at a parameter. While a run is recorded, an *inserter* is asked at each
 module call and op (`tape/watchers.py` defines what it may do, and `inserter.py` is the only one).
-`LiveNames` (`log/nodes.py`) gives it the node path at once. This is the path that the tree of
+`LiveNames` (`log/nodes.py`) gives it the node path immediately. This is the path that the tree of
 paths will have afterwards, because both use one registry by place in the source. A gate holds no
 user code: it asks the `Plan` of the call (`plan.py`) what to call, so that a trace works for any
 insertion at its places. `engine/dispatcher.py` keeps one trace tree for each set of places. For
@@ -24,9 +24,9 @@ does the same, but its first gate becomes an op if it cannot be spliced.
 
 `where.py` resolves what people pass as a place. `log/names.py` resolves a string in one run, also
 for logs, and `resolver.py` in all runs of a model. Every entry point uses these two, so that a
-name selects the same node everywhere. `registry.py` keeps the insertions in order, and
-`knowledge.py` looks names up in the recorded runs. If there are none, `registry.py` also resolves
-names while the first call is recorded: the inserter reports each node. `insertion.py` counts, and
+name selects the same node everywhere. `registry.py` keeps the insertions in order; `Knowledge`
+(`resolver.py`) holds the recorded runs. If there are none, `registry.py` also resolves names
+while the first call is recorded: the inserter reports each node. `insertion.py` counts, and
 `selectors/source.py` finds the decision that led a run past a node. `structure.py` takes values
 apart into tensors and numbers, and puts them together again. `inserter.py` also replaces
 parameters, and knows which functions work in place. `gradients.py` gives a node aliases of its

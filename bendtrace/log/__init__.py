@@ -6,9 +6,9 @@ belong to it (`Recording.view`): the names of nodes (`record/names.py`), the flo
 from the syntax tree (`python/statements.py`), and iterations from the order of the records
 (`record/iterations.py`). Views that depend on the model and the registry of node names belong to
 a `Run` (`run.py`): the networkx mirror (`mirror.py`), the tree of node paths (`path_tree.py`),
-the nodes as selectors see them (`candidates.py`), the log (`building.py`) and the meaning of
+the nodes as selectors see them (`path_views.py`), the log (`building.py`) and the meaning of
 strings in the run (`names.py`). A `Trace` has one `Run`; a `BendedModule` keeps one for each
-recording (`insert/knowledge.py`).
+recording (`insert/resolver.py`).
 
 A trace is also a *log*. `building.py` reads the tape once and creates a `LayerEntry` for each
 value and a `ModuleEntry` for each module call. These are plain data that refer to each other by

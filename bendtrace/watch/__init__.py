@@ -26,7 +26,7 @@ What the mode does not see is intercepted at a few entry points (`intercepts.py`
 replaced while at least one run is recorded, and restored afterwards. Among them are module calls,
 `autograd.Function`, scripted functions, the transforms of functorch, seeding, threads, modes,
 clocks, files and environment variables (`host_io.py`). Old constructors, parameters and numpy
-arrays are intercepted too (`constructors.py`); `writes.py` watches the memory of arrays while
+arrays are intercepted too (`functions.py`); `writes.py` watches the memory of arrays while
 tensors share it. Each intercept first asks for the recorder of the calling thread
 (`tape/watchers.py`). Then it records the function as one op, or marks the run as not repeatable.
 Some things cannot be intercepted at any entry point; `code_facts.py` recognises them by their
@@ -36,7 +36,11 @@ it, and hides the recorder meanwhile (`mode_queries.py`).
 
 Lists and deques that code only appends to (`growing.py`) are not looked into: all code that may
 run, or all that did, is searched for other uses of their names (`python/usage.py`). What the run
-has added is a change.
+has added is a change. Where the keys of a dict or set keep changing, an object that records each
+operation takes its place while a run goes on (`containers.py`), as it does for generators of
+numpy. Each replay does the operations again. Code may do nothing else with it
+(`python/usage.py`). If it does, the run is live, and `TraceTree.exclude` has the content guarded
+from then on.
 
 What the ranks of a process group do together is intercepted as well: `collectives.py` knows which
 functions are collectives and how tensors are spread, and records what DDP and FSDP2 do around a
