@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.insert import activations, resume_point
 
 Call = bt.workflows.Call
 Pair = namedtuple("Pair", "a b")
@@ -29,10 +30,10 @@ DOORS: dict[str, Callable[[Any, Any], Any]] = {
     "get_activations": lambda args, kwargs: bended().get_activations(
         "sub_0", args=args, kwargs=kwargs
     ),
-    "the function": lambda args, kwargs: bt.insert.activations.get_activations(
+    "the function": lambda args, kwargs: activations.get_activations(
         bended(), "sub_0", args, kwargs
     ),
-    "from_activations": lambda args, kwargs: bt.insert.resume_point.from_activations(
+    "from_activations": lambda args, kwargs: resume_point.from_activations(
         bended(), {"sub_0": X}, args, kwargs
     ),
 }  # fmt: skip

@@ -542,7 +542,7 @@ def test_an_interrupt_at_any_moment_leaves_a_module_that_works(first: list[Tenso
 
 @pytest.mark.parametrize("first", [INPUTS[:1], INPUTS[:2]], ids=["trace", "resume"])
 def test_an_interrupt_while_the_tracer_steps_in_or_out(first: list[Tensor]) -> None:
-    files = str(Path(PACKAGE, "torch_rules", "intercepts"))
+    files = str(Path(PACKAGE, "watch", "intercepts"))
     assert _interrupted_everywhere(first, INPUTS[:2], 1, files) > 3
 
 
