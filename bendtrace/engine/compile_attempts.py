@@ -84,12 +84,12 @@ class CompiledFunction:
 
     @property
     def is_used(self) -> bool:
-        """Whether calls are tried on it."""
+        """Return whether calls are tried on it."""
         return self.state in (State.MEASURED, State.USED)
 
     @property
     def speed(self) -> float | None:
-        """How many times faster it is than a replay; None if that is not known."""
+        """The factor by which it is faster than a replay; None if that is not known."""
         if not self.served or not self.replayed:
             return None
         return min(self.replayed) / min(self.served)
@@ -293,7 +293,7 @@ def unmark(values: Iterable[Any]) -> None:
 
 
 def is_marked_static(value: Any) -> bool:
-    """Whether a value has the mark that torch.compile leaves on parameters, or can have none."""
+    """Return whether a value has torch.compile's mark of parameters, or can have no mark."""
     return not isinstance(value, Tensor) or _STATIC in value.__dict__
 
 
@@ -347,7 +347,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 class _Comparison:
-    """Compares an output with that of a replay.
+    """Compares an output with the output of a replay.
 
     Attributes:
         laid_out: for tensors that only differ in their memory layout, by identity, the right order
@@ -459,7 +459,7 @@ _Edge = tuple[Any, int]
 
 
 class Missing(NamedTuple):
-    """What takes zeros away from the gradients of one graph.
+    """A hook that takes zeros away from the gradients of one graph, and its place.
 
     Attributes:
         slot: a result that leads to the node of the graph.

@@ -1,9 +1,9 @@
-"""What compiling a path has to know, found out by one run of it, op by op.
+"""The facts that compiling a path needs, found out by one run of it, op by op.
 
 A compiled graph has sizes that depend on values as symbols, and a compiler may come to take a
 symbol for what the code makes of it (broadcast with three, it has to be three). A guard must not
-be tested with what was taken for granted. So it is tested with the number itself, counted anew in
-the mask that things were picked with: `Extents` finds that.
+be tested with what was taken for granted. So it is tested with the number itself, counted again
+in the mask that things were picked with: `Extents` finds that mask.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Findings:
-    """What is known of a path after a probe.
+    """The facts that are known about a path after a probe.
 
     Attributes:
         dynamic: ops whose result has a size, or is a number, that depends on values, or may.
@@ -301,7 +301,10 @@ def _writes(
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator that can draw random numbers does: attention without dropout does not."""
+    """Return whether an operator that can draw random numbers does.
+
+    Attention without dropout does not.
+    """
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
             given = args[position] if position < len(args) else kwargs.get(argument.name, 0.0)
@@ -641,7 +644,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
 
 
 def _may_draw(op: Op, name: str) -> bool:
-    """Whether an op draws random numbers, for some sizes and numbers that a path leaves open."""
+    """Return whether an op may draw random numbers, as a path leaves sizes and numbers open."""
     flags: tuple[str, ...]
     if "dropout" in name:
         position, flags, chance = 2, ("training", "train"), (1, "p")
@@ -665,7 +668,7 @@ def _may_draw(op: Op, name: str) -> bool:
 
 
 def _is_getter(target: Any) -> bool:
-    """Whether a function reads an attribute that torch's tensors have."""
+    """Return whether a function reads an attribute that torch's tensors have."""
     read = getattr(target, "__self__", None)
     return (
         isinstance(target, types.MethodWrapperType)

@@ -1,4 +1,4 @@
-"""What a compiled backend is to be, checked at the door."""
+"""The settings of a compiled backend, checked when they are given."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DYNAMIC = (None, True, False)
 
 @dataclass(frozen=True)
 class Settings:
-    """How paths are compiled.
+    """The settings with which paths are compiled.
 
     Attributes:
         backend: a name that torch.compile knows, or a function of a graph and example inputs.
@@ -62,14 +62,14 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """How the backend is called."""
+        """The name of the backend."""
         if isinstance(self.backend, str):
             return self.backend
         return getattr(self.backend, "__name__", type(self.backend).__name__)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a `BendedModule` is given for them."""
+        """The arguments that give a `BendedModule` these settings."""
         return {
             "backend": self.backend,
             "backend_options": dict(self.given) or None,
@@ -78,7 +78,7 @@ class Settings:
 
     @functools.cached_property
     def artefacts(self) -> Artefacts | None:
-        """What keeps compiled code; None if it is not kept."""
+        """The object that keeps compiled code; None if it is not kept."""
         if self.cache_dir is None:
             return None
         return Artefacts(
@@ -392,7 +392,7 @@ def _files_in(directory: str) -> dict[str, str]:
 
 
 def _is_inside(file: Any) -> bool:
-    """Whether a name is that of a source or a library in an entry, and leads nowhere else."""
+    """Return whether a name belongs to a source or library in an entry, and leads nowhere else."""
     if type(file) is not str or not file.endswith((".cpp", ".h", ".py", ".so")):
         return False
     parts = file.split("/")

@@ -287,7 +287,7 @@ class CompiledPath(CompiledFunction):
         return bool(matters)
 
     def confirm(self, unchecked: Unchecked, output: Any) -> None:
-        """Use a newly compiled graph, if its output equals that of the replay."""
+        """Use a newly compiled graph, if its output equals the output of the replay."""
         is_first = self.state is State.REFUSED
         is_same = self.compare(unchecked.output, output, unchecked.result, unchecked.known)
         for ours, theirs in zip(*unchecked.kept, strict=True):  # which are copied, each by itself
@@ -299,7 +299,7 @@ class CompiledPath(CompiledFunction):
     # Using it
 
     def admits(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether all input guards hold."""
+        """Return whether all input guards hold."""
         return self._admitting.admits(arguments)
 
     def attempt(
@@ -906,7 +906,7 @@ class Straight(Expressions):
         return f"{name}.reshape(()).to({wide})"
 
     def _compared(self, op: Op) -> str:
-        """Whether two tensors are equal, as a tensor."""
+        """Return the expression of a tensor that says whether two tensors are equal."""
         named = [f"{key}={self.value(value)}" for key, value in op.kwargs.items()]
         given = [*map(self.value, op.args), *named]
         if name_of(op.target) == "allclose":

@@ -112,7 +112,7 @@ class Spliced(Protocol):
 
 
 class Inserted(Protocol):
-    """What is inserted in a call."""
+    """The insertions of a call."""
 
     @property
     def places(self) -> Hashable:

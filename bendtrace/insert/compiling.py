@@ -340,7 +340,7 @@ class SplicedTurns:
         return changes
 
     def _count(self, changes: tuple[bool, ...]) -> None:
-        """Record a call on all insertions: at once, or before somebody looks."""
+        """Record a call on all insertions: immediately, or before somebody looks."""
         if changes is not self._known:
             for (turn, _), has_changed in zip(self._all, changes, strict=True):
                 turn.entry.insertion.fired(turn.at, has_changed)

@@ -30,7 +30,7 @@ def hand_over(values: Iterable[Tensor]) -> None:
 
 
 def takes(value: Any) -> bool:
-    """Whether the caller may keep a value without copying it; from now on, nobody else may."""
+    """Return whether the caller may keep a value without a copy; from now on, nobody else may."""
     found = _handed.identities
     if id(value) not in found:
         return False

@@ -336,7 +336,7 @@ class _Operating:
         return False
 
     def _is_lost(self, at: int, level: int) -> bool:
-        """Whether the container that an instruction loads gets where it is not followed."""
+        """Return whether the container that an instruction loads gets where it is not followed."""
         # What is on the stack: the levels of containers, None for others, and `len`.
         stack: list[Any] = ["len"] * self._is_length(at) + [level]
         for step in self._steps[at + 1 :]:
@@ -380,7 +380,7 @@ class _Operating:
         return True
 
     def _is_length(self, at: int) -> bool:
-        """Whether `len` is called with what an instruction loads, or with an item of it."""
+        """Return whether `len` is called with what an instruction loads, or with an item of it."""
         first = at
         while first > 0 and self._steps[first].name in ("LOAD_ATTR", "LOAD_METHOD"):
             first -= 1

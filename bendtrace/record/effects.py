@@ -1,4 +1,4 @@
-"""Whether what a run has done so far could be done a second time without anybody noticing."""
+"""Effects: ops of a run that could not be done a second time without anybody noticing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Effects:
         self._outside: set[int] = set()  # ops whose values may have memory from before the run
 
     def have_begun(self) -> bool:
-        """Whether there is one on the tape by now."""
+        """Return whether there is one on the tape by now."""
         while self.first is None and self._seen < len(self._ops):
             op = self._ops[self._seen]
             self._seen += 1
@@ -86,7 +86,7 @@ class Effects:
 
 
 def _only_computes(function: Any) -> bool:
-    """Whether a function is torch's own, and only gives a value."""
+    """Return whether a function is torch's own, and only gives a value."""
     if _is_getter(function) or function in SHAPES or function in METADATA:
         return True
     if isinstance(function, (ScriptModule, ScriptMethod)):
@@ -98,26 +98,26 @@ def _only_computes(function: Any) -> bool:
 
 
 def _is_idle(op: Op) -> bool:
-    """Whether a dropout is switched off, whatever the call."""
+    """Return whether a dropout is switched off, whatever the call."""
     position, name, off = _SWITCHES.get(table_name(op.target), (0, "", None))
     given = op.kwargs.get(name, op.args[position] if len(op.args) > position else off)
     return name != "" and type(given) in (bool, float, int) and not given
 
 
 def sets_nothing(op: Op) -> bool:
-    """Whether an op is `x.data = x`, as `Module.to` does where nothing is to be converted."""
+    """Return whether an op is `x.data = x`, as in a `Module.to` that has nothing to convert."""
     return bool(op.target == _SET_DATA and op.args[0] == op.args[1])
 
 
 def _is_getter(function: Any) -> bool:
-    """Whether a function gets an attribute of a tensor."""
+    """Return whether a function gets an attribute of a tensor."""
     is_wrapper = isinstance(function, types.MethodWrapperType) and function.__name__ == "__get__"
     return is_wrapper and isinstance(function.__self__, types.GetSetDescriptorType)
 
 
 @functools.cache
 def _draws(function: Any) -> bool:
-    """Whether a function may draw random numbers; what is not known may."""
+    """Return whether a function may draw random numbers; an unknown function may."""
     if function in SHAPES or function in METADATA:
         return False
     name = table_name(function)
@@ -131,14 +131,17 @@ def _draws(function: Any) -> bool:
 
 
 def _is_drawing(name: str) -> bool:
-    """Whether an operator of that name may draw random numbers."""
+    """Return whether an operator of that name may draw random numbers."""
     return name in _COMPOSED or any(
         torch.Tag.nondeterministic_seeded in one.tags for one in overloads(name)
     )
 
 
 def _names_drawing(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
-    """Whether Python of torch, or what it calls, names something that may draw random numbers."""
+    """Return whether Python of torch names something that may draw random numbers.
+
+    The functions that it calls count as well.
+    """
     seen.add(function.__code__)
     names = {name for code in codes_in(function.__code__) for name in code.co_names}
     if any(name in _GENERATORS or _is_drawing(name) for name in names):
@@ -157,7 +160,7 @@ def _names_drawing(function: types.FunctionType, seen: set[types.CodeType]) -> b
 
 @functools.cache
 def makes_anew(function: Any) -> bool:
-    """Whether what a function gives has memory of its own for sure."""
+    """Return whether the result of a function has memory of its own for sure."""
     name = table_name(function)
     if name in _ANEW:
         return True

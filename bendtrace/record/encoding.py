@@ -75,7 +75,7 @@ class Values(Protocol):
         """Return the current place of the model, as text."""
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that existed before it."""
+        """Return whether the run has written to tensors that existed before it."""
 
     def holds_values(self, thing: Any, seen: set[int]) -> bool:
         """Return whether code holds values that the run computed."""
@@ -106,7 +106,7 @@ class Encoder:
         return self.called is not None and tells_sizes_from_tuples(self.called)
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that existed before it."""
+        """Return whether the run has written to tensors that existed before it."""
         return self._values.writes_outside()
 
     def made_as(self, tensor: Tensor) -> int | None:
@@ -291,7 +291,7 @@ class Encoder:
         return instance
 
     def _holds_values(self, kind: type) -> bool:
-        """Whether a class that the run has made holds values of the run."""
+        """Return whether a class that the run has made holds values of the run."""
         seen: set[int] = set()
         return any(
             self._values.holds_values(member, seen)
@@ -317,7 +317,7 @@ class Encoder:
         return key
 
     def _is_steady(self, key: Any) -> bool:
-        """Whether a key is the same in every run."""
+        """Return whether a key is the same in every run."""
         if type(key) in PLAIN_TYPES or isinstance(key, (Enum, AttributeKey)):
             return True
         if isinstance(key, Tensor):
@@ -501,7 +501,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def is_made_anew(cls: type) -> bool:
-    """Whether a class may be defined by a run: it is not found by its name."""
+    """Return whether a class may be defined by a run: it is not found by its name."""
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -517,7 +517,7 @@ _DEEPEST = 4  # records in each other; they can hold themselves
 
 
 def holds(scalars: list[TracedScalar]) -> list[int]:
-    """Return the number of holders of each scalar, and that of one held by lists only."""
+    """Return the number of holders of each scalar, and of one held by lists only."""
     every = [*scalars, object()]
     counts = [sys.getrefcount(scalar) for scalar in every]
     return [*counts[:-1], counts[-1] + 1]

@@ -73,7 +73,7 @@ _anomaly = torch.is_anomaly_enabled
 
 
 class _Kind(Enum):
-    """What the fast path has to know about a function."""
+    """The facts that the fast path needs about a function."""
 
     SIMPLE = "simple"  # works element by element, and writes to nothing
     PURE = "pure"  # writes to nothing and calls no Python

@@ -548,7 +548,7 @@ _HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 
 
 def _keeps(function: types.FunctionType) -> bool:
-    """Whether code may put something where other code finds it."""
+    """Return whether code may put something where other code finds it."""
     if is_finished(function):
         return False
     return any(any(assigned_in(code)) for code in codes_in(function.__code__))

@@ -333,7 +333,7 @@ class Iterations:
         self._count(state, mark)
 
     def _advance(self, state: _Running, mark: Mark, own: tuple[Loop, ...]) -> dict[Loop, int]:
-        """Return the iterations of the loops still running, including that of this mark."""
+        """Return the iterations of the loops still running, including the one of this mark."""
         at = dict(state.at)
         if state.leaving is not None:
             loop, rest = state.leaving

@@ -1,4 +1,4 @@
-"""What code does with the traced scalars of a run: it tests them, computes with them, formats them.
+"""The uses of the traced scalars of a run: code tests them, computes with them, formats them.
 
 Traced scalars report this to the recorder (`scalars.Origin`), which calls the methods in this file.
 """
@@ -82,7 +82,7 @@ class Numbers:
         return self.answered(value)
 
     def _elsewhere(self, value: Any) -> Any:
-        """Return the value that another thread than that of the run asks for.
+        """Return the value that a thread other than the run's own asks for.
 
         Attributes of the model hold traced scalars while it runs. A thread of Python's is nothing
         to the run, which would be live if it had started it; one of torch's works for it, unseen.

@@ -1,4 +1,4 @@
-"""What a function that is called as one op is given, and may change."""
+"""The things that a function called as one op is given, and may change."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Given:
         return [thing for thing, _ in self._before]
 
     def may_have_changed(self) -> bool:
-        """Whether a container has changed, or may change another time."""
+        """Return whether a container has changed, or may change another time."""
         if not self._is_complete:
             return True  # more than is looked through
         if not self._before:
@@ -128,7 +128,7 @@ def _differ(before: list[Any], now: list[Any]) -> bool:
 
 
 def _mutates(function: Any) -> bool:
-    """Whether code may change a container: it assigns to items, or calls what changes lists."""
+    """Return whether code may change a container: by item assignment or calls that change lists."""
     if isinstance(function, (types.MethodType, partial)):
         return False  # the function in it is among the others
     if isinstance(function, type) and not issubclass(function, torch.autograd.Function):

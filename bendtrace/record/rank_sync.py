@@ -49,7 +49,7 @@ _distributed = torch.distributed.is_available()
 
 @dataclass
 class Settings:
-    """Whether ranks agree, and how many seconds they wait for each other."""
+    """The settings that say whether ranks agree, and how many seconds they wait."""
 
     enabled: bool = True
     timeout: float = 1800.0

@@ -642,12 +642,12 @@ class Recorder(RecordingMode):
 
     @property
     def is_in_block(self) -> bool:
-        """Whether the run is in a block that is run again (see `watchers.Stage`)."""
+        """Return whether the run is in a block that is run again (see `watchers.Stage`)."""
         return self._checkpoints.current is not None
 
     @property
     def follows_script(self) -> bool:
-        """Whether the run follows a script (see `watchers.Stage`)."""
+        """Return whether the run follows a script (see `watchers.Stage`)."""
         script = self._writer.script
         return script is not None and script.is_active
 

@@ -219,7 +219,7 @@ def record(
 
 
 def _sees_forms(function: Any) -> bool:
-    """Whether a function may see whether an argument is passed by position or by name."""
+    """Return whether a function may see whether an argument is passed by position or by name."""
     if isinstance(function, nn.Module):
         if type(function).__call__ is not nn.Module.__call__:
             return True

@@ -39,7 +39,7 @@ def _count_alone() -> int:
 
 
 def _is_known_alone(tensor: Tensor) -> bool:
-    """Whether there is no weak reference to a tensor, except for those of recorders."""
+    """Return whether there is no weak reference to a tensor, except for those of recorders."""
     return all(type(one) is Known for one in weakref.getweakrefs(tensor))
 
 

@@ -202,7 +202,7 @@ class Follower(Protocol):
 
 
 class Script:
-    """What a call has done so far.
+    """The things that a call has done so far.
 
     Args:
         sections: the parts of recorded runs that it went along, in order.
@@ -503,7 +503,7 @@ class Script:
         return bool(self.first(question.name) == self._name_of(guard.index))
 
     def merges(self, guard: Guard) -> bool:
-        """Whether an op gave back a tensor that it did not give back when it was recorded."""
+        """Return whether an op gave back a tensor that it did not give back when recorded."""
         if not isinstance(guard, SameGuard):
             return False
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
@@ -570,7 +570,7 @@ class Script:
         return path, self._steps[name] if type(name) is int else None
 
     def _is_of_call(self, name: Name) -> bool:
-        """Whether the value of a name is that of this call."""
+        """Return whether the value of a name belongs to this call."""
         if self._is_exact:
             return True
         path, step = self._rooted(self.first(name))
@@ -608,7 +608,7 @@ class Script:
         return step if is_one else None
 
     def expects(self, guard: Guard) -> bool:
-        """Whether a question of the run is the next one of the script."""
+        """Return whether a question of the run is the next one of the script."""
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         return (
             question is not None
@@ -690,7 +690,7 @@ def _error_like(cls: type[BaseException], text: str | None) -> Exception:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text in which objects that each run makes anew are alike."""
+    """Return a value as text in which objects that each run makes again are alike."""
     if callable(value):
         value = display_name(value), value
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

@@ -19,7 +19,7 @@ _lock = threading.Lock()
 
 
 class Calls(threading.local):
-    """How many calls of the model the thread is in; a context that counts one more."""
+    """The number of calls of the model that the thread is in; a context that counts one more."""
 
     depth = 0
 
@@ -31,7 +31,7 @@ class Calls(threading.local):
 
 
 class _Server:
-    """What is called instead of a module."""
+    """The object that is called instead of a module."""
 
     def __init__(self, module: nn.Module, before: Any) -> None:
         self.module = module

@@ -166,7 +166,7 @@ class States:
         return self._before.key, self._answer
 
     def _is_near(self) -> bool:
-        """Whether few frames lie between the model's entry and the question."""
+        """Return whether few frames lie between the model's entry and the question."""
         frame: FrameType | None = sys._getframe(1)
         near = _NEAR
         while frame is not None and frame.f_code is not self._outermost:

@@ -311,7 +311,7 @@ class Values:
         return known
 
     def writes_outside(self) -> bool:
-        """Whether the run has written to tensors that existed before it."""
+        """Return whether the run has written to tensors that existed before it."""
         ops = self.tape.ops
         for op in ops:
             if op.writes and any(ops[i].kind in (OpKind.INPUT, OpKind.STATE) for i in op.writes):
@@ -346,7 +346,7 @@ class Values:
         return self.origin.consume(scalar, Use.TYPE) if self._needs_plain(frame) else scalar
 
     def _needs_plain(self, frame: FrameType) -> bool:
-        """Whether code that receives a number may pass it to code that is not known to ask it."""
+        """Return whether code may pass a number that it receives to code not known to ask it."""
         return (
             self.gives_plain
             or needs_plain_numbers(frame.f_code, frame.f_globals)
@@ -470,8 +470,8 @@ class Values:
     ) -> tuple[Any, Any]:
         """Bind the content of a result; its elements get ops only once they are used.
 
-        Those of gates get them at once: the same gate may give other tensors in one call, and those
-        that it was given in the next.
+        Elements of gates get theirs immediately: the same gate may give other tensors in one call,
+        and the tensors that it was given in the next.
         """
         bound, metas, changed = [], [], False
         kind = type(out)

@@ -54,7 +54,7 @@ _OF_TENSORS = frozenset({int, float, len, operator.index})
 def place_of(guard: Guard) -> Place | None:
     """Return where a guard asks for a number that could stay traced; None if it does not.
 
-    A truth that C code asks for may be that of a comparison.
+    A truth that C code asks for may be the result of a comparison.
     """
     if guard.site is None:
         return None
@@ -301,8 +301,8 @@ class Rounds:
 
     Attributes:
         at: the next number.
-        end: that of the range.
-        step: that of the range.
+        end: the end of the range.
+        step: the step of the range.
         asked: the guards that tested whether there is another round.
     """
 
@@ -356,7 +356,7 @@ def _call_of(frame: FrameType, callee: FrameType) -> tuple[Any, tuple[Any, ...]]
 
 
 def _has_item(container: Any, key: Any) -> bool:
-    """Return whether a container holds numbers of one type, and a key may be that of one."""
+    """Return whether a container holds numbers of one type, and a key may lead to one."""
     if type(container) not in (dict, list, tuple) or len(container) > _MOST_ITEMS:
         return False
     is_dict = type(container) is dict
@@ -553,7 +553,7 @@ class Lifting:
 def required_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
     """Return the labels of numbers in the state of which Python needed the very number.
 
-    It needed that of `step` for `table[step + 1]`, and not for `table[step % 3]`.
+    It needed the number of `step` for `table[step + 1]`, and not for `table[step % 3]`.
 
     Args:
         tape: a run.

@@ -321,7 +321,7 @@ class Writer:
                 raise self.gone_astray
 
     def is_caught(self, scope: ModuleCall, site: Site | None) -> bool:
-        """Whether the model might go on after an error at a place, so that it is a question."""
+        """Return whether the model might go on after an error at a place, so it is a question."""
         key = id(scope), id(site)
         known = self._caught.get(key)
         if known is None:
