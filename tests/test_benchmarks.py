@@ -245,7 +245,9 @@ def test_each_way_is_called_equally_often_and_in_turn() -> None:
     times = interleaved(ways, 4, clock=clock)
     assert {name: called.count(name) for name in "abc"} == dict.fromkeys("abc", 6)
     rounds = [called[start : start + 3] for start in range(6, 18, 3)]
-    assert rounds == [list("abc"), list("bca"), list("cab"), list("abc")]
+    assert [sorted(one) for one in rounds] == [list("abc")] * 4
+    # The one before has filled the processor's caches, so it is not always the same.
+    assert len(set(map(tuple, rounds))) > 2
     assert {took.median for took in times.values()} == {1.0}
     assert all(took.rounds == 4 for took in times.values())
 
