@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bendtrace.debug.backward import backward
     from bendtrace.engine import explain
     from bendtrace.engine.explain import GuardTable
-    from bendtrace.insert.selectors import naming
+    from bendtrace.insert import selector_naming as naming
     from bendtrace.log import fx as conversion
     from bendtrace.log import validate
     from bendtrace.log.mirror import Graph
@@ -53,7 +53,7 @@ else:
     backward = LazyMethod("bendtrace.debug.backward", "backward")
     conversion = LazyModule("bendtrace.log.fx")
     explain = LazyModule("bendtrace.engine.explain")
-    naming = LazyModule("bendtrace.insert.selectors.naming")
+    naming = LazyModule("bendtrace.insert.selector_naming")
     storage = LazyModule("bendtrace.storage")
     validate = LazyModule("bendtrace.log.validate")
     draw = LazyMethod("bendtrace.show.picture", "draw")

@@ -9,9 +9,8 @@ The names and their meanings are those of torchbend.
 tensor([0., 6.])
 """
 
-from bendtrace.insert.bends.bend import Bend, BendingParameter, CallbackChain
-from bendtrace.insert.bends.bending import Bending, BendingConfig
-from bendtrace.insert.bends.callbacks import (
+from bendtrace.insert.bend import Bend, BendingParameter, CallbackChain
+from bendtrace.insert.bend_callbacks import (
     Affine,
     Bias,
     Capture,
@@ -26,6 +25,7 @@ from bendtrace.insert.bends.callbacks import (
     ThresholdActivation,
     ThresholdPermute,
 )
+from bendtrace.insert.bending import Bending, BendingConfig
 
 __all__ = [
     "Affine",

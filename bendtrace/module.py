@@ -47,17 +47,17 @@ if TYPE_CHECKING:
     from bendtrace.export.exporting import Exported
     from bendtrace.hooks import HookManager
     from bendtrace.insert import activations, gates, inserter, registry, resume_point  # fmt: skip
+    from bendtrace.insert import bending as model_bends
+    from bendtrace.insert import patches as patches_module
     from bendtrace.insert import resolver as knowledge
     from bendtrace.insert.activations import Activations
-    from bendtrace.insert.bends import bending as model_bends
-    from bendtrace.insert.bends.bend import Bend, Value
-    from bendtrace.insert.bends.bending import Bending, Out
-    from bendtrace.insert.bends.catalogue import BendHandle, Filter
+    from bendtrace.insert.bend import Bend, Value
+    from bendtrace.insert.bend_catalogue import BendHandle, Filter
+    from bendtrace.insert.bending import Bending, Out
     from bendtrace.insert.inserter import LiveInserter, Within
     from bendtrace.insert.insertion import Insertion, What
     from bendtrace.insert.interjection import PassNumbers
-    from bendtrace.insert.patches import builtin as patches_module
-    from bendtrace.insert.patches.builtin import PatchContext, Patches
+    from bendtrace.insert.patches import PatchContext, Patches
     from bendtrace.insert.registry import InsertionRegistry
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.where import Rows, Where
@@ -78,7 +78,7 @@ else:
     call_forms = LazyModule("bendtrace.debug.calls")
     compiled_settings = LazyModule("bendtrace.engine.compile_settings")
     compiled_speculation = LazyModule("bendtrace.engine.speculation")
-    patches_module = LazyModule("bendtrace.insert.patches.builtin")
+    patches_module = LazyModule("bendtrace.insert.patches")
     exploring_search = LazyModule("bendtrace.debug.search")
     outline_coverage = LazyModule("bendtrace.show.outline")
     outline_graph = LazyModule("bendtrace.show.state_graph")
@@ -92,7 +92,7 @@ else:
     registry = LazyModule("bendtrace.insert.registry")
     resume_point = LazyModule("bendtrace.insert.resume_point")
     run_views = LazyModule("bendtrace.log.run")
-    model_bends = LazyModule("bendtrace.insert.bends.bending")
+    model_bends = LazyModule("bendtrace.insert.bending")
     stepping_run = LazyModule("bendtrace.debug.stepping")
 
 __all__ = ["BendedModule"]

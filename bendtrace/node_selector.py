@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from bendtrace.insert.selectors.algebra import (
+from bendtrace.insert.selector_algebra import (
     Family,
     Layers,
     Nth,
@@ -53,7 +53,7 @@ from bendtrace.insert.selectors.algebra import (
     has_following,
     has_preceding,
 )
-from bendtrace.insert.selectors.naming import (
+from bendtrace.insert.selector_naming import (
     has_parameters,
     is_module,
     is_parametrized,
@@ -69,7 +69,7 @@ from bendtrace.insert.selectors.naming import (
     with_dtype,
     with_shape,
 )
-from bendtrace.insert.selectors.source import at_line, in_loop, under_branch
+from bendtrace.insert.selector_source import at_line, in_loop, under_branch
 from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector, Selectable
 
 if TYPE_CHECKING:

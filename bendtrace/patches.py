@@ -9,7 +9,7 @@ The names and their meanings are those of graphpatch.
 tensor([0., 0.])
 """
 
-from bendtrace.insert.patches.builtin import (
+from bendtrace.insert.patches import (
     AddPatch,
     CustomPatch,
     Patch,

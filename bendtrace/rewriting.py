@@ -26,7 +26,7 @@ from bendtrace.insert.interjection import Inputs, Interjection, NodePass, PassNu
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.selectors.naming import leaves_in, outside
+from bendtrace.insert.selector_naming import leaves_in, outside
 from bendtrace.insert.structure import assemble, describe, take_apart, version_of
 from bendtrace.insert.where import Where, near_misses
 from bendtrace.log.nodes import identifier

@@ -24,9 +24,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import bendtrace as bt
 from bendtrace.errors import BendError, BendShapeError, InputError, NeverFiredWarning
-from bendtrace.insert.bends.bend import Bend, BendingParameter, CallbackChain, Expression
-from bendtrace.insert.bends.bending import Bending, BendingConfig
-from bendtrace.insert.bends.callbacks import (
+from bendtrace.insert.bend import Bend, BendingParameter, CallbackChain, Expression
+from bendtrace.insert.bend_callbacks import (
     Affine,
     Bias,
     Capture,
@@ -41,6 +40,7 @@ from bendtrace.insert.bends.callbacks import (
     ThresholdActivation,
     ThresholdPermute,
 )
+from bendtrace.insert.bending import Bending, BendingConfig
 from bendtrace.insert.interjection import Inputs, NodePass
 from tests.promise import bits, footprint, state
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import BendError, NeverFiredWarning
+from bendtrace.insert import patches as builtin
 from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import depends_on
-from bendtrace.insert.patches import builtin
 from tests.compiled.common import ALWAYS
 from tests.promise import bits
 from tests.shares import some

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.compat.graphpatch import PatchableGraph
-from bendtrace.insert.patches.builtin import (
+from bendtrace.insert.patches import (
     AddPatch,
     CustomPatch,
     ProbePatch,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InputError, PatchError
 from bendtrace.insert.interjection import Inputs, NodePass
-from bendtrace.insert.patches.builtin import (
+from bendtrace.insert.patches import (
     AddPatch,
     CustomPatch,
     Patch,

@@ -14,9 +14,9 @@ from torch import nn
 import bendtrace as bt
 from bendtrace.debug.backward import BackwardNode, BackwardPass
 from bendtrace.debug.stepping import SteppedRun
-from bendtrace.insert.bends.bending import Bending
-from bendtrace.insert.bends.catalogue import BendHandle
-from bendtrace.insert.patches.builtin import PatchContext
+from bendtrace.insert.bend_catalogue import BendHandle
+from bendtrace.insert.bending import Bending
+from bendtrace.insert.patches import PatchContext
 from bendtrace.log.entries import ModuleEntry
 from bendtrace.log.run_log import Entries
 

@@ -20,8 +20,8 @@ from torch.nn.utils import parametrizations
 import bendtrace as bt
 from bendtrace import node_selector as ns
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.insert.selectors.algebra import ALIASES, FAMILIES, PARTS
-from bendtrace.insert.selectors.source import branches_around
+from bendtrace.insert.selector_algebra import ALIASES, FAMILIES, PARTS
+from bendtrace.insert.selector_source import branches_around
 from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector
 from bendtrace.log.run import Run
 from bendtrace.python.sites import Place, Span

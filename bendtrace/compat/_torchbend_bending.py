@@ -33,8 +33,7 @@ from bendtrace.compat._torchbend_callbacks import (
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.export.exporting import Exported
 from bendtrace.flow import LogicalFlowStep
-from bendtrace.insert.bends.bending import ORIGINAL, Bending, written
-from bendtrace.insert.bends.catalogue import (
+from bendtrace.insert.bend_catalogue import (
     Activation,
     BendHandle,
     BendSpec,
@@ -45,6 +44,7 @@ from bendtrace.insert.bends.catalogue import (
     activation_table,
     compile_pattern,
 )
+from bendtrace.insert.bending import ORIGINAL, Bending, written
 from bendtrace.insert.resolver import Knowledge, flat
 from bendtrace.insert.where import Where, near_misses
 from bendtrace.log.fx import check_guard

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from bendtrace import bends
 from bendtrace.errors import InputError
-from bendtrace.insert.bends.bend import Value, value_of
-from bendtrace.insert.bends.callbacks import mix_rows
+from bendtrace.insert.bend import Value, value_of
+from bendtrace.insert.bend_callbacks import mix_rows
 from bendtrace.insert.interjection import Effect, NodePass
 from bendtrace.tape.tape import TensorMeta
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from bendtrace.errors import InputError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.selectors.algebra import Selector
+from bendtrace.insert.selector_algebra import Selector
 from bendtrace.insert.structure import tensors_of
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate

@@ -21,7 +21,7 @@ from torch import nn
 
 from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.insert.patches.builtin import raise_all, with_numbers
+from bendtrace.insert.patches import raise_all, with_numbers
 from bendtrace.insert.where import Rows
 from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
 from bendtrace.log.path_views import Node, Tree

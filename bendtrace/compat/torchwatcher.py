@@ -39,7 +39,7 @@ from bendtrace.insert.insertion import as_interjection
 from bendtrace.insert.interjection import Interjection
 from bendtrace.insert.native import Attached, Counts
 from bendtrace.insert.plan import forms_of
-from bendtrace.insert.selectors.naming import leaf_names, leaves_in, matches_module_class, outside
+from bendtrace.insert.selector_naming import leaf_names, leaves_in, matches_module_class, outside
 from bendtrace.module import BendedModule
 from bendtrace.research import analyser
 from bendtrace.research.streaming import CrossCovariance

@@ -32,6 +32,7 @@ apart into tensors and numbers, and puts them together again. `inserter.py` also
 parameters, and knows which functions work in place. `gradients.py` gives a node aliases of its
 inputs, so that their gradients belong to it alone. On plain modules, `native.py` calls
 interjections through torch's own hooks. `hooks.py` makes an interjection of each hook of a
-`HookManager`: an insertion in a `BendedModule`, or attached to a plain module. `selectors/`,
-`patches/`, `bends/` and `rewriting.py` build on this package.
+`HookManager`: an insertion in a `BendedModule`, or attached to a plain module. Selectors
+(`selector_algebra.py`), patches (`patches.py`), bends (`bend.py`) and `rewriting.py` build on
+this.
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.insert.bends.catalogue import NamedActivations, compile_pattern, leaves_of
+from bendtrace.insert.bend_catalogue import NamedActivations, compile_pattern, leaves_of
 from bendtrace.insert.handing import takes
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers

@@ -37,14 +37,15 @@ from bendtrace.watch.functions import is_gate
 from bendtrace.watch.owners import module_of, modules_in, states_of
 
 if TYPE_CHECKING:
-    from bendtrace.insert.selectors import naming, source
+    from bendtrace.insert import selector_naming as naming
+    from bendtrace.insert import selector_source as source
     from bendtrace.log import run as run_views
     from bendtrace.log.run import Run
     from bendtrace.show.outline import Coverage
 else:
     run_views = LazyModule("bendtrace.log.run")
-    source = LazyModule("bendtrace.insert.selectors.source")
-    naming = LazyModule("bendtrace.insert.selectors.naming")
+    source = LazyModule("bendtrace.insert.selector_source")
+    naming = LazyModule("bendtrace.insert.selector_naming")
 
 
 class Runs(Protocol):

@@ -41,9 +41,9 @@ from bendtrace.watch.functions import SHAPES, VALUES
 from bendtrace.watch.owners import module_of, modules_in, parts_of
 
 if TYPE_CHECKING:
-    from bendtrace.insert.selectors import naming
+    from bendtrace.insert import selector_naming as naming
 else:
-    naming = LazyModule("bendtrace.insert.selectors.naming")
+    naming = LazyModule("bendtrace.insert.selector_naming")
 
 # Interjections that work in some calls of the model only, or on some rows of a batch.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError, LoadError
-from bendtrace.insert.bends.bend import Expression, value_of
+from bendtrace.insert.bend import Expression, value_of
 from bendtrace.insert.insertion import Report
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass
 from bendtrace.insert.purity import (

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bendtrace.debug.calls import Call, own_copy
 from bendtrace.errors import InputError
-from bendtrace.insert.bends.bend import Bend, BendingParameter, Value
-from bendtrace.insert.bends.catalogue import BendHandle
+from bendtrace.insert.bend import Bend, BendingParameter, Value
+from bendtrace.insert.bend_catalogue import BendHandle
 from bendtrace.module import BendedModule, bended_of
 
 

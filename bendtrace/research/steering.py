@@ -12,10 +12,10 @@ from torch import Tensor
 
 from bendtrace.debug.calls import Call, calls_of, own_copy, rows_of, values_in_call
 from bendtrace.errors import InputError, InterjectionError
-from bendtrace.insert.bends.bend import Expression, value_of
+from bendtrace.insert.bend import Expression, value_of
 from bendtrace.insert.insertion import Insertion, Report
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass, depends_on
-from bendtrace.insert.patches.builtin import is_constant_index
+from bendtrace.insert.patches import is_constant_index
 from bendtrace.insert.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.insert.resolver import describe_where
 from bendtrace.insert.structure import describe

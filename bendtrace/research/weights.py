@@ -20,7 +20,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from bendtrace.errors import InputError
 from bendtrace.insert.interjection import Inputs, NodePass
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.selectors.naming import outside
+from bendtrace.insert.selector_naming import outside
 from bendtrace.insert.where import near_misses
 from bendtrace.module import BendedModule
 from bendtrace.python.checks import several

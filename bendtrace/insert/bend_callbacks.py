@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import BendError, BendShapeError, InputError
-from bendtrace.insert.bends.bend import Bend, Expression, Value, fit_to_tensor, value_of
+from bendtrace.insert.bend import Bend, Expression, Value, fit_to_tensor, value_of
 from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.insert.bends.bend import (
+from bendtrace.insert.bend import (
     OPERATORS,
     Bend,
     BendingParameter,
@@ -23,8 +23,8 @@ from bendtrace.insert.bends.bend import (
     Value,
     value_of,
 )
-from bendtrace.insert.bends.callbacks import Capture, DrawingBend, Lambda, required_value
-from bendtrace.insert.bends.catalogue import (
+from bendtrace.insert.bend_callbacks import Capture, DrawingBend, Lambda, required_value
+from bendtrace.insert.bend_catalogue import (
     Activation,
     BendHandle,
     BendSpec,

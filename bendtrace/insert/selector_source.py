@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, FlowSteps, steps_of
-from bendtrace.insert.selectors.algebra import Selector
+from bendtrace.insert.selector_algebra import Selector
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.places import is_file, place_text, read_place
 from bendtrace.python.sites import Place

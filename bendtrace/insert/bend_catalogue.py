@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bendtrace.errors import InputError, NeverFiredWarning
-from bendtrace.insert.bends.bend import Bend
+from bendtrace.insert.bend import Bend
 from bendtrace.insert.insertion import Insertion, Report
 from bendtrace.insert.resolver import Knowledge, describe_where, resolve_meaning
 from bendtrace.insert.where import near_misses

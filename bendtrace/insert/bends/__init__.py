@@ -1,1 +1,0 @@
-"""Bending: callbacks that change activations and weights, selected by name."""

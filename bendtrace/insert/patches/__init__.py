@@ -1,1 +1,0 @@
-"""Patches: values at nodes zeroed, added to, replaced, observed or changed by a function."""

@@ -1,1 +1,0 @@
-"""Node selectors: values that select nodes."""
