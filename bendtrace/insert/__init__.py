@@ -27,7 +27,7 @@ for logs, and `resolver.py` in all runs of a model. Every entry point uses these
 name selects the same node everywhere. `registry.py` keeps the insertions in order; `Knowledge`
 (`resolver.py`) holds the recorded runs. If there are none, `registry.py` also resolves names
 while the first call is recorded: the inserter reports each node. `insertion.py` counts, and
-`selectors/source.py` finds the decision that led a run past a node. `structure.py` takes values
+`selector_source.py` finds the decision that led a run past a node. `structure.py` takes values
 apart into tensors and numbers, and puts them together again. `inserter.py` also replaces
 parameters, and knows which functions work in place. `gradients.py` gives a node aliases of its
 inputs, so that their gradients belong to it alone. On plain modules, `native.py` calls
