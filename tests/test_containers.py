@@ -360,11 +360,17 @@ def errors(self: Holds, x: Tensor) -> Any:
     return x * self.cache[len(x) % 5] / (0 if len(x) % 11 == 3 else 1)
 
 
+def all_values_behind_a_question(self: Holds, x: Tensor) -> Any:
+    n = x.size(0)  # which nothing reads any more where a resumed run goes on
+    self.cache[n] = n
+    return x * sum(self.cache.values()) if x.sum() > 2 else x
+
+
 OTHERS = [
     as_a_whole, sorted_members, merged, copied, of_an_exact_type, under_two_names,
     told_by_identity, replaced, replaced_at_times, lists, holding_lists, kept_elsewhere,
     in_a_list, returned, in_a_closure, tensors_as_keys, parameters, floats_as_keys, truth,
-    counted, sizes_as_keys, errors,
+    counted, sizes_as_keys, errors, all_values_behind_a_question,
 ]  # fmt: skip
 
 

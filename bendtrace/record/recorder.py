@@ -828,6 +828,8 @@ class Entered:
 
     def _make_plain(self, frame: FrameType) -> None:
         for name, value in [*frame.f_locals.items()]:
+            if any(map(self._values.is_gone, scalars_in(value))):
+                continue  # the state from which a resumed run goes on does not reach it: unread
             plain = self._plain(value)
             if plain is not value:
                 assign(frame, name, plain)

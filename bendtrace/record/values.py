@@ -445,6 +445,17 @@ class Values:
             self._writer.require_alive((source.index,))
         return source
 
+    def is_gone(self, scalar: TracedScalar) -> bool:
+        """Return whether a resumed run has no value for a number, since no code reads it any more.
+
+        It has none where the state from which the run goes on does not reach the number.
+        """
+        script, source = self._writer.script, scalar._source
+        if script is None or script.is_active or scalar._origin is not self.origin:
+            return False
+        ref = source if type(source) is Ref else source[0]
+        return ref.index in script.dead
+
     def holds_values(self, thing: Any, seen: set[int]) -> bool:
         """Return whether a function called as one op holds values that this run computed."""
         if type(thing) in TRACED:
