@@ -176,7 +176,7 @@ def test_files_contain_what_is_inserted(ending: str, insertions: str, tmp_path: 
     ):
         exported = bended.export(*inputs, to=file, insertions=insertions)
         expected = [bended(x) for x in inputs]
-    names = ["mask_at_a_drawn_a_numbers", "addpatch_at_relu_value"]
+    names = ["mask_at_a_numbers_a", "addpatch_at_relu_value"]
     assert list(exported.insertions) == (names if insertions == "inputs" else [])
     program: Callable[..., Any]
     if ending == "onnx":

@@ -157,20 +157,6 @@ def required_value(name: str, value: Any) -> Any:
 Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
-class _Drawn(NamedTuple):
-    """The numbers of one node.
-
-    Attributes:
-        shape: shape of the tensor that they were drawn for.
-        sizes: the sizes in it that they depend on.
-        numbers: the numbers, with these sizes.
-    """
-
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
-    numbers: Tensor
-
-
 class DrawingBend(Bend):
     """A callback that draws random numbers for each node separately.
 
@@ -196,12 +182,13 @@ class DrawingBend(Bend):
         self.seed: int | None = seed
         self.dim: int | tuple[int, ...] | None = _check_dim(dim)
         self.entropy: bytes = os.urandom(16)
-        self._drawn: dict[str, _Drawn] = {}
+        self._numbers: dict[str, Tensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors they were drawn for
 
     def reset(self) -> None:
         """Forget the numbers drawn so far. With a seed, the same numbers are drawn again."""
         self.entropy = os.urandom(16)
-        self._drawn = {}
+        self._numbers, self._shapes = {}, {}
 
     def kept(self, tensor: Tensor, at: NodePass, draw: Draw) -> Tensor:
         """Return the numbers of a node, broadcastable to a tensor; they are drawn the first time.
@@ -214,26 +201,24 @@ class DrawingBend(Bend):
         Raises:
             BendShapeError: the numbers were drawn for other sizes.
         """
-        drawn = self._drawn.get(at.path)
-        if drawn is None:
-            drawn = self._draw(tensor, at, draw)
-        sizes = sizes_of(tensor, self.dim, self, at)
-        if sizes != drawn.sizes:
-            raise self._misfit(drawn, tensor, at)
-        if drawn.numbers.device != tensor.device:
+        numbers = self._numbers.get(at.path)
+        if numbers is None:
+            numbers = self._draw(tensor, at, draw)
+        if sizes_of(tensor, self.dim, self, at) != tuple(numbers.shape):
+            raise self._misfit(numbers, tensor, at)
+        if numbers.device != tensor.device:
             with torch.inference_mode(False):
-                drawn = drawn._replace(numbers=drawn.numbers.to(tensor.device))
-                self._drawn[at.path] = drawn
-        return along(drawn.numbers, tensor, self.dim)
+                numbers = self._numbers[at.path] = numbers.to(tensor.device)
+        return along(numbers, tensor, self.dim)
 
     def drawn(self, at: NodePass, like: TensorMeta) -> Tensor | str:
         """Return the numbers of a node, or why there are none for tensors like some."""
-        drawn = self._drawn.get(at.path)
-        if drawn is None:
+        numbers = self._numbers.get(at.path)
+        if numbers is None:
             return "it has drawn no numbers for the node so far"
-        if drawn.numbers.device != like.device:
+        if numbers.device != like.device:
             return "its numbers are on another device"
-        return drawn.numbers
+        return numbers
 
     def once(self, tensor: Tensor, at: NodePass, draw: Draw, number: int) -> Tensor:
         """Return fresh numbers, broadcastable to a tensor, for a single use.
@@ -248,26 +233,27 @@ class DrawingBend(Bend):
         numbers = draw(sizes, self._generator(at.path, number))
         return along(numbers.to(tensor.device), tensor, self.dim)
 
-    def _draw(self, tensor: Tensor, at: NodePass, draw: Draw) -> _Drawn:
+    def _draw(self, tensor: Tensor, at: NodePass, draw: Draw) -> Tensor:
         sizes = sizes_of(tensor, self.dim, self, at)
         # Tensors made in inference mode could never be part of a backward pass.
         with torch.inference_mode(False):
             numbers = draw(sizes, self._generator(at.path, 0))
-        return self._drawn.setdefault(at.path, _Drawn(tuple(tensor.shape), sizes, numbers))
+        self._shapes.setdefault(at.path, tuple(tensor.shape))
+        return self._numbers.setdefault(at.path, numbers)
 
     def _generator(self, path: str, number: int) -> torch.Generator:
         source = self.entropy + path.encode() if self.seed is None else b"%d" % self.seed
         digest = hashlib.blake2b(b"%d " % number + source, digest_size=8).digest()
         return torch.Generator("cpu").manual_seed(int.from_bytes(digest))
 
-    def _misfit(self, drawn: _Drawn, tensor: Tensor, at: NodePass) -> BendShapeError:
-        old, new = drawn.shape, tuple(tensor.shape)
+    def _misfit(self, numbers: Tensor, tensor: Tensor, at: NodePass) -> BendShapeError:
+        old, new = self._shapes[at.path], tuple(tensor.shape)
         same = _in_common(old, new)
         what = type(self).__name__
         if self.dim is None:
             known = f"shape {old}"
         else:
-            known = f"the sizes {drawn.sizes} along dim={self.dim} of shape {old}"
+            known = f"the sizes {tuple(numbers.shape)} along dim={self.dim} of shape {old}"
         message = (
             f"{what} at {at.path!r} drew its numbers for {known}, and now received shape {new}"
         )
@@ -424,7 +410,7 @@ class Mask(DrawingBend):
         kept: Tensor = numbers < fraction("prob", self.prob, self, at)
         return kept
 
-    @depends_on("prob", "dim", "_drawn")
+    @depends_on("prob", "dim", "_numbers")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor, with the numbers that it has drawn."""
         drawn = self.drawn(at, like)
@@ -644,7 +630,7 @@ class Permute(DrawingBend):
         order = self.kept(tensor, at, random_order)
         return tensor.index_select(self.dim, order.reshape(-1))
 
-    @depends_on("dim", "_drawn")
+    @depends_on("dim", "_numbers")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor, with the order that it has drawn."""
         drawn = self.drawn(at, like)

@@ -622,7 +622,9 @@ def _is_same_key(a: Any, b: Any) -> bool:
     if a is b:
         return True
     kind = type(a)
-    known = kind in PLAIN_TYPES or kind in (tuple, frozenset, AttributeKey) or is_scalar(kind)
+    if kind is tuple and type(b) is tuple:
+        return len(a) == len(b) and all(map(_is_same_key, a, b))
+    known = kind in PLAIN_TYPES or kind in (frozenset, AttributeKey) or is_scalar(kind)
     return known and kind is type(b) and identical(a, b)
 
 

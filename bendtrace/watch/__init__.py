@@ -1,5 +1,4 @@
-"""Things that can change behind a recording: what code may read, and what torch hides from a
-mode.
+"""The world of a recording: what code may read, and what torch hides from a mode.
 
 Instructions show what code may read: `reachability.py` follows the names that the model's
 functions and classes use (`code_facts.py`), through helpers and into other modules. It stops at
