@@ -190,7 +190,7 @@ class _Names:
 
 
 class Follower(Protocol):
-    """Knows states that a run comes to (see `replay/following.py`)."""
+    """Knows states that a run comes to (see `Following` in `engine/program.py`)."""
 
     def state(self, tape: Tape) -> State | None:
         """Return the state of the latest question; None if it has to be read."""
