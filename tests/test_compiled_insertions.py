@@ -984,6 +984,9 @@ CHANGES: dict[str, Callable[[], tuple[Any, Callable[[], None]]]] = {
     "a name of Python's": lambda: _in_namespace("max", min),
     "a weight": _module(_weight),
     "a part": _module(lambda module: module.__setitem__(1, nn.Tanh())),
+    "the order of parts": _module(
+        lambda module: module._modules.__setitem__("0", module._modules.pop("0"))
+    ),
     "a hook": _module(lambda module: module[0].register_forward_hook(lambda m, i, out: out * 2)),
     "an attribute of a part": _module(lambda module: setattr(module[1], "approximate", "tanh")),
     "a list": _pure(lambda made: made.factors.__setitem__(0, 3.0)),

@@ -300,7 +300,7 @@ class TraceTree:
                     for key in [*self._outdated]:
                         if f"{part.label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
                             del self._outdated[key]
-        # A container that is replaced is no input: it is told by its identity.
+        # A container that is replaced is no input: its identity decides.
         replaced = (
             part.label
             for part in environment.parts

@@ -28,6 +28,8 @@ class Facts:
         self._entries: list[Any] = []
         self._counted: list[Collection[Any]] = []
         self._counts: list[int] = []
+        self._ordered: list[dict[Any, Any]] = []
+        self._orders: list[list[Any]] = []
         self._spaces: list[Mapping[str, Any]] = []
         self._absent: list[str] = []
         self._alive: list[type] = []
@@ -64,7 +66,10 @@ class Facts:
             self._counts.append(len(items))
 
     def content(self, items: Any) -> None:
-        """Add all entries of a table or list, and that there are no more."""
+        """Add all entries of a table or list, their order, and that there are no more."""
+        if isinstance(items, dict) and self._is_new(items, list):
+            self._ordered.append(items)
+            self._orders.append([*items])
         self.size(items)
         for key in items if isinstance(items, Mapping) else range(len(items)):
             self.entry(items, key)
@@ -82,6 +87,7 @@ class Facts:
                 all(map(is_, map(getattr, self._owners, self._names), self._attributes))
                 and all(map(is_, map(getitem, self._tables, self._keys), self._entries))
                 and [*map(len, self._counted)] == self._counts
+                and [*map(list, self._ordered)] == self._orders
                 and not any(map(contains, self._spaces, self._absent))
             )
         except Exception:  # something is gone

@@ -1,6 +1,6 @@
 """Dicts and sets in a model's state whose operations are ops, so that their content is not guarded.
 
-A dict that forward fills and looks numbers up in, such as a cache by length, is another one for
+A dict that forward fills and looks numbers up in, such as a cache by length, has another key after
 each new number, and its keys are guarded. Where that happens again and again (`TraceTree`), a
 `Watching` object takes the place of the container while a run goes on. Each of its operations
 (`n in cache`, `cache[n] = table`, `seen.add(n)`) is recorded as one op, which each replay carries
@@ -115,11 +115,11 @@ def _watching_class(kind: Any) -> Any:
         else:
             space[name] = _other(name) if callable(getattr(kind, name)) else _attribute(name)
     space["__bool__"] = _truth
-    space["__class__"] = property(_shown_class)
+    space["__class__"] = property(_class_of_original)
     return type(kind.__name__, (Watching,), space)
 
 
-def _shown_class(container: Watching) -> type:
+def _class_of_original(container: Watching) -> type:
     """Show the model the class of the container; this library takes no such object apart."""
     is_ours = sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
     return type(container) if is_ours else type(container.original)
