@@ -34,6 +34,7 @@ __all__ = [
     "InterjectionError",
     "LayerKeyError",
     "LoadError",
+    "NameOrderWarning",
     "NeverFiredWarning",
     "NoLayerError",
     "NodePathError",
@@ -575,6 +576,25 @@ class CompileWarning(UserWarning):
         >>> print(caught[0].message)
         the backend broken failed, so calls are replayed as they would be without one: OSError: no
         compiler
+    """
+
+
+class NameOrderWarning(UserWarning):
+    """A name might belong to another node if calls had come in another order.
+
+    Nodes of one name are numbered in the order in which runs reach them. Either known runs would
+    number this node differently, or none of them has taken one side of a branch before it. The name
+    stands for the node that has it now.
+
+    Example:
+        >>> import warnings, torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.relu() if x.sum() > 0 else (x + 1).relu())
+        >>> _ = bended(torch.ones(2))
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     _ = bended.interject("relu", print)
+        >>> print(caught[0].message)  # doctest: +ELLIPSIS
+        'relu' depends on which path came first: ...
     """
 
 

@@ -1236,6 +1236,7 @@ def test_plain_attributes_that_modules_before_set_stay() -> None:
     assert (bended.model.one.ran, bended.model.two.ran) == (False, True)
 
 
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.NameOrderWarning")
 def test_values_on_both_sides_of_an_unknown_branch_are_given_to_the_model_itself() -> None:
     def f(x: Tensor) -> Tensor:
         h = torch.relu(x)
@@ -1393,6 +1394,7 @@ def test_of_values_that_calls_give_as_they_end_together_the_outer_one_s_counts()
             assert bits(from_activations(bended, given, args)) == bits(relu(a))
 
 
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.NameOrderWarning")
 def test_a_call_that_answers_to_the_name_of_another_one_is_not_taken_for_it() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

@@ -237,6 +237,7 @@ class Either(nn.Module):
         return torch.relu(y) if x.sum() > 0 else torch.relu(y * 2)
 
 
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.NameOrderWarning")
 @pytest.mark.parametrize("where", ["r", ["r", "relu"]])
 def test_nodes_that_another_process_names_otherwise_are_not_mixed(
     tmp_path: Path, where: Any

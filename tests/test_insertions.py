@@ -1876,6 +1876,7 @@ def detached(x: Tensor) -> Tensor:
     return z * x if x.sum() > 0 else z + x
 
 
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.NameOrderWarning")
 @pytest.mark.parametrize("model", [energy, dropped, looped, kept, detached])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_leaves_that_forward_makes_are_looked_at(

@@ -162,6 +162,7 @@ def test_a_fresh_model_refuses_it_in_its_first_call() -> None:
     assert inserted_at(bended, ".add_1", x) == ("add_1",)
 
 
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.NameOrderWarning")
 def test_a_name_that_is_another_node_in_another_run_is_ambiguous() -> None:
     def model(x: Tensor) -> Tensor:
         if x.sum() > 0:
@@ -179,6 +180,7 @@ def test_a_name_that_is_another_node_in_another_run_is_ambiguous() -> None:
     assert inserted_at(bended, ".sin_1", -torch.ones(2)) == ("sin_1",)
 
 
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.NameOrderWarning")
 def test_a_module_that_no_run_has_called_and_a_node_of_its_name_are_ambiguous() -> None:
     class Either(nn.Module):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.errors import ExportError, InputError, NodePathError
+from bendtrace.errors import ExportError, InputError, NameOrderWarning, NodePathError
 from bendtrace.watch.provenance import is_installed_file
 from bendtrace.workflows import activation_patching, run_with_cache
 from tests.stateful import KINDS, UNRESTORABLE, X, library, outputs
@@ -212,7 +213,8 @@ def test_a_name_that_depends_on_what_came_first_is_refused() -> None:
     for first, second in ((positive, negative), (negative, positive)):
         bended = bt.BendedModule(model)
         bended(first)
-        assert bended.interject(".relu", lambda value: value).targets
+        with pytest.warns(NameOrderWarning, match="the other side of `x.sum"):
+            assert bended.interject(".relu", lambda value: value).targets
         bended = bt.BendedModule(model)
         for x in (first, second):
             bended(x)
@@ -222,6 +224,57 @@ def test_a_name_that_depends_on_what_came_first_is_refused() -> None:
         with bended.interject(place, lambda value: value + 100):
             assert_same(bended(positive), torch.relu(torch.relu(positive) + 100 - 1.5))
             assert_same(bended(negative), model(negative))
+
+
+@pytest.mark.parametrize(
+    ("name", "warns"),
+    [
+        (".relu", False),  # before the branch
+        (".add", False),
+        (".relu_1", True),  # on the side that was taken; the last one would have its name
+        (".relu_2", True),  # one less would be counted
+        (".exp", False),  # the only one
+        (".sub", False),
+        (".add_1", True),  # other sides may hold sums
+    ],
+)
+@pytest.mark.parametrize("is_before", [False, True])
+def test_a_name_says_that_a_side_that_no_run_has_taken_may_have_it(
+    name: str, warns: bool, is_before: bool
+) -> None:
+    def model(x: Tensor) -> Tensor:
+        h = torch.relu(x + 5)
+        if x.sum() > 0:
+            h = torch.exp(h) + torch.relu(x)
+        else:
+            h = h * x + 3
+        return h.relu() - 1
+
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    if not is_before:
+        bended(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        bended.interject(name, torch.zeros_like)
+        if is_before:
+            bended(x)
+    assert [warning.category for warning in caught] == [NameOrderWarning] * warns
+    assert all(warning.filename == __file__ for warning in caught)
+    node = bended.trace(x).tree[name.lstrip(".")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bended.interject(node, torch.zeros_like)
+
+
+def test_a_name_that_another_order_of_runs_would_change_says_so() -> None:
+    def model(x: Tensor) -> Tensor:
+        return torch.sin(x) if x.sum() > 0 else torch.sin(x * 2)
+
+    bended = bt.BendedModule(model)
+    bended(torch.ones(2))
+    bended(-torch.ones(2))
+    with pytest.warns(NameOrderWarning, match="would be called 'sin' if another known run"):
+        bended.interject(".sin_1", torch.neg)
 
 
 # Libraries

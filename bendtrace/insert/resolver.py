@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from bendtrace.errors import InputError, NodePathError
+from bendtrace.errors import InputError, NameOrderWarning, NodePathError
 from bendtrace.insert.plan import State
 from bendtrace.insert.structure import Leaf, describe, part_of, take_apart
 from bendtrace.log.entries import LayerEntry, ModuleEntry
@@ -30,6 +31,7 @@ from bendtrace.log.path_views import (
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
+from bendtrace.python.sites import users_level
 from bendtrace.record.names import NodeRef
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import ModuleCall, Op
@@ -160,32 +162,55 @@ def resolve_meaning(text: str, known: Runs) -> Meant | None:
 
 
 def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
-    """Raise for a name that depends on which of several paths came first.
+    """Raise for a name that another known run would give to another node, and warn of others.
 
-    Nodes of one name are numbered in the order in which the runs reach them. With only one of the
-    runs known, the name might belong to another node.
+    Nodes of one name are numbered in the order in which runs reach them. A name may therefore
+    depend on which of several paths came first.
 
     Raises:
         NodePathError: another known run would give the name to another node.
     """
-    outer, _, name = node.path.rpartition(".")
-    for tree in trees:
-        parent: TreeNode | None = tree.data
-        for part in outer.split(".") if outer else ():
-            parent = None if parent is None else parent.children.get(part)
+    name, otherwise = node.path.rpartition(".")[2], ""
+    parents = list(_parents(node, trees))
+    for parent in parents:
         counts: Counter[str] = Counter()
-        for child in () if parent is None else parent.children.values():
+        for child in parent.children.values():
             base = identifier(child.label or child.name)
             own = f"{base}_{counts[base]}" if counts[base] else base
             counts[base] += 1
             if own == name and child.name != name:
                 raise NodePathError(
                     f"{text!r} depends on which path came first: it is {_place(node)}, but would "
-                    f"be {_place(child)} if another known run had come before. Pass the node of a "
-                    "tree (`bended.trace(...).tree`), or node_selector.at_line(...)",
+                    f"be {_place(child)} if another known run had come before. {_STABLE}",
                     text,
                     (node.path, child.path),
                 )
+            if child.name == name != own and text.endswith(name):
+                otherwise = f"would be called {own!r} if another known run had come before"
+    for tree in trees:
+        tree.place_steps()
+    if not otherwise and (step := source.deciding(node, parents)) is not None:
+        otherwise = (
+            "another node might have this name if a run had taken the other side of "
+            f"`{step.text}` at {place_text(step.file, step.line)} before"
+        )
+    if otherwise:
+        text = f"{text!r} depends on which path came first: it is {_place(node)}, but {otherwise}."
+        warnings.warn(NameOrderWarning(f"{text} {_STABLE}"), stacklevel=users_level())
+
+
+_STABLE = "Pass the node of a tree (`bended.trace(...).tree`), or node_selector.at_line(...)"
+
+
+def _parents(node: TreeNode, trees: Iterable[Tree]) -> Iterator[TreeNode]:
+    """Yield the graph around a node in each run that has reached this graph."""
+    outer = node.path.rpartition(".")[0]
+    for tree in trees:
+        parent: TreeNode | None = tree.data
+        for part in outer.split(".") if outer else ():
+            parent = None if parent is None else parent.children.get(part)
+        if parent is not None:
+            yield parent
 
 
 def _place(node: TreeNode) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, FlowSteps, steps_of
 from bendtrace.insert.selector_algebra import Selector
+from bendtrace.log.nodes import Step, TreeNode, identifier
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.places import is_file, place_text, read_place
 from bendtrace.python.sites import Place
@@ -476,18 +478,91 @@ def _step_text(step: FlowStep) -> str:
 def unseen(branch: BranchCoverage) -> Iterator[str]:
     """Yield the source of the branch sides that were not seen."""
     file = source_file(branch.file)
+    for side in branch.missing:
+        for node in _sides_at(file, branch.line, side):
+            yield file.text(node)
+
+
+def deciding(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
+    """Return a branch whose other side might change a node's name, if a run had taken it first.
+
+    The other side may hold a node of this name itself, or leave out one that was counted before.
+
+    Args:
+        node: the node.
+        parents: the graph around it, in each known run that has reached this graph.
+    """
+    base, seen = _base(node), defaultdict[tuple[str, int], set[str]](set)
+    for parent in parents:
+        for step in parent.steps:
+            seen[step.file, step.line].update(outcome for _, outcome, _ in step.outcomes)
+    for parent in parents:
+        order = list(parent.children)
+        rivals = [child for child in parent.children.values() if _base(child) == base]
+        names = [rival.name for rival in rivals]
+        for step in parent.steps if node.name in names else ():
+            outcomes = seen[step.file, step.line]
+            if outcomes not in ({"True"}, {"False"}):
+                continue
+            if step.after and order.index(node.name) <= order.index(step.after):
+                continue
+            file, side = source_file(step.file), outcomes == {"True"}
+            if any(base in _bases_in(code) for code in _sides_at(file, step.line, not side)):
+                return step
+            spans = [span_of(code) for code in _sides_at(file, step.line, side)]
+            under = [
+                any(place.file == step.file and span.line <= place.line <= span.end_line
+                    for place in rival.places for span in spans)
+                for rival in rivals
+            ]  # fmt: skip
+            number = names.index(node.name)
+            # Without this side, others come first, or fewer are counted.
+            if not all(under[number:]) if under[number] else any(under[:number]):
+                return step
+    return None
+
+
+def _base(node: TreeNode) -> str:
+    return identifier(node.label or node.name).rstrip("_")
+
+
+def _bases_in(code: ast.AST) -> set[str]:
+    """Return what operations in some source may be called, without numbers and underscores."""
+    found = set()
+    for node in ast.walk(code):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, (ast.operator, ast.unaryop, ast.cmpop)):
+            found |= _OF_OPERATORS.get(type(node), set())
+        elif isinstance(node, ast.Subscript):
+            found |= {"getitem"}
+    return {identifier(name).rstrip("_") for name in found}
+
+
+_OF_OPERATORS: dict[type[ast.AST], set[str]] = {
+    ast.Add: {"add", "radd"}, ast.Sub: {"sub", "rsub"}, ast.Mult: {"mul", "rmul"},
+    ast.Div: {"div", "rdiv"}, ast.FloorDiv: {"floordiv", "rfloordiv"},
+    ast.Mod: {"remainder", "rmod"}, ast.Pow: {"pow", "rpow"}, ast.MatMult: {"matmul", "rmatmul"},
+    ast.USub: {"neg"}, ast.Invert: {"invert"}, ast.BitAnd: {"and"}, ast.BitOr: {"or"},
+    ast.BitXor: {"xor"}, ast.Gt: {"gt"}, ast.GtE: {"ge"}, ast.Lt: {"lt"}, ast.LtE: {"le"},
+    ast.Eq: {"eq"}, ast.NotEq: {"ne"},
+}  # fmt: skip
+
+
+@functools.cache
+def _sides_at(file: SourceFile, line: int, side: bool) -> tuple[ast.expr | ast.stmt, ...]:
+    """Return the code that runs on one side of the branches at a line."""
+    found: list[ast.expr | ast.stmt] = []
     for node in file.parents:
-        if isinstance(node, BRANCHES) and node.test.lineno == branch.line:
-            for side in branch.missing:
-                yield from _ran_on(file, node, side)
-
-
-def _ran_on(file: SourceFile, node: ast.If | ast.IfExp | ast.While, side: bool) -> Iterator[str]:
-    if isinstance(node, ast.IfExp):
-        yield file.text(node.body if side else node.orelse)
-        return
-    here, other = (node.body, node.orelse) if side else (node.orelse, node.body)
-    yield from map(file.text, here)
-    if isinstance(node, ast.If) and closes_block(other):
-        for span in rest_of_block(file, node):
-            yield file.text(file.statements[span])
+        if not (isinstance(node, BRANCHES) and node.test.lineno == line):
+            continue
+        if isinstance(node, ast.IfExp):
+            found.append(node.body if side else node.orelse)
+            continue
+        here, other = (node.body, node.orelse) if side else (node.orelse, node.body)
+        found += here
+        if isinstance(node, ast.If) and closes_block(other):
+            found += [file.statements[span] for span in rest_of_block(file, node)]
+    return tuple(found)
