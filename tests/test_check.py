@@ -219,6 +219,63 @@ def test_what_is_equal_and_not_the_same_is_no_change():
     assert bended.stats.traces == 1
 
 
+HOOKS: dict[str, Callable[[nn.Module, nn.Module, Callable[[Tensor], Tensor]], Any]] = {
+    "forward": lambda model, layer, f: layer.register_forward_hook(lambda m, a, out: f(out)),
+    "with kwargs": lambda model, layer, f: layer.register_forward_hook(
+        lambda m, a, k, out: f(out), with_kwargs=True
+    ),
+    "pre": lambda model, layer, f: layer.register_forward_pre_hook(lambda m, a: (f(a[0]),)),
+    "backward": lambda model, layer, f: layer.register_full_backward_hook(
+        lambda m, given, out: (f(given[0]),)
+    ),
+    "model": lambda model, layer, f: model.register_forward_hook(lambda m, a, out: f(out)),
+}
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=HOOKS)
+def test_hooks_of_a_trace_that_are_exchanged_or_removed_are_noticed(
+    register: Callable[..., Any],
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    bended = bt.BendedModule(model)
+
+    def same(count: int = 2) -> bool:
+        found = []
+        for call in (model, bended) * count:
+            x = torch.ones(1, 2, requires_grad=True)
+            out = call(x)
+            out.sum().backward()
+            found.append((bits(out), bits(x.grad)))
+        return all(one == found[0] for one in found)
+
+    first = register(model, model[0], lambda value: value * 2)
+    assert same(3)
+    first.remove()
+    second = register(model, model[0], lambda value: value * 3)
+    assert same()
+    third = register(model, model[0], lambda value: value + 1)
+    assert same()
+    second.remove()
+    assert same()
+    third.remove()
+    assert same()
+
+
+def test_hooks_in_another_order_are_noticed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    hooks = [
+        model[0].register_forward_hook(lambda m, a, out: out * 2),
+        model[0].register_forward_hook(lambda m, a, out: out + 1),
+    ]
+    bended, x = bt.BendedModule(model), torch.ones(1, 2)
+    assert bits(bended(x)) == bits(bended(x)) == bits(model(x))
+    table: Any = model[0]._forward_hooks
+    table[hooks[0].id] = table.pop(hooks[0].id)
+    assert bits(bended(x)) == bits(model(x))
+    table[hooks[0].id] = lambda m, a, out: out * 7
+    assert bits(bended(x)) == bits(model(x))
+
+
 def test_hooks_in_another_table_are_noticed():
     model = Own().eval()
     bended = bt.BendedModule(model)
