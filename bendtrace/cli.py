@@ -581,7 +581,7 @@ def one_line(error: BaseException) -> str:
     return f"{name}: {message}" if message else name
 
 
-_EXAMPLE = os.path.join("cli", "example.py")
+_EXAMPLE = AdaptiveBlock.forward.__code__.co_filename
 
 
 def _keep_theirs(told: traceback.TracebackException) -> bool:
@@ -597,7 +597,7 @@ def _keep_theirs(told: traceback.TracebackException) -> bool:
 
 
 def _is_machinery(filename: str) -> bool:
-    if filename.endswith(_EXAMPLE):
+    if filename == _EXAMPLE:
         return False
     return filename.startswith((_OWN, _IMPORTLIB, "<frozen importlib", "<frozen runpy"))
 

@@ -439,6 +439,13 @@ def test_an_error_of_a_module_shows_torch_only_from_the_users_code_on(run: Run) 
     assert all("torch" in frame for frame in frames[1:])
 
 
+def test_an_error_of_the_example_shows_the_example(run: Run) -> None:
+    result = run("trace", "bendtrace.show.example:AdaptiveBlock", "--input", "ones(2)")
+    assert result.error.endswith("raised IndexError: tuple index out of range")
+    frames = [line for line in result.err.splitlines() if line.startswith("  File ")]
+    assert [frame.rpartition(", in ")[2] for frame in frames] == ["forward"]
+
+
 def test_an_error_of_torchs_own_module_is_one_line(run: Run) -> None:
     result = run("trace", "torch.nn:GELU", "--input", "[1]")
     assert result.error.startswith(
