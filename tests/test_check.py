@@ -577,3 +577,38 @@ def test_classes_that_the_model_holds_are_watched() -> None:
             change[0].factor = change[1]
         assert bits(bended(x)) == bits(model(x))
     assert bended.stats.traces == 3
+
+
+class Mapping(dict[str, int]):
+    gain = 2.0
+
+
+class Items(list[int]):
+    gain = 2.0
+
+
+class Fixed(tuple[int, ...]):
+    gain = 2.0
+
+
+@pytest.mark.parametrize("make", [lambda: Mapping(a=1), lambda: Items([1]), lambda: Fixed((1,))])
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_attributes_of_a_container_are_noticed(make: Callable[[], Any], is_argument: bool) -> None:
+    def read(x: Tensor, holder: Any) -> Tensor:
+        x = x * (holder.extra if hasattr(holder, "extra") else 1) * holder.gain
+        return x + len(vars(holder)) * len(holder)
+
+    holder = make()
+    model = read if is_argument else lambda x: read(x, holder)
+    bended, args = bt.BendedModule(model), (torch.ones(2), holder)[: 1 + is_argument]
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(holder, "extra", 3.0),
+        lambda: setattr(holder, "gain", 7.0),
+        lambda: setattr(holder, "other", None),
+        lambda: delattr(holder, "extra"),
+        lambda: delattr(holder, "other"),
+    ]
+    for change in [lambda: None, *changes]:
+        change()
+        for _ in range(2):
+            assert bits(bended(*args)) == bits(model(*args))
