@@ -7,7 +7,7 @@ that *survives* makes no test fail. Each run stops at the first failure.
 
     python -m tests.mutants                     the tests of guards, which takes an hour
     python -m tests.mutants check.py            the mutants of one file
-    python -m tests.mutants --brief             what the first command of the README runs
+    python -m tests.mutants --brief             of these tests, what the README's command draws today
 
 The rows of docs/guarded.md need no mutants: `tests/test_guarded.py` fails where a row is missing.
 It is the plugin of pytest that drops the check named by BENDTRACE_MUTANT.
@@ -34,6 +34,7 @@ from bendtrace.tape.tape import Guard
 
 ROOT = Path(__file__).parent.parent
 MUTANT = os.environ.get("BENDTRACE_MUTANT", "")
+BRIEF = bool(os.environ.get("BENDTRACE_BRIEF"))
 # Where checks are written, and what writes one.
 FILES = {
     "engine/check.py": re.compile(r"\b(self\.note|_questions\.note|fail_if)\("),
@@ -104,12 +105,17 @@ def _drop_words(name: str, mutant: str) -> None:
     setattr(Words, name, added)
 
 
-def survives(mutant: str, arguments: list[str]) -> bool:
+def pytest_configure(config: Any) -> None:
+    """Have the cases drawn as by the first command of the README."""
+    config.option.brief = BRIEF
+
+
+def survives(mutant: str, arguments: list[str], is_brief: bool) -> bool:
     """Return whether tests pass without a check."""
+    brief = "yes" if is_brief else ""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.mutants", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "BENDTRACE_MUTANT": mutant}, capture_output=True
-    )
+    environment = {**os.environ, "BENDTRACE_MUTANT": mutant, "BENDTRACE_BRIEF": brief}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True)
     return done.returncode == 0
 
 
@@ -117,14 +123,14 @@ def main() -> None:
     """Try each mutant, and print what becomes of it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="of files, or of mutants; all of them by default")
-    parser.add_argument("--brief", action="store_true", help="run the README's first command")
+    parser.add_argument("--brief", action="store_true", help="as the README's command draws them")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="names of the files of tests")
     options = parser.parse_args()
-    tests = [] if options.brief else [f"tests/test_{name}.py" for name in options.tests]
+    tests = [f"tests/test_{name}.py" for name in options.tests]
     left = []
     for mutant in mutants():
         if not options.names or any(name in mutant for name in options.names):
-            survived = survives(mutant, tests)
+            survived = survives(mutant, tests, options.brief)
             left += [mutant] * survived
             print(mutant, "SURVIVES" if survived else "is noticed", flush=True)
     sys.exit(f"{len(left)} survive: {', '.join(left)}" if left else 0)
