@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -612,3 +613,35 @@ def test_attributes_of_a_container_are_noticed(make: Callable[[], Any], is_argum
         change()
         for _ in range(2):
             assert bits(bended(*args)) == bits(model(*args))
+
+
+class Sums(nn.Module):
+    """Writes to a buffer, or to an argument, and reads an array after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.array = np.zeros(3, np.float32)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor, written: Tensor | None = None) -> Tensor:
+        (self.total if written is None else written).add_(x)
+        return x + float(self.array.sum())
+
+
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_a_tensor_that_comes_to_lie_in_the_memory_of_an_array_is_noticed(is_argument: bool) -> None:
+    found = []
+    for is_traced in (False, True):
+        model = Sums()
+        call = bt.BendedModule(model) if is_traced else model
+        args = [torch.ones(3), torch.zeros(3)][: 1 + is_argument]
+        outputs = [bits(call(*args)) for _ in range(3)]
+        shared = torch.from_numpy(model.array)
+        if is_argument:
+            args[1] = shared
+        else:
+            model.total = shared
+        outputs += [bits(call(*args)) for _ in range(3)]
+        found.append((outputs, model.array.tolist(), bits(model.total)))
+    assert found[0] == found[1]
+    assert found[0][1] != [0.0, 0.0, 0.0]
