@@ -645,3 +645,29 @@ def test_a_tensor_that_comes_to_lie_in_the_memory_of_an_array_is_noticed(is_argu
         found.append((outputs, model.array.tolist(), bits(model.total)))
     assert found[0] == found[1]
     assert found[0][1] != [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("is_by_keyword", [False, True])
+def test_a_function_that_gets_its_first_defaults_is_noticed(is_by_keyword: bool) -> None:
+    def by_position(x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    def by_keyword(x: Tensor, *, factor: float) -> Tensor:
+        return x * factor
+
+    helper: Any = by_keyword if is_by_keyword else by_position
+
+    def model(x: Tensor) -> Tensor:
+        try:
+            return helper(x)
+        except TypeError:
+            return x - 1
+
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for defaults in (None, 3.0, 4.0, None):
+        if is_by_keyword:
+            helper.__kwdefaults__ = None if defaults is None else {"factor": defaults}
+        else:
+            helper.__defaults__ = None if defaults is None else (defaults,)
+        for _ in range(3):
+            assert bits(bended(x)) == bits(model(x))
