@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -670,4 +672,109 @@ def test_a_function_that_gets_its_first_defaults_is_noticed(is_by_keyword: bool)
         else:
             helper.__defaults__ = None if defaults is None else (defaults,)
         for _ in range(3):
+            assert bits(bended(x)) == bits(model(x))
+
+
+INSTALLED = """
+import functools
+import torch
+
+factor = [2.0]
+
+@functools.lru_cache
+def cached(number):
+    return torch.full((2,), float(number)) * factor[0]
+"""
+
+
+@pytest.mark.parametrize("is_filled_again", [False, True])
+def test_a_cleared_cache_of_an_installed_package_is_noticed(is_filled_again: bool) -> None:
+    package: dict[str, Any] = {"__name__": "an_installed_package"}
+    file = Path(sysconfig.get_paths()["purelib"], "an_installed_package.py")
+    exec(compile(INSTALLED, str(file), "exec"), package)
+    cached = package["cached"]
+
+    def model(x: Tensor) -> Tensor:
+        return x + cached(3)
+
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    package["factor"][0] = 4.0
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    cached.cache_clear()
+    if is_filled_again:
+        model(x)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(x + 12)
+
+
+class Thing:
+    """An object that is compared by its identity."""
+
+    factor = 2.0
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = Thing()
+        self.items = [Thing()]
+        self.named = {"a": Thing()}
+
+    def forward(self, x: Tensor, thing: Thing) -> Tensor:
+        if thing is self.one:
+            return x * 2
+        if thing in self.items:
+            return x * 3
+        return x * (4 if thing is self.named["a"] else 5)
+
+
+def test_an_argument_that_is_an_object_of_the_model_is_noticed() -> None:
+    model, thing, x = Holder(), Thing(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    others = [model.one, model.items[0], model.named["a"]]
+    for one in (thing, thing, *others, thing):
+        assert bits(bended(x, one)) == bits(model(x, one))
+    model.named["a"] = thing
+    assert bits(bended(x, thing)) == bits(model(x, thing)) == bits(x * 4)
+    model.items[0] = thing
+    assert bits(bended(x, thing)) == bits(model(x, thing)) == bits(x * 3)
+    model.one = thing
+    assert bits(bended(x, thing)) == bits(model(x, thing)) == bits(x * 2)
+
+
+class Bare(nn.Module):
+    """A module whose tables are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extras: dict[str, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for tensor in (*self.buffers(recurse=False), *self.parameters(recurse=False)):
+            x = x * tensor
+        for module in self.children():
+            x = module(x)
+        return x * (1 + len(self._buffers)) + len(self.extras)
+
+
+def test_what_is_put_into_a_table_that_was_empty_is_noticed() -> None:
+    changes: list[Callable[[Bare], object]] = [
+        lambda bare: bare.register_buffer("extra", torch.full((2,), 3.0)),
+        lambda bare: bare.register_parameter("extra", nn.Parameter(torch.full((2,), 4.0))),
+        lambda bare: bare.add_module("extra", nn.Softplus()),
+        lambda bare: bare.extras.update(a=1.0),
+        lambda bare: bare.register_forward_hook(lambda module, args, out: out * 7),
+        lambda bare: bare.register_forward_pre_hook(lambda module, args: (args[0] * 7,)),
+    ]
+    for change in changes:
+        bare, x = Bare(), torch.ones(2)
+        model = nn.Sequential(bare, nn.Tanh())
+        bended = bt.BendedModule(model)
+        for _ in range(3):
+            assert bits(bended(x)) == bits(model(x))
+        change(bare)
+        for _ in range(2):
             assert bits(bended(x)) == bits(model(x))
