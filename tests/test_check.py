@@ -713,7 +713,8 @@ def test_a_cleared_cache_of_an_installed_package_is_noticed(is_filled_again: boo
 class Thing:
     """An object that is compared by its identity."""
 
-    factor = 2.0
+    def __init__(self) -> None:
+        self.factor = 2.0
 
 
 class Holder(nn.Module):
