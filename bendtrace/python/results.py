@@ -51,6 +51,7 @@ class _Awaited(NamedTuple):
 
 
 _awaited: list[_Awaited] = []
+_watching: list[Callable[[int, int], object]] = []
 
 
 def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> bool:
@@ -76,17 +77,55 @@ def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> b
     return True
 
 
+def watch(each: Callable[[int, int], object]) -> bool:
+    """Have a function called for the events of the thread's frames, until `watch_no_more`.
+
+    Args:
+        each: receives the address of a frame, and the kind of event. Frames whose
+            `f_trace_opcodes` is set report each instruction.
+
+    Returns:
+        Whether it is called: not if something else traces the thread.
+    """
+    if sys.gettrace() is not None or _watching or _awaited:
+        return False
+    _watching.append(each)
+    _set_trace(_callback, None)
+    return True
+
+
+def pause_watch() -> None:
+    """Report nothing until `resume_watch`."""
+    if not _awaited:
+        _set_trace(None, None)
+
+
+def resume_watch() -> None:
+    """Go on reporting."""
+    if _watching:
+        _set_trace(_callback, None)
+
+
+def watch_no_more() -> None:
+    """End what `watch` has begun."""
+    _watching.clear()
+    pause_watch()
+
+
 def is_awaited(frame: FrameType) -> bool:
     """Return whether the result of the instruction that a frame is at will be exchanged."""
     return any(one.frame is frame and one.offset == frame.f_lasti for one in _awaited)
 
 
 def _step(_: object, frame: int, what: int, __: object) -> int:
+    if _watching:
+        _watching[0](frame, what)
     if not _awaited or frame != id(_awaited[0].frame) or what not in (_RAISES, _STEPS):
         return 0
     one = _awaited.pop()
-    one.frame.f_trace_opcodes = False
-    _set_trace(None, None)
+    if not _watching:
+        one.frame.f_trace_opcodes = False
+        _set_trace(None, None)
     if what == _STEPS:
         before = word_at(one.address)
         _api.Py_IncRef(ctypes.py_object(one.value))

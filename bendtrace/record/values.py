@@ -81,6 +81,7 @@ class Values:
         gives_plain: whether the model receives plain numbers, which are guarded by value.
         is_called_by_foreign: says of code whether it runs on behalf of code that is not known to
             ask traced numbers; None as long as none has run.
+        tensor_of_array: gives the tensor that stands for an array (see `arrays.py`).
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Values:
         self._elements: dict[tuple[int, Any], Ref] = {}
         self.gives_plain: bool = environment.tells_numbers
         self.is_called_by_foreign: Callable[[FrameType], bool] | None = None
+        self.tensor_of_array: Callable[[Any], Tensor | None] = lambda _: None
 
     def retire(self) -> None:
         """Turn the traced scalars of the run into ordinary objects."""

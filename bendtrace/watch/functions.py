@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from bendtrace.python.bytecode import branches, global_uses
 from bendtrace.python.internals import Never, internal
+from bendtrace.tape.array_functions import ArrayFunction, content_of
 from bendtrace.tape.tape import Op, Use
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.transforms import REGISTERS
@@ -275,6 +276,13 @@ SHARING: frozenset[Any] = frozenset(
     {torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer}
 )
 
+# What makes a tensor of an array, with what is recorded for it.
+MAKES_FROM_ARRAYS: dict[Any, Any] = {
+    **{function: function for function in (torch.from_numpy, torch.as_tensor, torch.asarray)},
+    _takes_array: _from_numpy,
+    torch.tensor: torch.tensor,
+}
+
 # Assignments to these attributes of a tensor.
 SETTERS = frozenset(
     getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
@@ -444,6 +452,10 @@ def may_vary(function: Any) -> bool:
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return not owner.__module__.startswith("torch.") and _branches(owner.forward, set())
     if getattr(function, "gives_nothing", False):
+        return False
+    if isinstance(function, ArrayFunction):
+        return not function.__module__.startswith(("numpy", "_operator", "builtins"))
+    if function is content_of:
         return False
     if getattr(function, "is_gate", False):
         return getattr(function, "role", "") == "instead"  # others give what they are given
