@@ -54,14 +54,9 @@ class Recorder(Protocol):
     """The things that a recorder does for this."""
 
     def array_op(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Any,
-        frame: FrameType,
-        is_reported: bool = False,
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, frame: FrameType
     ) -> Any:
-        """Record an op, which may have been reported already, and return its result."""
+        """Record an op, and return its result."""
 
     def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
         """Call a function of torch on a tensor as the code of a frame would."""
@@ -132,7 +127,7 @@ class Arrays:
             "watched"
         )
         with torch._C.DisableTorchFunction():
-            found = self._recorder.array_op(content_of, (tensor, *args), kwargs, frame, True)
+            found = self._recorder.array_op(content_of, (tensor, *args), kwargs, frame)
             self._seen_storages.add(storage_of(found))
             array = self._give(found, frame)
         if not self._is_on and not self._has_ended:
@@ -227,7 +222,7 @@ class Arrays:
         if not direct and name not in _LOOKS_INSIDE:
             return
         values = [operands.object_at(word) for word in words]
-        if not direct and not self._reaches(values):
+        if not direct and not self._reaches(values) and not _leaves_content_open(name, values):
             if self._adopted and any(map(self._is_view_of_known, values)):
                 self._deny()
             return
@@ -372,7 +367,8 @@ class Arrays:
         if writes is not None and not self._may_write(writes, frame):
             self._deny(*args)
             return function(*args, **kwargs)
-        return self._op(function, args, kwargs, frame, writes, way == _TENSOR or way == _ITEM)
+        found = self._op(function, args, kwargs, frame, writes)
+        return None if way == _WRITE else found
 
     def _op(
         self,
@@ -381,10 +377,9 @@ class Arrays:
         kwargs: dict[str, Any],
         frame: FrameType,
         writes: Any = None,
-        gives_tensor: bool = False,
     ) -> Any:
         name = str(getattr(function, "__name__", "") or type(function).__name__).strip("<>")
-        if writes is not None and not name.startswith("__"):
+        if writes is not None and writes is not kwargs.get("out") and not name.startswith("__"):
             name += "_"
         has_tensors = any(isinstance(arg, Tensor) for arg in args)
         errors = sys.modules["numpy"].geterr()
@@ -398,6 +393,9 @@ class Arrays:
         )  # fmt: skip
         if before != [array.tobytes() for array in given if array is not writes]:
             self._deny()
+        if writes is not None:
+            self._known[id(writes)] = writes, found
+            return writes
         if isinstance(found, Tensor) and (has_tensors or function in MAKES_FROM_ARRAYS.values()):
             stands = [*map(self._stand, given)]
             for stand in stands:
@@ -645,10 +643,14 @@ class Arrays:
     ) -> None:
         caller, places = frame.f_back, stacks.layout()
         assert places is not None
-        if caller is None or not self._is_users(caller) or stacks.is_called_by_c(
-            frame, caller, places
-        ):
-            self._deny(*values)
+        if caller is None or not self._is_users(caller):
+            return self._deny(*values)
+        if stacks.is_called_by_c(frame, caller, places):
+            # Which it is where C calls functions for an instruction, as torch._dynamo has it.
+            called = operands.called_by(caller)
+            if getattr(getattr(called, "__func__", called), "__code__", None) is not frame.f_code:
+                self._deny(*values)
+        return None
 
 
 _INSTRUCTION, _CALL = 7, 0  # PyTrace_OPCODE, PyTrace_CALL
@@ -706,7 +708,6 @@ _REFUSED = frozenset(
         "format_float_positional", "format_float_scientific", "frombuffer", "fromfile",
         "fromfunction", "fromiter", "frompyfunc", "load", "memmap", "nditer", "piecewise", "save",
         "savetxt", "savez", "savez_compressed", "shares_memory", "may_share_memory", "vectorize",
-        "empty_like",
     }
 )  # fmt: skip
 
@@ -745,6 +746,12 @@ def _placeholder(tensor: Tensor) -> Any:
 
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, sys.modules["numpy"].dtype) and not value.hasobject
+
+
+def _leaves_content_open(name: str, values: list[Any]) -> bool:
+    """Return whether an instruction makes an array of memory as it finds it."""
+    numpy: Any = sys.modules["numpy"]
+    return name == "PRECALL" and any(values[1] is one for one in (numpy.empty, numpy.empty_like))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -627,10 +627,9 @@ class Recorder(RecordingMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         frame: FrameType,
-        is_reported: bool = False,
     ) -> Any:
         """Record an op that works on arrays, and return its result."""
-        if self._inserter is not None and not is_reported:
+        if self._inserter is not None:
             return self._inserter.op(function, args, kwargs, frame, self._array_op)
         return self._array_op(function, args, kwargs, frame)
 

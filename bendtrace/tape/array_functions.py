@@ -82,7 +82,7 @@ class ArrayFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function on arrays, and return the tensors that stand for what it returns."""
-        given: list[Tensor] = []
+        given: list[tuple[Tensor, Any]] = []
         arrays = tuple(self._open(arg, given) for arg in args)
         named = {name: self._open(arg, given) for name, arg in kwargs.items()}
         if self._errors is None:
@@ -90,19 +90,21 @@ class ArrayFunction:
         else:
             with sys.modules["numpy"].errstate(**dict(self._errors)):
                 result = self.function(*arrays, **named)
-        if self.is_written:
-            for tensor in (*args[:1], kwargs.get("out")):
-                if isinstance(tensor, Tensor) and not tensor.is_inference():
-                    torch.autograd.graph.increment_version(tensor)
-        return _close(result, given)
+        if not self.is_written:
+            return _close(result, given)
+        written: Tensor = kwargs.get("out", args[0])
+        if not written.is_inference():
+            torch.autograd.graph.increment_version(written)
+        return written
 
-    def _open(self, value: Any, given: list[Tensor]) -> Any:
+    def _open(self, value: Any, given: list[tuple[Tensor, Any]]) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
             if self._given_tensors and _NAME not in vars(value):
                 return value
-            given.append(value)
-            return array_of(value)
+            array = array_of(value)
+            given.append((value, array))
+            return array
         if kind is tuple or kind is list:
             return kind(self._open(item, given) for item in value)
         if kind is dict:
@@ -139,7 +141,7 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 content_of.__name__ = "numpy"
 
 
-def _close(result: Any, given: list[Tensor]) -> Any:
+def _close(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
     """Return a result with tensors in the place of arrays."""
     kind = type(result)
     if is_content(result):
@@ -152,27 +154,27 @@ def _close(result: Any, given: list[Tensor]) -> Any:
     return result
 
 
-def _standing_for(array: Any, given: list[Tensor]) -> Any:
+def _standing_for(array: Any, given: list[tuple[Tensor, Any]]) -> Any:
     if array.dtype not in _dtypes():
         return array  # which is followed no further
     if not is_ndarray(array):
         tensor = torch.from_numpy(array.reshape(1).copy()).reshape(())
     else:
-        for other in given:
-            if vars(other).get(_NAME) is array:
+        for other, before in given:
+            if before is array:
                 return other
         tensor = _view(array, given)
     vars(tensor)[_NAME] = array
     return tensor
 
 
-def _view(array: Any, given: list[Tensor]) -> Tensor:
+def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
     """Return a tensor in the memory of an array, or a copy where torch has no such tensors."""
     size = array.itemsize
     can_be = all(step >= 0 and step % size == 0 for step in array.strides)
     if can_be and array.nbytes:
         steps = [step // size for step in array.strides]
-        for other in given:
+        for other, _ in given:
             first = other.data_ptr() - other.storage_offset() * size
             end = first + other.untyped_storage().nbytes()
             away = _address(array) - first
@@ -190,13 +192,13 @@ def _view(array: Any, given: list[Tensor]) -> Tensor:
 
 def is_in_memory(tensor: Tensor) -> bool:
     """Return whether a tensor that stands for an array is in the memory of the array."""
-    array = vars(tensor).get(_NAME)
+    array = array_of(tensor)
     return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == _address(array))
 
 
-def _in_memory_of(given: list[Tensor], tensor: Tensor) -> Tensor:
+def _in_memory_of(given: list[tuple[Tensor, Any]], tensor: Tensor) -> Tensor:
     """Return a tensor that shares the storage of the array's that it is in the memory of."""
-    for other in given:
+    for other, _ in given:
         same = tensor.dtype == other.dtype and tensor.shape == other.shape
         if same and tensor.device == other.device and tensor.numel():
             if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride():
@@ -211,7 +213,7 @@ def shares_unseen(tensor: Tensor, given: list[Tensor]) -> bool:
     storage = tensor.untyped_storage()
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     return any(
-        is_ndarray(array := vars(other).get(_NAME))
+        is_ndarray(array := array_of(other))
         and first <= _address(array) < end
         and other.untyped_storage().data_ptr() != first
         for other in given
