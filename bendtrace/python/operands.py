@@ -27,14 +27,14 @@ class Instruction(NamedTuple):
         value: its argument.
         text: its argument, as `dis` shows it.
         first: where its operands begin, in words from the first variable of the frame.
-        count: how many there are.
+        size: how many there are.
     """
 
     name: str
     value: Any
     text: str
     first: int
-    count: int
+    size: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,7 +72,7 @@ def instructions(code: CodeType) -> dict[int, Instruction]:
 def addresses(frame: FrameType, instruction: Instruction, places: stacks.Layout) -> list[int]:
     """Return where the operands of an instruction are in memory, from the lowest up."""
     first = stacks.word_at(id(frame) + places.inner) + places.slots
-    return [first + _WORD * (instruction.first + k) for k in range(instruction.count)]
+    return [first + _WORD * (instruction.first + k) for k in range(instruction.size)]
 
 
 def called_by(frame: FrameType) -> Any:
@@ -110,7 +110,8 @@ _TAKES_AS_MANY = frozenset({"BUILD_SET", "BUILD_STRING", "RAISE_VARARGS"})
 _TAKES_NOTHING = frozenset(
     {
         "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_SLICE", "BUILD_TUPLE", "CACHE", "CALL",
-        "CHECK_EXC_MATCH", "COPY", "COPY_FREE_VARS", "DELETE_DEREF", "DELETE_FAST", "FOR_ITER", "IS_OP", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_FORWARD",
+        "CHECK_EXC_MATCH", "COPY", "COPY_FREE_VARS", "DELETE_DEREF", "DELETE_FAST", "FOR_ITER",
+        "IS_OP", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_FORWARD",
         "KW_NAMES", "LIST_APPEND", "LIST_TO_TUPLE", "LOAD_ASSERTION_ERROR", "LOAD_BUILD_CLASS",
         "LOAD_CLASSDEREF", "LOAD_CLOSURE", "LOAD_CONST", "LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL",
         "LOAD_NAME", "MAKE_CELL", "MAKE_FUNCTION", "NOP", "POP_EXCEPT",

@@ -9,7 +9,7 @@ place of a function, or of the left operand. It records what the instruction doe
 hold arrays in between, as the arrays are known by identity.
 
 Python's numbers and truth values have no identity. So what makes one of an array becomes a traced
-scalar, or a question, at once.
+scalar, or a question, immediately.
 
 Everything else that receives such an array, or something that leads to one, cannot be followed,
 and the run is live: there is a list of what can be, and none of what cannot.
@@ -104,7 +104,7 @@ class Arrays:
 
     def begins_at(self, tensor: Any, frame: FrameType) -> bool:
         """Return whether the array of a tensor can be followed, which code has called for."""
-        if self._has_ended or not self._is_on and not self._can_begin():
+        if self._has_ended or (not self._is_on and not self._can_begin()):
             return False
         if type(tensor) not in (Tensor, nn.Parameter) or not self._is_users(frame):
             return False
@@ -157,10 +157,11 @@ class Arrays:
 
     def _deny(self, *values: Any) -> None:
         """Have the run be live: something has been done that cannot be followed."""
-        for value in values:
-            known = self._known.get(id(value))
-            if known is not None:
-                self._asks_alive(known[1])
+        with torch._C.DisableTorchFunction():
+            for value in values:
+                known = self._known.get(id(value))
+                if known is not None:
+                    self._asks_alive(known[1])
         self._block(self._reason)
         self.end()
 
@@ -310,7 +311,11 @@ class Arrays:
             return all(map(self._is_argument, (value.start, value.stop, value.step)))
         if is_ndarray(value):
             return not value.dtype.hasobject and not self._is_view_of_known(value)
-        return is_content(value) or _is_dtype(value) or (kind is type and is_installed(value.__module__))
+        return (
+            is_content(value)
+            or _is_dtype(value)
+            or (kind is type and is_installed(value.__module__))
+        )
 
     def carry_out(
         self,
@@ -340,7 +345,12 @@ class Arrays:
                 results.resume_watch()
 
     def _carry_out(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType, way: str
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        way: str,
     ) -> Any:
         if way == _ROWS:
             return function(*(self._rows(arg, frame) for arg in args), **kwargs)
@@ -356,13 +366,12 @@ class Arrays:
                     self._op(_class_of, (arg,), {}, frame)
             return function(*args, **kwargs)
         if way == _ATTRIBUTE:
-            return self._attribute(*args, frame)
+            array, name = args
+            return self._attribute(array, name, frame)
         if way == _ITEM:
             container, key = args
             if type(container) in _SEQUENCES:
                 return container[self._index(key, frame)]
-        if way == _IN_PLACE and not is_ndarray(args[0]):  # a number of numpy's is another one then
-            function = getattr(operator, function.__name__.replace("__i", "__").strip("_"), function)
         writes = self._written(function, args, kwargs, way)
         if writes is not None and not self._may_write(writes, frame):
             self._deny(*args)
@@ -440,12 +449,16 @@ class Arrays:
             return True  # it has been written to before
         numpy = sys.modules["numpy"]
         storage = storage_of(tensor)
-        return is_in_memory(tensor) and storage not in self._seen_storages and not any(
-            is_ndarray(other)
-            and not another.is_meta
-            and storage_of(another) != storage
-            and numpy.may_share_memory(array_of(another), array_of(tensor))
-            for other, another in self._known.values()
+        return (
+            is_in_memory(tensor)
+            and storage not in self._seen_storages
+            and not any(
+                is_ndarray(other)
+                and not another.is_meta
+                and storage_of(another) != storage
+                and numpy.may_share_memory(array_of(another), array_of(tensor))
+                for other, another in self._known.values()
+            )
         )
 
     def _adopt(self, array: Any, frame: FrameType) -> bool:
@@ -696,7 +709,9 @@ _METHODS = frozenset(
     }
 )  # fmt: skip
 _WRITING = frozenset({"fill", "partition", "put", "sort"})
-_ATTRIBUTES = frozenset({"shape", "ndim", "size", "dtype", "T", "real", "imag", "itemsize", "nbytes"})
+_ATTRIBUTES = frozenset(
+    {"shape", "ndim", "size", "dtype", "T", "real", "imag", "itemsize", "nbytes"}
+)
 _OF_UFUNCS = frozenset({"reduce", "accumulate", "outer", "reduceat"})
 _WRITING_FUNCTIONS = frozenset(
     {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
@@ -816,6 +831,7 @@ class Call:
         self.way = way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the call, and do what the function does."""
         function = MAKES_FROM_ARRAYS.get(self.operand, self.operand)
         return self.arrays.carry_out(function, args, kwargs, sys._getframe(1), self.way)
 
@@ -861,7 +877,7 @@ for _name in (*_OPERATORS, "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "in
     setattr(Left, f"__{_name}__", _operator(f"__{_name}__", None))
 for _name in _OPERATORS:
     setattr(Left, f"__i{_name}__", _operator(f"__i{_name}__", _IN_PLACE))
-Left.__setitem__ = _operator("__setitem__", _WRITE)  # type: ignore[attr-defined]
+setattr(Left, "__setitem__", _operator("__setitem__", _WRITE))  # noqa: B010
 
 _HANDLERS: dict[str, Callable[..., None]] = {
     "PRECALL": Arrays._handle_call,

@@ -19,6 +19,7 @@ from torch import Tensor
 from bendtrace.tape.structure import build
 
 _NAME = "array"  # of the attribute
+_SHARED = "shared"  # likewise, of those in the memory of a tensor of the model's
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -29,6 +30,11 @@ def array_of(tensor: Tensor) -> Any:
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
         return plain if array is None else plain[()]
     return array
+
+
+def works_on_arrays(function: Any) -> bool:
+    """Return whether a function is given, or gives, tensors that stand for arrays."""
+    return function is content_of or isinstance(function, ArrayFunction)
 
 
 def carries_array(tensor: Tensor) -> bool:
@@ -93,7 +99,9 @@ class ArrayFunction:
         if not self.is_written:
             return _close(result, given)
         written: Tensor = kwargs.get("out", args[0])
-        if not written.is_inference():
+        # Whether a call gives a view or a copy can depend on the layout of what it is given. Eager
+        # counts no write to the memory of a tensor of the model's.
+        if not written.is_inference() and _SHARED not in vars(written):
             torch.autograd.graph.increment_version(written)
         return written
 
@@ -134,7 +142,7 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     plain = tensor.detach()
     if plain.data_ptr() != _address(array) or plain.device.type != "cpu":
         return _close(array, [])
-    vars(plain)[_NAME] = array
+    vars(plain).update({_NAME: array, _SHARED: True})
     return plain
 
 
@@ -178,13 +186,18 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
             first = other.data_ptr() - other.storage_offset() * size
             end = first + other.untyped_storage().nbytes()
             away = _address(array) - first
-            if first <= _address(array) < end and str(other.dtype) == _name(array) and (
-                is_in_memory(other) and away % size == 0
+            if (
+                first <= _address(array) < end
+                and str(other.dtype) == _name(array)
+                and (is_in_memory(other) and away % size == 0)
             ):
                 try:
-                    return other.detach().as_strided(array.shape, steps, away // size)
+                    made = other.detach().as_strided(array.shape, steps, away // size)
                 except RuntimeError:
                     continue  # it begins in one array and ends in another
+                if _SHARED in vars(other):
+                    vars(made)[_SHARED] = True
+                return made
     if can_be and array.flags.writeable:
         return torch.from_numpy(array)
     return torch.from_numpy(array.copy())
@@ -207,7 +220,7 @@ def _in_memory_of(given: list[tuple[Tensor, Any]], tensor: Tensor) -> Tensor:
 
 
 def shares_unseen(tensor: Tensor, given: list[Tensor]) -> bool:
-    """Return whether a tensor is in the memory of an array, but not in that of its tensor."""
+    """Return whether a tensor is in the memory of an array, and the array's tensor is not."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return False
     storage = tensor.untyped_storage()
@@ -238,6 +251,6 @@ def _dtypes() -> frozenset[Any]:
 
 _known_dtypes: list[frozenset[Any]] = []
 _NAMES = (
-    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
-    "complex64", "complex128",
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16",
+    "float32", "float64", "complex64", "complex128",
 )  # fmt: skip

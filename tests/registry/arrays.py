@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from tests.registry.calls import Call, args, case, x
-
-generator = random.Random(7)
+from tests.registry.calls import Call, args, case
 
 
 def some(*shape: int, seed: int = 0) -> Call:
