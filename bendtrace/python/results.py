@@ -17,6 +17,7 @@ import functools
 import math
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
@@ -51,7 +52,15 @@ class _Awaited(NamedTuple):
 
 
 _awaited: list[_Awaited] = []
-_watching: list[Callable[[int, int], object]] = []
+
+
+class _Thread(threading.local):
+    """What each thread has of its own: what watches it."""
+
+    watch: Callable[[int, int], object] | None = None
+
+
+_own = _Thread()
 
 
 def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> bool:
@@ -87,9 +96,9 @@ def watch(each: Callable[[int, int], object]) -> bool:
     Returns:
         Whether it is called: not if something else traces the thread.
     """
-    if sys.gettrace() is not None or _watching or _awaited:
+    if sys.gettrace() is not None or _own.watch is not None or _awaited:
         return False
-    _watching.append(each)
+    _own.watch = each
     _set_trace(_callback, None)
     return True
 
@@ -102,13 +111,13 @@ def pause_watch() -> None:
 
 def resume_watch() -> None:
     """Go on reporting."""
-    if _watching:
+    if _own.watch is not None:
         _set_trace(_callback, None)
 
 
 def watch_no_more() -> None:
     """End what `watch` has begun."""
-    _watching.clear()
+    _own.watch = None
     pause_watch()
 
 
@@ -118,12 +127,12 @@ def is_awaited(frame: FrameType) -> bool:
 
 
 def _step(_: object, frame: int, what: int, __: object) -> int:
-    if _watching:
-        _watching[0](frame, what)
+    if _own.watch is not None:
+        _own.watch(frame, what)
     if not _awaited or frame != id(_awaited[0].frame) or what not in (_RAISES, _STEPS):
         return 0
     one = _awaited.pop()
-    if not _watching:
+    if _own.watch is None:
         one.frame.f_trace_opcodes = False
         _set_trace(None, None)
     if what == _STEPS:

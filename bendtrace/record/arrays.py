@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bendtrace.errors import NondeterminismError
 from bendtrace.python import operands, results, stacks
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, user_place
@@ -76,6 +77,7 @@ class Arrays:
         environment: the values that the run can read.
         block: receives the reason why a run is live.
         asks_alive: raises where a resumed run has no content for an array.
+        goes_astray: receives the error of a resumed run.
     """
 
     def __init__(
@@ -84,17 +86,18 @@ class Arrays:
         environment: Environment,
         block: Callable[[str], None],
         asks_alive: Callable[[Tensor], object],
+        goes_astray: Callable[[NondeterminismError], object],
     ) -> None:
         self._recorder = recorder
         self._environment = environment
         self._block = block
         self._asks_alive = asks_alive
+        self._goes_astray = goes_astray
         self._known: dict[int, tuple[Any, Tensor]] = {}
         self._seen_storages: set[int] = set()  # of tensors that the model has
         self._is_on = False
         self._has_ended = False
         self._reason = ""
-        self._frames: list[FrameType] = []
         self._codes: dict[CodeType, bool] = {}
         self._adopted = False
         numpy: Any = sys.modules.get("numpy")
@@ -145,10 +148,40 @@ class Arrays:
         if self._is_on:
             results.watch_no_more()
             self._is_on = False
-        for frame in self._frames:
-            frame.f_trace_opcodes = False
-        self._frames.clear()
+            self._put_content_back()
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                frame.f_trace_opcodes = False
+                frame = frame.f_back
         self._has_ended = True
+
+    def _put_content_back(self) -> None:
+        """Give the model's own arrays the content that ops have written elsewhere.
+
+        A resumed run has made them itself, and the state that it goes on from holds others.
+        """
+        with torch._C.DisableTorchFunction():
+            for array, tensor in self._known.values():
+                if not is_ndarray(array) or tensor.is_meta:
+                    continue
+                content = array_of(tensor)
+                if content is array or _begins_at(content) == _begins_at(array):
+                    continue
+                if self._is_shared(tensor):
+                    self._goes_astray(
+                        NondeterminismError(
+                            "a resumed run writes to an array of its own, in whose memory it has "
+                            "other arrays or tensors: name the function around it with "
+                            "bendtrace.opaque"
+                        )
+                    )
+                array[...] = content
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        storage = storage_of(tensor)
+        return storage in self._seen_storages or any(
+            storage_of(other) == storage for _, other in self._known.values() if other is not tensor
+        )
 
     def close(self) -> None:
         """Let go of all arrays."""
@@ -186,7 +219,6 @@ class Arrays:
     def _enter(self, frame: FrameType) -> None:
         if self._is_users(frame) and not frame.f_trace_opcodes:
             frame.f_trace_opcodes = True
-            self._frames.append(frame)
 
     def _is_users(self, frame: FrameType) -> bool:
         code = frame.f_code
@@ -395,12 +427,16 @@ class Arrays:
         around = None if errors == self._errors else tuple(errors.items())
         target = ArrayFunction(function, name, writes is not None, has_tensors, around)
         given = [array for array in self._arrays_in((args, kwargs)) if is_ndarray(array)]
-        before = [array.tobytes() for array in given if array is not writes]
+        read = [*given]
+        if writes is not None and not self._stand(writes).is_meta:
+            content, shares = array_of(self._stand(writes)), sys.modules["numpy"].may_share_memory
+            read = [array for array in given if not shares(array, content)]
+        before = [array.tobytes() for array in read]
         found = self._recorder.array_op(
             target, tuple(map(self._stand, args)), {k: self._stand(v) for k, v in kwargs.items()},
             frame,
         )  # fmt: skip
-        if before != [array.tobytes() for array in given if array is not writes]:
+        if before != [array.tobytes() for array in read]:
             self._deny()
         if writes is not None:
             self._known[id(writes)] = writes, found
@@ -757,6 +793,10 @@ def _placeholder(tensor: Tensor) -> Any:
     numpy: Any = sys.modules["numpy"]
     made = numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return made if made.ndim else made[()]
+
+
+def _begins_at(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _is_dtype(value: Any) -> bool:

@@ -181,7 +181,9 @@ class Recorder(RecordingMode):
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
-        self._contents = Arrays(self, environment, self.tape.block, self._values.ref)
+        self._contents = Arrays(
+            self, environment, self.tape.block, self._values.ref, self._writer.go_astray
+        )
         self._values.tensor_of_array = self._contents.tensor_of
         if inserter is not None:
             inserter.begins(self)
@@ -215,6 +217,7 @@ class Recorder(RecordingMode):
                     output = self._outcome(args, kwargs)
                 finally:
                     self._ran.end()
+            self._contents.end()
             self._arrays.finish()
             recording, changes = finish.recording(output, self._ran)
             recording.error, self._error = self._error, None
@@ -639,6 +642,8 @@ class Recorder(RecordingMode):
         self.turns += 1
         op, args, kwargs = self._write(function, args, kwargs, frame)
         self._writer.writes.watch_memory()
+        if self._observer is not None:
+            self._observer.escaped((args, kwargs))
         return self._as_one(op, function, args, kwargs, frame)
 
     def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
