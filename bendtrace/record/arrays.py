@@ -143,22 +143,29 @@ class Arrays:
                 outer = outer.f_back
         return array
 
-    def end(self) -> None:
-        """Follow nothing any more."""
+    def end(self, is_over: bool = True) -> None:
+        """Follow nothing any more.
+
+        Args:
+            is_over: whether the run is over, so that what no object has is gone.
+        """
         if self._is_on:
             results.watch_no_more()
             self._is_on = False
-            self._put_content_back()
+            self._put_content_back(_HELD_HERE if is_over else 0)
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:
                 frame.f_trace_opcodes = False
                 frame = frame.f_back
         self._has_ended = True
 
-    def _put_content_back(self) -> None:
+    def _put_content_back(self, most: int) -> None:
         """Give the model's own arrays the content that ops have written elsewhere.
 
         A resumed run has made them itself, and the state that it goes on from holds others.
+
+        Args:
+            most: arrays with more references are still there.
         """
         with torch._C.DisableTorchFunction():
             for array, tensor in self._known.values():
@@ -166,6 +173,8 @@ class Arrays:
                     continue
                 content = array_of(tensor)
                 if content is array or _begins_at(content) == _begins_at(array):
+                    continue
+                if sys.getrefcount(array) <= most:
                     continue
                 if self._is_shared(tensor):
                     self._goes_astray(
@@ -196,7 +205,7 @@ class Arrays:
                 if known is not None:
                     self._asks_alive(known[1])
         self._block(self._reason)
-        self.end()
+        self.end(is_over=False)
 
     # What the rest of the recorder asks
 
@@ -243,7 +252,7 @@ class Arrays:
                 self._look(frame, instruction)
         except Exception as error:  # there is nobody to raise it to
             self._block(f"{self._reason} ({type(error).__name__}: {error})")
-            self.end()
+            self.end(is_over=False)
 
     def _look(self, frame: FrameType, instruction: operands.Instruction) -> None:
         places = stacks.layout()
@@ -426,11 +435,11 @@ class Arrays:
         errors = sys.modules["numpy"].geterr()
         around = None if errors == self._errors else tuple(errors.items())
         target = ArrayFunction(function, name, writes is not None, has_tensors, around)
-        given = [array for array in self._arrays_in((args, kwargs)) if is_ndarray(array)]
-        read = [*given]
+        stands = [*self._stands_in((args, kwargs))]
+        read = [array for array in map(array_of, stands) if is_ndarray(array)]
         if writes is not None and not self._stand(writes).is_meta:
             content, shares = array_of(self._stand(writes)), sys.modules["numpy"].may_share_memory
-            read = [array for array in given if not shares(array, content)]
+            read = [array for array in read if not shares(array, content)]
         before = [array.tobytes() for array in read]
         found = self._recorder.array_op(
             target, tuple(map(self._stand, args)), {k: self._stand(v) for k, v in kwargs.items()},
@@ -442,7 +451,6 @@ class Arrays:
             self._known[id(writes)] = writes, found
             return writes
         if isinstance(found, Tensor) and (has_tensors or function in MAKES_FROM_ARRAYS.values()):
-            stands = [*map(self._stand, given)]
             for stand in stands:
                 if found.is_meta or storage_of(found) == storage_of(stand):
                     self._seen_storages.add(storage_of(stand))
@@ -451,16 +459,16 @@ class Arrays:
             return found
         return self._give(found, frame)
 
-    def _arrays_in(self, value: Any) -> Iterator[Any]:
+    def _stands_in(self, value: Any) -> Iterator[Tensor]:
         known = self._known.get(id(value))
         if known is not None and not known[1].is_meta:
-            yield array_of(known[1])
+            yield known[1]
         elif type(value) in (tuple, list):
             for item in value:
-                yield from self._arrays_in(item)
+                yield from self._stands_in(item)
         elif type(value) is dict:
             for item in value.values():
-                yield from self._arrays_in(item)
+                yield from self._stands_in(item)
 
     # Writing
 
@@ -704,6 +712,7 @@ class Arrays:
 
 _INSTRUCTION, _CALL = 7, 0  # PyTrace_OPCODE, PyTrace_CALL
 _MOST = 2000
+_HELD_HERE = 3  # references to an array: by the table, by the loop over it, and by the count
 # How calls, and operators, are recorded.
 _LEAVE = "leave"  # not at all: code of the user's, or what moves objects around
 _READ = "read"  # as an op that gives an array, or a number
