@@ -55,7 +55,7 @@ _awaited: list[_Awaited] = []
 
 
 class _Thread(threading.local):
-    """What each thread has of its own: what watches it."""
+    """Keeps the watch of each thread."""
 
     watch: Callable[[int, int], object] | None = None
 
