@@ -166,7 +166,7 @@ def _standing_for(array: Any, given: list[tuple[Tensor, Any]]) -> Any:
     if array.dtype not in _dtypes():
         return array  # which is followed no further
     if not is_ndarray(array):
-        tensor = torch.from_numpy(array.reshape(1).copy()).reshape(())
+        tensor = torch.from_numpy(sys.modules["numpy"].asarray(array))
     else:
         for other, before in given:
             if before is array:
