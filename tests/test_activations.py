@@ -908,7 +908,7 @@ def test_a_run_under_other_conditions_is_not_gone_on_with() -> None:
 
 def test_a_model_that_runs_live_needs_its_arguments() -> None:
     def f(x: Tensor) -> Tensor:
-        return torch.relu(x) * float(x.detach().numpy()[0])
+        return torch.relu(x) * float(x.detach().numpy().flat[0])
 
     bended, x = bt.BendedModule(f), torch.tensor([2.0])
     bended(x)

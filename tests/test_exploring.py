@@ -225,7 +225,7 @@ def test_sides_that_raise_are_found_and_their_inputs_are_told_apart() -> None:
 
 def opaque_mean(x: Tensor) -> Tensor:
     if x.max() > 9.99:
-        x = x + float(numpy.mean(x.numpy()))
+        x = x + float(x.numpy().tobytes()[0])
     return x
 
 

@@ -523,7 +523,7 @@ def test_autocast_and_inference_mode_are_refused(mode: Callable[[], Any]) -> Non
 
 def test_a_run_that_cannot_be_repeated_is_refused() -> None:
     def model(x: Tensor) -> Tensor:
-        return x * float(x.numpy().sum())
+        return x * float(x.numpy().tobytes()[0])
 
     trace = bt.trace(model, torch.ones(2))
     with pytest.raises(

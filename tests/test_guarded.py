@@ -55,6 +55,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
+from bendtrace.python.operands import can_exchange_operands
 from bendtrace.python.results import can_exchange
 from bendtrace.tape.tape import OpKind
 from bendtrace.watch.functions import SHAPES
@@ -527,6 +528,23 @@ def text_asked_for(x: Tensor, index: Tensor) -> Tensor:
         return x[index] + 1
     except IndexError as error:
         return x * len(str(error))
+
+
+if can_exchange_operands():
+
+    @case(
+        "arrays of `x.numpy()`, and what numpy and other packages make of them (Python 3.11)",
+        other=lambda: grid() + 1,
+    )
+    def sorted_by_numpy(x: Tensor) -> Tensor:
+        return x * torch.from_numpy(np.sort(x.detach().numpy())[::-1].copy())
+
+    @case(
+        "answers about such arrays: `if array.max() > 0`, `len(array)`, `int(array.argmax())`",
+        other=lambda: -grid() - 1,
+    )
+    def asked_of_an_array(x: Tensor) -> Tensor:
+        return x * 2 if x.detach().numpy().max() > 0 else x * 3
 
 
 @case(
@@ -1651,12 +1669,15 @@ change(
     lambda m, p: m.fc.weight.register_hook(lambda gradient: gradient * 2),
 )  # fmt: skip
 
-ESCAPES = "content handed to other code: `numpy()`, `data_ptr()`, storages, dlpack, pickle"
+ESCAPES = (
+    "content handed to other code: by `numpy()` to texts and buffers, `data_ptr()`, storages, "
+    "dlpack, pickle"
+)
 
 
 @case(ESCAPES, live_at="x.numpy()")
 def to_numpy(x: Tensor) -> Tensor:
-    return x * float(x.numpy().sum())
+    return x * x.numpy().tobytes()[0]
 
 
 @case(ESCAPES, live_at="y.data_ptr()")

@@ -101,7 +101,7 @@ class Reading(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc(x)
         if (x.sum() > 0) if self.asks else self.reads:
-            return x * float(x.detach().numpy().max())
+            return x * float(max(x.detach().numpy().flat))
         return x
 
 
@@ -181,7 +181,7 @@ def test_a_side_that_runs_live_is_neither_recorded_each_time_nor_forgotten(
     def model(x: Tensor) -> Tensor:
         if x.sum() > 0:
             if x[0] > 5:
-                return x * float(x.numpy().max())
+                return x * float(max(x.numpy().flat))
             return x * 2
         return x - 1
 

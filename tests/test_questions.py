@@ -241,7 +241,7 @@ def test_an_insertion_receives_the_answer_of_eager() -> None:
 
 def test_the_answer_after_something_that_makes_the_call_live() -> None:
     def model(x: Tensor) -> Tensor:
-        return asks(x + torch.from_numpy((x * 2).numpy()))
+        return asks(x + float((x * 2).numpy().tobytes()[0]))
 
     bended = bt.BendedModule(model)
     for _ in range(3):

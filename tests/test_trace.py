@@ -349,7 +349,7 @@ def test_a_model_changed_after_the_trace_is_a_divergence() -> None:
 
 
 def to_numpy(x: Tensor) -> Tensor:
-    return x * float(x.numpy().sum())
+    return x * float(x.numpy().tobytes()[0])
 
 
 def with_numpy_noise(x: Tensor) -> Tensor:

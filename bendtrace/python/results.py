@@ -17,6 +17,7 @@ import functools
 import math
 import operator
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
@@ -53,6 +54,15 @@ class _Awaited(NamedTuple):
 _awaited: list[_Awaited] = []
 
 
+class _Thread(threading.local):
+    """Keeps the watch of each thread."""
+
+    watch: Callable[[int, int], object] | None = None
+
+
+_own = _Thread()
+
+
 def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> bool:
     """Have a frame receive another result of the instruction that it is at.
 
@@ -76,17 +86,55 @@ def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> b
     return True
 
 
+def watch(each: Callable[[int, int], object]) -> bool:
+    """Have a function called for the events of the thread's frames, until `watch_no_more`.
+
+    Args:
+        each: receives the address of a frame, and the kind of event. Frames whose
+            `f_trace_opcodes` is set report each instruction.
+
+    Returns:
+        Whether it is called: not if something else traces the thread.
+    """
+    if sys.gettrace() is not None or _own.watch is not None or _awaited:
+        return False
+    _own.watch = each
+    _set_trace(_callback, None)
+    return True
+
+
+def pause_watch() -> None:
+    """Report nothing until `resume_watch`."""
+    if not _awaited:
+        _set_trace(None, None)
+
+
+def resume_watch() -> None:
+    """Go on reporting."""
+    if _own.watch is not None:
+        _set_trace(_callback, None)
+
+
+def watch_no_more() -> None:
+    """End what `watch` has begun."""
+    _own.watch = None
+    pause_watch()
+
+
 def is_awaited(frame: FrameType) -> bool:
     """Return whether the result of the instruction that a frame is at will be exchanged."""
     return any(one.frame is frame and one.offset == frame.f_lasti for one in _awaited)
 
 
 def _step(_: object, frame: int, what: int, __: object) -> int:
+    if _own.watch is not None:
+        _own.watch(frame, what)
     if not _awaited or frame != id(_awaited[0].frame) or what not in (_RAISES, _STEPS):
         return 0
     one = _awaited.pop()
-    one.frame.f_trace_opcodes = False
-    _set_trace(None, None)
+    if _own.watch is None:
+        one.frame.f_trace_opcodes = False
+        _set_trace(None, None)
     if what == _STEPS:
         before = word_at(one.address)
         _api.Py_IncRef(ctypes.py_object(one.value))

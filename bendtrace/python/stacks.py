@@ -122,15 +122,15 @@ def read(
             return None
         if callee.f_code.co_flags & _SUSPENDS:
             iterated = word_at(
-                inner + places.slots + _WORD * (_variables(code) + instruction.base - 1)
+                inner + places.slots + _WORD * (variables(code) + instruction.base - 1)
             )
             own = word_at(id(callee) + places.inner)
             if instruction.name not in _RESUMES or not 0 < own - (iterated & ~_MARKS) < _LONGEST:
                 return None  # it may be closed because it is freed
     first = inner + places.slots
-    variables = _variables(code)
-    slots = [_value(first + _WORD * k) for k in range(variables)]
-    first += _WORD * variables
+    count = variables(code)
+    slots = [_value(first + _WORD * k) for k in range(count)]
+    first += _WORD * count
     below = [_value(first + _WORD * k) for k in range(instruction.base)]
     operands: list[Any] | None = None
     if is_asked_by_c and instruction.asks and places.leaves:
@@ -151,10 +151,10 @@ def suspended_stack(frame: FrameType, places: Layout) -> Stack | None:
     if instruction is None or instruction.name not in _WAITS or not instruction.depth:
         return None
     first = word_at(id(frame) + places.inner) + places.slots
-    variables = _variables(code)
-    slots = [_value(first + _WORD * k) for k in range(variables + instruction.depth - 1)]
-    below = slots[variables:]
-    return Stack(code, frame.f_lasti, slots[:variables], below, None, instruction.name)
+    count = variables(code)
+    slots = [_value(first + _WORD * k) for k in range(count + instruction.depth - 1)]
+    below = slots[count:]
+    return Stack(code, frame.f_lasti, slots[:count], below, None, instruction.name)
 
 
 def address_of_result(frame: FrameType, places: Layout) -> int | None:
@@ -165,7 +165,12 @@ def address_of_result(frame: FrameType, places: Layout) -> int | None:
     if instruction.name not in _CALLS and instruction.name not in ("BINARY_OP", "BINARY_SUBSCR"):
         return None
     first = word_at(id(frame) + places.inner) + places.slots
-    return first + _WORD * (_variables(frame.f_code) + instruction.base)
+    return first + _WORD * (variables(frame.f_code) + instruction.base)
+
+
+def is_called_by_c(frame: FrameType, caller: FrameType, places: Layout) -> bool:
+    """Return whether C has called the code of a frame, not an instruction of the caller's."""
+    return _is_entered_from_c(frame, word_at(id(caller) + places.inner), places)
 
 
 def word_at(address: int) -> int:
@@ -196,7 +201,8 @@ def _value(address: int) -> Any:
     return ctypes.cast(word, ctypes.py_object).value if word else EMPTY
 
 
-def _variables(code: CodeType) -> int:
+def variables(code: CodeType) -> int:
+    """Return how many variables and cells a frame of code has below its stack."""
     cells = sum(name not in code.co_varnames for name in code.co_cellvars)
     return len(code.co_varnames) + cells + len(code.co_freevars)
 
@@ -251,11 +257,15 @@ _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 _ARGUMENTS = 2  # of `f(*x)`, above the function and an empty slot
 
 
-@functools.lru_cache(maxsize=4096)
-def _instructions(code: CodeType) -> dict[int, _Instruction]:
-    """Return each instruction of code by its offset, and by those of its caches."""
+def stack_depths(code: CodeType) -> dict[int, int]:
+    """Return how deep the stack is before each instruction of code that can be reached."""
     steps = list(dis.get_instructions(code))
-    position = {step.offset: number for number, step in enumerate(steps)}
+    return _depths(code, steps, {step.offset: number for number, step in enumerate(steps)})
+
+
+def _depths(
+    code: CodeType, steps: list[dis.Instruction], position: dict[int, int]
+) -> dict[int, int]:
     depths: dict[int, int] = {}
     waiting = [(0, 0)]
     for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
@@ -271,6 +281,15 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
                 break
             depth += _effect(step, False)
             offset = steps[position[offset] + 1].offset
+    return depths
+
+
+@functools.lru_cache(maxsize=4096)
+def _instructions(code: CodeType) -> dict[int, _Instruction]:
+    """Return each instruction of code by its offset, and by those of its caches."""
+    steps = list(dis.get_instructions(code))
+    position = {step.offset: number for number, step in enumerate(steps)}
+    depths = _depths(code, steps, position)
     found: dict[int, _Instruction] = {}
     ends = [step.offset for step in steps[1:]] + [len(code.co_code)]
     for step, end in zip(steps, ends, strict=True):
@@ -430,7 +449,7 @@ class _Compared:
         instruction = _instructions(frame.f_code)[frame.f_lasti]
         if instruction.asks:
             first = word_at(id(frame) + self.places.inner) + self.places.slots
-            first += _WORD * _variables(frame.f_code)
+            first += _WORD * variables(frame.f_code)
             self.is_left = _pointers(first, instruction) != {0}
         return True
 

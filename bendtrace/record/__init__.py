@@ -17,6 +17,10 @@ path* (`fast_path.py`) does everything in one function, which is the main reason
 cheap. It leaves unusual ops to the `Recorder`. Both record the same, and
 `tests/test_fast_path.py` compares them for every model of the corpus.
 
+Arrays of `x.numpy()` are followed as well (`arrays.py`): before each instruction that works on one,
+an object that records an op takes the place of an operand (`python/operands.py`). On the tape, a
+tensor stands for each array (`tape/array_functions.py`).
+
 A block under `torch.utils.checkpoint` without reentry is recorded op by op, and the tape notes
 where it begins and ends (`checkpoints.py`). Torch's own hooks save nothing in it, in a replay as
 in eager; what the backward pass calls is a `Block` (`tape/blocks.py`), which does the recorded

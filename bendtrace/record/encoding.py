@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.python.usage import stores_outside
+from bendtrace.tape.array_functions import array_of
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Array,
@@ -73,6 +74,9 @@ class Values(Protocol):
 
     def here(self) -> str:
         """Return the current place of the model, as text."""
+
+    def tensor_of_array(self, value: Any, /) -> Tensor | None:
+        """Return the tensor that stands for an array (see `arrays.py`)."""
 
     def writes_outside(self) -> bool:
         """Return whether the run has written to tensors that existed before it."""
@@ -200,6 +204,8 @@ class Encoder:
             if kind in _TENSORS and value.__dict__ and self._values.environment.find(value) is None:
                 return self._remembered(value, memo, lambda: self._tagged(value, what, memo))
             return self._values.ref(value)
+        if (stands := self._values.tensor_of_array(value)) is not None:
+            return self._remembered(value, memo, lambda: Made(array_of, self._values.ref(stands)))
         if (part := self._values.environment.find(value)) is not None:
             return Existing(part)
         return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
@@ -493,7 +499,7 @@ def _is_constant(value: Any) -> bool:
         # A nested function, and a lambda, can be created anew by each run.
         return value.__closure__ is None and "<" not in value.__code__.co_qualname
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
+    if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
         return True
     if is_wiring(value):
         return True

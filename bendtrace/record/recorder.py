@@ -27,6 +27,7 @@ from torch.nn.modules import module as _module
 from bendtrace.python.bytecode import assign
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
 from bendtrace.python.usage import only_tests
+from bendtrace.record.arrays import Arrays
 from bendtrace.record.checkpoints import Checkpoints
 from bendtrace.record.encoding import (
     Encoder,
@@ -180,6 +181,10 @@ class Recorder(RecordingMode):
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
+        self._contents = Arrays(
+            self, environment, self.tape.block, self._values.ref, self._writer.go_astray
+        )
+        self._values.tensor_of_array = self._contents.tensor_of
         if inserter is not None:
             inserter.begins(self)
 
@@ -212,6 +217,7 @@ class Recorder(RecordingMode):
                     output = self._outcome(args, kwargs)
                 finally:
                     self._ran.end()
+            self._contents.end()
             self._arrays.finish()
             recording, changes = finish.recording(output, self._ran)
             recording.error, self._error = self._error, None
@@ -235,6 +241,7 @@ class Recorder(RecordingMode):
         finally:
             self.active = False
             self._values.retire()
+            self._contents.close()
             self._fast_path = self._aside = None
             # A cycle of recorder and encoder must not keep the caller's objects alive.
             self._writer.close()
@@ -376,6 +383,8 @@ class Recorder(RecordingMode):
             if value is None or only_tests(frame):
                 return value
         if func in ESCAPES:
+            if func is Tensor.numpy and self._contents.begins_at(args[0], frame):
+                return self._contents.numpy(args[0], args[1:], kwargs, frame)
             if self._observer is not None:
                 self._observer.escaped(args)
             self.tape.block(
@@ -612,6 +621,43 @@ class Recorder(RecordingMode):
                 self._observer.escaped(out)
                 self._show(op, args, out)
             return bound
+
+    # What is done with arrays (see `arrays.py`)
+
+    def array_op(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> Any:
+        """Record an op that works on arrays, and return its result."""
+        if self._inserter is not None:
+            return self._inserter.op(function, args, kwargs, frame, self._array_op)
+        return self._array_op(function, args, kwargs, frame)
+
+    def _array_op(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        self.turns += 1
+        op, args, kwargs = self._write(function, args, kwargs, frame)
+        self._writer.writes.watch_memory()
+        if self._observer is not None:
+            self._observer.escaped((args, kwargs))
+        return self._as_one(op, function, args, kwargs, frame)
+
+    def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
+        """Call a function of torch on a tensor as the code of a frame would."""
+        self.turns += 1
+        return self._asked(function, (), (tensor,), {}, frame)
+
+    def pause(self) -> None:
+        """Note nothing of the code that runs (see `arrays.py`)."""
+        self._ran.leave()
+
+    def go_on(self) -> None:
+        """Note again what runs."""
+        self._ran.enter()
 
     # What an inserter can do
 

@@ -32,12 +32,14 @@ from torch.overrides import TorchFunctionMode
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.sites import MACHINERY, PACKAGE
+from bendtrace.record.arrays import Call, Left
 from bendtrace.record.checkpoints import Checkpointed
 from bendtrace.record.effects import Effects
 from bendtrace.record.texts import Texts, has_marks
 from bendtrace.record.values import LOOKS, Values
 from bendtrace.record.varying import Rounds
 from bendtrace.record.writer import Writer
+from bendtrace.tape.array_functions import carries_array
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
@@ -304,6 +306,10 @@ class _Reader:
             return self._scalar(value)
         if kind in RETIRED:
             return _plain(value._value, type(value._value))
+        if (stands := self._values.tensor_of_array(value)) is not None:
+            return "array", self._by_identity(kind), self._tensor(stands)
+        if kind is Call or kind is Left:
+            return kind.__name__, self.value(value.operand)
         if (part := self._environment.find(value)) is not None:
             return part.named
         known = self._seen.get(id(value))
@@ -372,7 +378,7 @@ class _Reader:
         memory = storage_of(tensor)
         if memory:
             memory = 1 + self._memories.setdefault(memory, len(self._memories))
-        own = vars(tensor)
+        own = {} if carries_array(tensor) else vars(tensor)
         return (
             self._by_identity(kind), what, None if part is None else part.named,
             tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
@@ -740,7 +746,7 @@ def _is_single(value: Any) -> bool:
     """Return whether an operator on a value asks at most one question at a time."""
     kind = type(value)
     return (
-        kind in TRACED or kind in RETIRED or isinstance(value, Tensor)
+        kind in TRACED or kind in RETIRED or isinstance(value, Tensor) or kind is Left
         or kind in _NUMBERS or _is_of_python(value)
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
 from bendtrace.python.usage import compares_identity, only_tests
 from bendtrace.record.writer import Known, Writer
+from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     attributes_of,
@@ -81,6 +82,7 @@ class Values:
         gives_plain: whether the model receives plain numbers, which are guarded by value.
         is_called_by_foreign: says of code whether it runs on behalf of code that is not known to
             ask traced numbers; None as long as none has run.
+        tensor_of_array: gives the tensor that stands for an array (see `arrays.py`).
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Values:
         self._elements: dict[tuple[int, Any], Ref] = {}
         self.gives_plain: bool = environment.tells_numbers
         self.is_called_by_foreign: Callable[[FrameType], bool] | None = None
+        self.tensor_of_array: Callable[[Any], Tensor | None] = lambda _: None
 
     def retire(self) -> None:
         """Turn the traced scalars of the run into ordinary objects."""
@@ -225,6 +228,8 @@ class Values:
         Code may test it. What is inserted, or is the user's own, may give back its value in one
         call and not in the next.
         """
+        if works_on_arrays(op.target):
+            return False
         is_getter = isinstance(op.target, types.MethodWrapperType)
         if not (is_getter or is_torchs_function(op.target) or is_function_apply(op.target)):
             return True
@@ -235,7 +240,7 @@ class Values:
     @staticmethod
     def _varies_inside(op: Op) -> bool:
         """Return whether the containers that an op returns may hold something else each time."""
-        if is_gate(op):
+        if is_gate(op) or (works_on_arrays(op.target) and not may_vary(op.target)):
             return False
         return not is_torchs_function(op.target) or is_loose(op.target)
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from bendtrace.python.bytecode import branches, global_uses
 from bendtrace.python.internals import Never, internal
+from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.tape import Op, Use
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.transforms import REGISTERS
@@ -275,6 +276,13 @@ SHARING: frozenset[Any] = frozenset(
     {torch.from_numpy, torch.as_tensor, torch.asarray, torch.frombuffer}
 )
 
+# What makes a tensor of an array, with what is recorded for it.
+MAKES_FROM_ARRAYS: dict[Any, Any] = {
+    **{function: function for function in (torch.from_numpy, torch.as_tensor, torch.asarray)},
+    _takes_array: _from_numpy,
+    torch.tensor: torch.tensor,
+}
+
 # Assignments to these attributes of a tensor.
 SETTERS = frozenset(
     getattr(attribute, "__set__")  # noqa: B009 - a slot of the descriptor, not a known attribute
@@ -445,11 +453,17 @@ def may_vary(function: Any) -> bool:
         return not owner.__module__.startswith("torch.") and _branches(owner.forward, set())
     if getattr(function, "gives_nothing", False):
         return False
+    if works_on_arrays(function):
+        return not function.__module__.startswith(_STEADY_PACKAGES)
     if getattr(function, "is_gate", False):
         return getattr(function, "role", "") == "instead"  # others give what they are given
     if isinstance(function, _DECLARED):
         return is_loose(function)
     return not is_torchs_function(function) and name_of(function) not in _TRANSFORMS
+
+
+# Of these, the class of a result of a function of arrays follows from what the function is given.
+_STEADY_PACKAGES = ("numpy", "torch", "_operator", "operator", "builtins", "bendtrace")
 
 
 def _branches(function: Any, seen: set[Any]) -> bool:

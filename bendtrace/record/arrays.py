@@ -1,0 +1,959 @@
+"""Following the content of tensors through numpy, from `x.numpy()` to a tensor or a question.
+
+An array that a run gets from a tensor is the array that eager gets: no subclass, and no object
+around it. So nothing tells what code does with it. But before each instruction of the user's code,
+its operands can be seen (`python/operands.py`). Where one of them is such an array, or a number of
+numpy's that was computed from one, an object takes its place for this instruction only: in the
+place of a function, or of the left operand. It records what the instruction does as an op
+(`tape/array_functions.py`), and gives the result, which is followed in turn. Lists and tuples may
+hold arrays in between, as the arrays are known by identity.
+
+Python's numbers and truth values have no identity. So what makes one of an array becomes a traced
+scalar, or a question, immediately.
+
+Everything else that receives such an array, or something that leads to one, cannot be followed,
+and the run is live: there is a list of what can be, and none of what cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.errors import NondeterminismError
+from bendtrace.python import operands, results, stacks
+from bendtrace.python.internals import internal
+from bendtrace.python.sites import PACKAGE, user_place
+from bendtrace.tape.array_functions import (
+    ArrayFunction,
+    array_of,
+    content_of,
+    is_content,
+    is_in_memory,
+    is_ndarray,
+    shares_unseen,
+)
+from bendtrace.tape.captured import PLAIN_TYPES, module_of
+from bendtrace.tape.scalars import RETIRED, TRACED
+from bendtrace.tape.structure import build
+from bendtrace.watch.environment import Environment
+from bendtrace.watch.functions import MAKES_FROM_ARRAYS
+from bendtrace.watch.provenance import is_finished, is_finished_code, is_installed
+from bendtrace.watch.writes import storage_of
+
+
+class Recorder(Protocol):
+    """The things that a recorder does for this."""
+
+    def array_op(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, frame: FrameType
+    ) -> Any:
+        """Record an op, and return its result."""
+
+    def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
+        """Call a function of torch on a tensor as the code of a frame would."""
+
+    def pause(self) -> None:
+        """Note nothing of the code that runs."""
+
+    def go_on(self) -> None:
+        """Note again what runs."""
+
+
+class Arrays:
+    """The arrays of one run whose content comes from tensors.
+
+    Args:
+        recorder: records what is done with them.
+        environment: the values that the run can read.
+        block: receives the reason why a run is live.
+        asks_alive: raises where a resumed run has no content for an array.
+        goes_astray: receives the error of a resumed run.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        environment: Environment,
+        block: Callable[[str], None],
+        asks_alive: Callable[[Tensor], object],
+        goes_astray: Callable[[NondeterminismError], object],
+    ) -> None:
+        self._recorder = recorder
+        self._environment = environment
+        self._block = block
+        self._asks_alive = asks_alive
+        self._goes_astray = goes_astray
+        self._known: dict[int, tuple[Any, Tensor]] = {}
+        self._seen_storages: set[int] = set()  # of tensors that the model has
+        self._is_on = False
+        self._has_ended = False
+        self._reason = ""
+        self._codes: dict[CodeType, bool] = {}
+        self._adopted = False
+        numpy: Any = sys.modules.get("numpy")
+        self._errors: dict[str, Any] = {} if numpy is None else numpy.geterr()
+
+    # The beginning and the end
+
+    def begins_at(self, tensor: Any, frame: FrameType) -> bool:
+        """Return whether the array of a tensor can be followed, which code has called for."""
+        if self._has_ended or (not self._is_on and not self._can_begin()):
+            return False
+        if type(tensor) not in (Tensor, nn.Parameter) or not self._is_users(frame):
+            return False
+        called = operands.called_by(frame)
+        return called is Tensor.numpy or (
+            type(called) is types.BuiltinFunctionType
+            and called.__name__ == "numpy"
+            and isinstance(called.__self__, Tensor)
+        )
+
+    def _can_begin(self) -> bool:
+        return operands.can_exchange_operands() and results.can_exchange()
+
+    def numpy(
+        self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Return the array of a tensor, and follow it from here on."""
+        self._reason = self._reason or (
+            f"numpy at {user_place(frame)} passes the content of a tensor to code that cannot be "
+            "watched"
+        )
+        with torch._C.DisableTorchFunction():
+            found = self._recorder.array_op(content_of, (tensor, *args), kwargs, frame)
+            self._seen_storages.add(storage_of(found))
+            array = self._give(found, frame)
+        if not self._is_on and not self._has_ended:
+            self._is_on = results.watch(self._event)
+            if not self._is_on:
+                self._deny()
+            outer: FrameType | None = frame
+            while outer is not None:
+                self._enter(outer)
+                outer = outer.f_back
+        return array
+
+    def end(self, is_over: bool = True) -> None:
+        """Follow nothing any more.
+
+        Args:
+            is_over: whether the run is over, so that what no object has is gone.
+        """
+        if self._is_on:
+            results.watch_no_more()
+            self._is_on = False
+            self._put_content_back(_HELD_HERE if is_over else 0)
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                frame.f_trace_opcodes = False
+                frame = frame.f_back
+        self._has_ended = True
+
+    def _put_content_back(self, most: int) -> None:
+        """Give the model's own arrays the content that ops have written elsewhere.
+
+        A resumed run has made them itself, and the state that it goes on from holds others.
+
+        Args:
+            most: arrays with more references are still there.
+        """
+        with torch._C.DisableTorchFunction():
+            for array, tensor in self._known.values():
+                if not is_ndarray(array) or tensor.is_meta:
+                    continue
+                content = array_of(tensor)
+                if content is array or _begins_at(content) == _begins_at(array):
+                    continue
+                if sys.getrefcount(array) <= most:
+                    continue
+                if self._is_shared(tensor):
+                    self._goes_astray(
+                        NondeterminismError(
+                            "a resumed run writes to an array of its own, in whose memory it has "
+                            "other arrays or tensors: name the function around it with "
+                            "bendtrace.opaque"
+                        )
+                    )
+                array[...] = content
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        storage = storage_of(tensor)
+        return storage in self._seen_storages or any(
+            storage_of(other) == storage for _, other in self._known.values() if other is not tensor
+        )
+
+    def close(self) -> None:
+        """Let go of all arrays."""
+        self.end()
+        self._known.clear()
+
+    def _deny(self, *values: Any) -> None:
+        """Have the run be live: something has been done that cannot be followed."""
+        with torch._C.DisableTorchFunction():
+            for value in values:
+                known = self._known.get(id(value))
+                if known is not None:
+                    self._asks_alive(known[1])
+        self._block(self._reason)
+        self.end(is_over=False)
+
+    # What the rest of the recorder asks
+
+    def tensor_of(self, value: Any) -> Tensor | None:
+        """Return the tensor that stands for an array; None if its content comes from no tensor."""
+        known = self._known.get(id(value))
+        return None if known is None else known[1]
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether there are arrays to follow."""
+        return self._is_on
+
+    def leads_to_array(self, value: Any) -> bool:
+        """Return whether an array can be reached from a value."""
+        return self._reaches([value])
+
+    # Events
+
+    def _enter(self, frame: FrameType) -> None:
+        if self._is_users(frame) and not frame.f_trace_opcodes:
+            frame.f_trace_opcodes = True
+
+    def _is_users(self, frame: FrameType) -> bool:
+        code = frame.f_code
+        known = self._codes.get(code)
+        if known is None:
+            known = self._codes[code] = not is_finished_code(code, frame.f_globals)
+        return known
+
+    def _event(self, address: int, what: int) -> None:
+        if what != _INSTRUCTION and what != _CALL:
+            return
+        frame: Any = operands.object_at(address)
+        try:
+            if what == _CALL:
+                if not frame.f_code.co_filename.startswith(PACKAGE):
+                    self._enter(frame)
+                return
+            if not frame.f_trace_opcodes:
+                return
+            instruction = operands.instructions(frame.f_code).get(frame.f_lasti)
+            if instruction is not None:
+                self._look(frame, instruction)
+        except Exception as error:  # there is nobody to raise it to
+            self._block(f"{self._reason} ({type(error).__name__}: {error})")
+            self.end(is_over=False)
+
+    def _look(self, frame: FrameType, instruction: operands.Instruction) -> None:
+        places = stacks.layout()
+        assert places is not None
+        where = operands.addresses(frame, instruction, places)
+        words = [stacks.word_at(address) for address in where]
+        name = instruction.name
+        direct = not self._known.keys().isdisjoint(words)
+        if not direct and name not in _LOOKS_INSIDE:
+            return
+        values = [operands.object_at(word) for word in words]
+        if not direct and not self._reaches(values) and not _leaves_content_open(name, values):
+            if self._adopted and any(map(self._is_view_of_known, values)):
+                self._deny()
+            return
+        handle = _HANDLERS.get(name)
+        if handle is None:
+            self._deny(*values)
+            return
+        handle(self, frame, where, values, instruction)
+
+    def _is_view_of_known(self, value: Any) -> bool:
+        return is_ndarray(value) and id(value) not in self._known and id(value.base) in self._known
+
+    def _reaches(self, values: list[Any]) -> bool:
+        """Return whether one of some values is an array that is followed, or leads to one."""
+        seen: set[int] = set()
+        waiting = list(values)
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self._known:
+                return True
+            kind = type(value)
+            if kind in PLAIN_TYPES or kind in TRACED or kind in RETIRED or id(value) in seen:
+                continue
+            if kind in _LEADS_NOWHERE or isinstance(value, (Tensor, nn.Module, type)):
+                continue
+            if kind in (list, tuple):
+                seen.add(id(value))
+                waiting += value
+                continue
+            if is_content(value) or self._environment.find(value) is not None:
+                continue
+            if kind is types.FunctionType:
+                if not value.__closure__ or is_finished(value):
+                    continue
+                waiting += value.__closure__
+            elif module_of(kind).partition(".")[0] != "bendtrace":
+                seen.add(id(value))
+                if len(seen) > _MOST:
+                    return True  # more than is looked through
+                waiting += gc.get_referents(value)
+        return False
+
+    # Values
+
+    def _give(self, found: Any, frame: FrameType) -> Any:
+        """Return the result of an op as the model receives it."""
+        if isinstance(found, Tensor):
+            array = _placeholder(found) if found.is_meta else array_of(found)
+            if array.dtype.kind == "b" and not array.ndim:
+                # There are two such objects only, which do not say where they come from.
+                truth = self._recorder.asks(Tensor.__bool__, found, frame)
+                return array.copy() if is_ndarray(array) else type(array)(truth)
+            self._known[id(array)] = array, found
+            return array
+        if type(found) in (tuple, list):
+            return type(found)(self._give(item, frame) for item in found)
+        if isinstance(found, tuple):
+            return build(type(found), [self._give(item, frame) for item in found], {})
+        return found
+
+    def _stand(self, value: Any) -> Any:
+        """Return an argument with tensors in the place of the arrays that are followed."""
+        known = self._known.get(id(value))
+        if known is not None:
+            return known[1]
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind(map(self._stand, value))
+        if kind is dict:
+            return {key: self._stand(item) for key, item in value.items()}
+        if kind is slice:
+            return slice(*map(self._stand, (value.start, value.stop, value.step)))
+        return value
+
+    def _is_argument(self, value: Any) -> bool:
+        """Return whether an op can be given a value."""
+        kind = type(value)
+        if kind in PLAIN_TYPES or kind in TRACED or id(value) in self._known:
+            return True
+        if kind is tuple or kind is list:
+            return all(map(self._is_argument, value))
+        if kind is dict:
+            return all(map(self._is_argument, value.values()))
+        if kind is slice:
+            return all(map(self._is_argument, (value.start, value.stop, value.step)))
+        if is_ndarray(value):
+            return not value.dtype.hasobject and not self._is_view_of_known(value)
+        return (
+            is_content(value)
+            or _is_dtype(value)
+            or (kind is type and is_installed(value.__module__))
+        )
+
+    def carry_out(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        way: str,
+    ) -> Any:
+        """Do, as an op, what an instruction does.
+
+        Args:
+            function: what is called, or the function of an operator.
+            args: what it is given.
+            kwargs: likewise, by name.
+            frame: the code.
+            way: how it is recorded.
+        """
+        results.pause_watch()
+        self._recorder.pause()
+        try:
+            with torch._C.DisableTorchFunction():
+                return self._carry_out(function, args, kwargs, frame, way)
+        finally:
+            self._recorder.go_on()
+            if self._is_on:
+                results.resume_watch()
+
+    def _carry_out(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        way: str,
+    ) -> Any:
+        if way == _ROWS:
+            return function(*(self._rows(arg, frame) for arg in args), **kwargs)
+        if way == _INDICES:
+            return function(*(self._index(arg, frame) for arg in args), **kwargs)
+        if way == _LENGTH:
+            return self._sizes(args[0], frame)[0]
+        if way == _TRUTH:
+            return self._truth(args[0], frame)
+        if way == _CLASS:
+            for arg in args:
+                if id(arg) in self._known:
+                    self._op(_class_of, (arg,), {}, frame)
+            return function(*args, **kwargs)
+        if way == _ATTRIBUTE:
+            array, name = args
+            return self._attribute(array, name, frame)
+        if way == _ITEM:
+            container, key = args
+            if type(container) in _SEQUENCES:
+                return container[self._index(key, frame)]
+        writes = self._written(function, args, kwargs, way)
+        if writes is not None and not self._may_write(writes, frame):
+            self._deny(*args)
+            return function(*args, **kwargs)
+        found = self._op(function, args, kwargs, frame, writes)
+        return None if way == _WRITE else found
+
+    def _op(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+        writes: Any = None,
+    ) -> Any:
+        name = str(getattr(function, "__name__", "") or type(function).__name__).strip("<>")
+        if writes is not None and writes is not kwargs.get("out") and not name.startswith("__"):
+            name += "_"
+        has_tensors = any(isinstance(arg, Tensor) for arg in args)
+        errors = sys.modules["numpy"].geterr()
+        around = None if errors == self._errors else tuple(errors.items())
+        target = ArrayFunction(function, name, writes is not None, has_tensors, around)
+        stands = [*self._stands_in((args, kwargs))]
+        read = [array for array in map(array_of, stands) if is_ndarray(array)]
+        if writes is not None and not self._stand(writes).is_meta:
+            content, shares = array_of(self._stand(writes)), sys.modules["numpy"].may_share_memory
+            read = [array for array in read if not shares(array, content)]
+        before = [array.tobytes() for array in read]
+        found = self._recorder.array_op(
+            target, tuple(map(self._stand, args)), {k: self._stand(v) for k, v in kwargs.items()},
+            frame,
+        )  # fmt: skip
+        if before != [array.tobytes() for array in read]:
+            self._deny()
+        if writes is not None:
+            self._known[id(writes)] = writes, found
+            return writes
+        if isinstance(found, Tensor) and (has_tensors or function in MAKES_FROM_ARRAYS.values()):
+            for stand in stands:
+                if found.is_meta or storage_of(found) == storage_of(stand):
+                    self._seen_storages.add(storage_of(stand))
+            if shares_unseen(found, stands):
+                self._deny()
+            return found
+        return self._give(found, frame)
+
+    def _stands_in(self, value: Any) -> Iterator[Tensor]:
+        known = self._known.get(id(value))
+        if known is not None and not known[1].is_meta:
+            yield known[1]
+        elif type(value) in (tuple, list):
+            for item in value:
+                yield from self._stands_in(item)
+        elif type(value) is dict:
+            for item in value.values():
+                yield from self._stands_in(item)
+
+    # Writing
+
+    def _written(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], way: str
+    ) -> Any:
+        """Return the array that a call writes to; None if it writes to none."""
+        if kwargs.get("out") is not None:
+            return kwargs["out"]
+        if way == _WRITE or (way == _IN_PLACE and is_ndarray(args[0])):
+            return args[0]
+        return None
+
+    def _may_write(self, array: Any, frame: FrameType) -> bool:
+        """Return whether an op may write to an array: no tensor of the model is in its memory."""
+        if not is_ndarray(array):
+            return False
+        if id(array) not in self._known and not self._adopt(array, frame):
+            return False
+        tensor = self._known[id(array)][1]
+        if tensor.is_meta:
+            return True  # it has been written to before
+        numpy = sys.modules["numpy"]
+        storage = storage_of(tensor)
+        return (
+            is_in_memory(tensor)
+            and storage not in self._seen_storages
+            and not any(
+                is_ndarray(other)
+                and not another.is_meta
+                and storage_of(another) != storage
+                and numpy.may_share_memory(array_of(another), array_of(tensor))
+                for other, another in self._known.values()
+            )
+        )
+
+    def _adopt(self, array: Any, frame: FrameType) -> bool:
+        """Follow an array from here on that has had constant content so far."""
+        if self._environment.find(array) is not None or array.base is not None:
+            return False
+        if not array.flags.owndata or array.dtype.hasobject:
+            return False
+        found = self._recorder.array_op(_ADOPTS, (array,), {}, frame)
+        if not isinstance(found, Tensor):
+            return False
+        self._known[id(array)] = array, found
+        self._adopted = True
+        return True
+
+    # Questions
+
+    def _sizes(self, array: Any, frame: FrameType) -> Any:
+        return tuple(self._recorder.asks(_SHAPE, self._known[id(array)][1], frame))
+
+    def _truth(self, array: Any, frame: FrameType) -> bool:
+        tensor = self._known[id(array)][1]
+        if not array.ndim or tensor.is_meta:
+            return bool(self._recorder.asks(Tensor.__bool__, tensor, frame))
+        found = self._op(bool, (array,), {}, frame)
+        return bool(found)
+
+    def _index(self, value: Any, frame: FrameType) -> Any:
+        """Return a value with numbers of Python in the place of those of numpy."""
+        if id(value) in self._known:
+            return operator.index(self._op(operator.index, (value,), {}, frame))
+        if type(value) is slice:
+            return slice(*(self._index(v, frame) for v in (value.start, value.stop, value.step)))
+        return value
+
+    def _rows(self, value: Any, frame: FrameType) -> Any:
+        if id(value) not in self._known:
+            return value
+        if not self._known[id(value)][1].dim():
+            return iter(value)  # which raises an error
+        count = operator.index(self._sizes(value, frame)[0])
+        return [self._op(operator.getitem, (value, k), {}, frame) for k in range(count)]
+
+    def _attribute(self, array: Any, name: str, frame: FrameType) -> Any:
+        tensor = self._known[id(array)][1]
+        if name == "shape":
+            return self._sizes(array, frame)
+        if name == "ndim":
+            return self._recorder.asks(_NDIM, tensor, frame)
+        if name == "size":
+            return self._recorder.asks(Tensor.numel, tensor, frame)
+        if name == "dtype":
+            self._recorder.asks(_DTYPE, tensor, frame)
+            return array.dtype
+        return self._op(_GETTERS[name], (array,), {}, frame)
+
+    # Instructions
+
+    def _handle_call(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        place = int(values[0] is None)
+        function, given = values[place], values[place + 1 :]
+        if instruction.name == "CALL_FUNCTION_EX":
+            if type(values[2]) not in (tuple, list) or type(values[-1]) not in (tuple, list, dict):
+                return self._deny(*values)
+            given = [*values[2], *(values[3].values() if len(values) > 3 else ())]
+        way = self._way(function, given)
+        if way is None:
+            return self._deny(*given)
+        if way != _LEAVE:
+            operands.put(where[place], Call(self, function, way))
+        return None
+
+    def _way(self, function: Any, given: list[Any]) -> str | None:
+        """Return how a call is recorded; None if it cannot be followed."""
+        kind = type(function)
+        direct = [value for value in given if id(value) in self._known]
+        if kind is Call:
+            return _LEAVE
+        try:
+            if function in MAKES_FROM_ARRAYS:
+                return _TENSOR if all(map(self._is_argument, given)) else None
+            known = _BUILTINS.get(function)
+        except TypeError:  # not hashable
+            return None
+        if known is not None:
+            moves = known in (_ROWS, _CLASS, _LENGTH, _TRUTH)
+            if moves and not direct:
+                return _LEAVE
+            return known if moves or all(map(self._is_argument, given)) else None
+        if kind is types.FunctionType and not is_finished(function):
+            return _LEAVE
+        if kind is types.MethodType:
+            inner = function.__func__
+            users = type(inner) is types.FunctionType and not is_finished(inner)
+            return _LEAVE if users else None
+        if kind is types.MethodDescriptorType and function.__objclass__ in _OF_CONTAINERS:
+            keeps = _OF_CONTAINERS[function.__objclass__]
+            is_key = function.__objclass__ is dict and id(given[1:2] and given[1]) in self._known
+            return _LEAVE if function.__name__ in keeps and not is_key else None
+        try:
+            if not all(map(self._is_argument, given)):
+                return self._way_of_ufunc(function, given)
+            return _way_of(function)
+        except TypeError:
+            return None
+
+    def _way_of_ufunc(self, function: Any, given: list[Any]) -> str | None:
+        numpy: Any = sys.modules["numpy"]
+        is_method = type(function) is types.MethodDescriptorType
+        if is_method and function.__objclass__ is numpy.ufunc and function.__name__ in _OF_UFUNCS:
+            if _way_of(given[0]) is not None and all(map(self._is_argument, given[1:])):
+                return _READ
+        return None
+
+    def _handle_operator(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        left, right = values[0], values[-1]
+        direct = [value for value in values if id(value) in self._known]
+        changes = instruction.name == "BINARY_OP" and "=" in instruction.text
+        if type(left) in (list, dict) and changes:
+            return None if not direct and type(right) in _SEQUENCES else self._deny(*values)
+        if not direct and {type(left), type(right)} <= _SEQUENCES | {int}:
+            if instruction.name == "BINARY_OP":
+                return None  # lists are joined, which leaves the arrays in them as they are
+            return self._deny(*values)
+        if isinstance(left, Tensor):
+            if changes or is_ndarray(right) or not is_content(right):
+                return self._deny(*values)
+            operands.put(where[0], Left(self, left, _TENSOR))
+        elif all(map(self._is_argument, values)):
+            operands.put(where[0], Left(self, left, _READ))
+        else:
+            self._deny(*values)
+        return None
+
+    def _handle_item(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        container, key = values
+        in_key = id(key) in self._known or self._reaches([key])
+        if type(container) in _SEQUENCES:
+            if in_key:
+                operands.put(where[0], Left(self, container, _ITEM))
+        elif is_content(container) and self._is_argument(container):
+            if not self._is_argument(key):
+                return self._deny(*values)
+            operands.put(where[0], Left(self, container, _READ))
+        elif isinstance(container, Tensor) and self._is_argument(key):
+            operands.put(where[0], Left(self, container, _TENSOR))
+        elif in_key or type(container) is not dict:
+            self._deny(*values)
+        return None
+
+    def _handle_assignment(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        value, container, key = values
+        if is_ndarray(container):
+            if not (self._is_argument(value) and self._is_argument(key)):
+                return self._deny(*values)
+            operands.put(where[1], Left(self, container, _WRITE))
+        elif type(container) not in (list, dict) or self._reaches([key]):
+            self._deny(*values)
+        return None
+
+    def _handle_one(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        if id(values[0]) in self._known:
+            operands.put(where[0], Left(self, values[0], _READ))
+
+    def _handle_attribute(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        if id(values[0]) not in self._known:
+            return None
+        if instruction.name == "LOAD_METHOD" and instruction.value in _METHODS | _WRITING:
+            return None
+        if instruction.value not in _ATTRIBUTES:
+            return self._deny(*values)
+        operands.put(where[0], Left(self, values[0], _READ))
+        return None
+
+    def _handle_map(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        if any(id(key) in self._known for key in values[::2]):  # which is hashed
+            self._deny(*values)
+
+    def _handle_return(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        caller, places = frame.f_back, stacks.layout()
+        assert places is not None
+        if caller is None or not self._is_users(caller):
+            return self._deny(*values)
+        if stacks.is_called_by_c(frame, caller, places):
+            # Which it is where C calls functions for an instruction, as torch._dynamo has it.
+            called = operands.called_by(caller)
+            if getattr(getattr(called, "__func__", called), "__code__", None) is not frame.f_code:
+                self._deny(*values)
+        return None
+
+
+_INSTRUCTION, _CALL = 7, 0  # PyTrace_OPCODE, PyTrace_CALL
+_MOST = 2000
+_HELD_HERE = 3  # references to an array: by the table, by the loop over it, and by the count
+# How calls, and operators, are recorded.
+_LEAVE = "leave"  # not at all: code of the user's, or what moves objects around
+_READ = "read"  # as an op that gives an array, or a number
+_WRITE = "write"  # as an op that writes to its first argument
+_IN_PLACE = "in place"  # likewise, if that is an array
+_TENSOR = "tensor"  # as an op that gives a tensor of the model's
+_ITEM, _ROWS, _INDICES = "item", "rows", "indices"
+_LENGTH, _TRUTH, _CLASS, _ATTRIBUTE = "length", "truth", "class", "attribute"
+
+_LEADS_NOWHERE = frozenset(
+    {
+        types.ModuleType, types.CodeType, types.BuiltinFunctionType, types.MethodDescriptorType,
+        types.WrapperDescriptorType, type(None), type(Ellipsis), FrameType,
+    }
+)  # fmt: skip
+_SEQUENCES: frozenset[Any] = frozenset({list, tuple, range, str})
+_SHAPE: Any = internal("torch.Tensor.shape.__get__", None)
+_NDIM: Any = internal("torch.Tensor.ndim.__get__", None)
+_DTYPE: Any = internal("torch.Tensor.dtype.__get__", None)
+
+_OF_CONTAINERS: dict[Any, frozenset[str]] = {
+    list: frozenset({"append", "extend", "insert", "pop", "copy", "clear", "reverse"}),
+    dict: frozenset({"get", "items", "keys", "values", "pop", "setdefault", "update", "copy"}),
+}
+_BUILTINS: dict[Any, str] = {
+    len: _LENGTH, bool: _TRUTH, range: _INDICES,
+    **dict.fromkeys((list, tuple, enumerate, zip, reversed, iter, next), _ROWS),
+    **dict.fromkeys((isinstance, type), _CLASS),
+    **dict.fromkeys((int, float, complex, abs, round, max, min, sum, divmod, pow), _READ),
+    **dict.fromkeys(results.COMPUTING, _READ),
+}  # fmt: skip
+_METHODS = frozenset(
+    {
+        "all", "any", "argmax", "argmin", "argpartition", "argsort", "astype", "choose", "clip",
+        "compress", "conj", "conjugate", "copy", "cumprod", "cumsum", "diagonal", "dot", "flatten",
+        "item", "max", "mean", "min", "nonzero", "prod", "ravel", "repeat", "reshape", "round",
+        "searchsorted", "squeeze", "std", "sum", "swapaxes", "take", "tolist", "trace",
+        "transpose", "var", "view",
+    }
+)  # fmt: skip
+_WRITING = frozenset({"fill", "partition", "put", "sort"})
+_ATTRIBUTES = frozenset(
+    {"shape", "ndim", "size", "dtype", "T", "real", "imag", "itemsize", "nbytes"}
+)
+_OF_UFUNCS = frozenset({"reduce", "accumulate", "outer", "reduceat"})
+_WRITING_FUNCTIONS = frozenset(
+    {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
+)
+# Functions of numpy that call others, read or write files, or make texts.
+_REFUSED = frozenset(
+    {
+        "apply_along_axis", "apply_over_axes", "array2string", "array_repr", "array_str",
+        "format_float_positional", "format_float_scientific", "frombuffer", "fromfile",
+        "fromfunction", "fromiter", "frompyfunc", "load", "memmap", "nditer", "piecewise", "save",
+        "savetxt", "savez", "savez_compressed", "shares_memory", "may_share_memory", "vectorize",
+    }
+)  # fmt: skip
+
+
+def _getter(name: str) -> Callable[[Any], Any]:
+    getter = operator.attrgetter(name)
+
+    def attribute(array: Any) -> Any:
+        return getter(array)
+
+    attribute.__name__ = name
+    return attribute
+
+
+_GETTERS = {name: _getter(name) for name in ("T", "real", "imag", "itemsize", "nbytes")}
+
+
+def _class_of(array: Any) -> str:
+    return f"{type(array).__module__}.{type(array).__qualname__}"
+
+
+def _array(array: Any) -> Any:
+    return array
+
+
+_array.__name__ = "array"
+_ADOPTS = ArrayFunction(_array, "array", False, False, None)
+
+
+def _placeholder(tensor: Tensor) -> Any:
+    """Return an array in the place of one that nothing reads any more."""
+    numpy: Any = sys.modules["numpy"]
+    made = numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return made if made.ndim else made[()]
+
+
+def _begins_at(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, sys.modules["numpy"].dtype) and not value.hasobject
+
+
+def _leaves_content_open(name: str, values: list[Any]) -> bool:
+    """Return whether an instruction makes an array of memory as it finds it."""
+    numpy: Any = sys.modules["numpy"]
+    return name == "PRECALL" and any(values[1] is one for one in (numpy.empty, numpy.empty_like))
+
+
+@functools.lru_cache(maxsize=1024)
+def _way_of(function: Any) -> str | None:
+    """Return how a call of a function of an installed package is recorded."""
+    numpy: Any = sys.modules["numpy"]
+    kind, name = type(function), str(getattr(function, "__name__", ""))
+    if kind is types.MethodDescriptorType:
+        owner = function.__objclass__
+        if owner is numpy.ndarray or issubclass(owner, numpy.generic):
+            return _READ if name in _METHODS else _WRITE if name in _WRITING else None
+        return None
+    if isinstance(function, type):
+        return _READ if issubclass(function, numpy.generic) else None
+    if kind is numpy.ufunc:
+        is_pythons = all(set(one) <= set("O->") for one in function.types)
+        return None if is_pythons else _READ
+    module = str(getattr(function, "__module__", "") or "")
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names or package in ("torch", "bendtrace", ""):
+        return None
+    if not is_installed(module) or module.startswith(("numpy.random", "numpy.ctypeslib")):
+        return None
+    if kind.__name__ not in _FUNCTIONS or _calls_users_code(function):
+        return None
+    if package == "numpy" and name in _REFUSED:
+        return None
+    return _WRITE if package == "numpy" and name in _WRITING_FUNCTIONS else _READ
+
+
+def _calls_users_code(function: Any) -> bool:
+    """Return whether a function is the user's, or one of a package around one of the user's."""
+    if type(function) is not types.FunctionType:
+        return False
+    inner = [cell.cell_contents for cell in function.__closure__ or ()]
+    inner.append(getattr(function, "__wrapped__", None))
+    return not is_finished(function) or any(
+        callable(one) and not isinstance(one, type) and not is_installed(one.__module__)
+        for one in inner
+    )
+
+
+_FUNCTIONS = frozenset(
+    {
+        "function", "builtin_function_or_method", "_ArrayFunctionDispatcher",
+        "cython_function_or_method",
+    }
+)  # fmt: skip
+
+
+# What takes the place of operands, for one instruction.
+
+
+class Call:
+    """Takes the place of a function that is given arrays."""
+
+    __slots__ = ("arrays", "operand", "way")
+
+    def __init__(self, arrays: Arrays, function: Any, way: str) -> None:
+        self.arrays = arrays
+        self.operand = function
+        self.way = way
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record the call, and do what the function does."""
+        function = MAKES_FROM_ARRAYS.get(self.operand, self.operand)
+        return self.arrays.carry_out(function, args, kwargs, sys._getframe(1), self.way)
+
+
+class Left:
+    """Takes the place of an operand: of the left one, or of the only one."""
+
+    __slots__ = ("arrays", "operand", "way")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, arrays: Arrays, value: Any, way: str) -> None:
+        self.arrays = arrays
+        self.operand = value
+        self.way = way
+
+    def __bool__(self) -> bool:
+        return bool(self._do(bool, sys._getframe(1), (), _TRUTH))
+
+    def __iter__(self) -> Any:
+        return self._do(iter, sys._getframe(1), (), _ROWS)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._do(getattr, sys._getframe(1), (name,), _ATTRIBUTE)
+
+    def _do(self, function: Any, frame: FrameType, others: tuple[Any, ...], way: str) -> Any:
+        return self.arrays.carry_out(function, (self.operand, *others), {}, frame, way)
+
+
+def _operator(name: str, way: str | None) -> Callable[..., Any]:
+    function = getattr(operator, name)
+
+    def method(self: Left, *others: Any) -> Any:
+        return self._do(function, sys._getframe(1), others, way or self.way)
+
+    return method
+
+
+_OPERATORS = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+for _name in (*_OPERATORS, "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "invert", "getitem"):
+    setattr(Left, f"__{_name}__", _operator(f"__{_name}__", None))
+for _name in _OPERATORS:
+    setattr(Left, f"__i{_name}__", _operator(f"__i{_name}__", _IN_PLACE))
+setattr(Left, "__setitem__", _operator("__setitem__", _WRITE))  # noqa: B010
+
+_HANDLERS: dict[str, Callable[..., None]] = {
+    "PRECALL": Arrays._handle_call,
+    "CALL_FUNCTION_EX": Arrays._handle_call,
+    "BINARY_OP": Arrays._handle_operator,
+    "COMPARE_OP": Arrays._handle_operator,
+    "BINARY_SUBSCR": Arrays._handle_item,
+    "STORE_SUBSCR": Arrays._handle_assignment,
+    "RETURN_VALUE": Arrays._handle_return,
+    "BUILD_MAP": Arrays._handle_map,
+    "MAP_ADD": Arrays._handle_map,
+    "LOAD_ATTR": Arrays._handle_attribute,
+    "LOAD_METHOD": Arrays._handle_attribute,
+    **dict.fromkeys(
+        (
+            "UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT", "UNARY_NOT", "GET_ITER",
+            "UNPACK_SEQUENCE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE",
+            "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE",
+        ),
+        Arrays._handle_one,
+    ),
+}  # fmt: skip
+# Instructions that hand on what is in their operands, or keep it.
+_LOOKS_INSIDE = frozenset(
+    {
+        "PRECALL", "CALL_FUNCTION_EX", "BINARY_OP", "COMPARE_OP", "BINARY_SUBSCR", "STORE_SUBSCR",
+        "RETURN_VALUE", "YIELD_VALUE", "CONTAINS_OP", "STORE_ATTR", "STORE_GLOBAL", "STORE_NAME",
+        "FORMAT_VALUE", "RAISE_VARARGS", "SEND", "BUILD_SET", "SET_ADD", "SET_UPDATE",
+    }
+)  # fmt: skip

@@ -1,0 +1,256 @@
+"""Functions that work on arrays, as ops on tensors that stand for the arrays.
+
+A tape has tensors and numbers. So an array of numpy is on it as a tensor with the same content,
+which carries the array: `x.numpy()` gives the tensor of its array, `numpy.sort(a)` is an op from
+one such tensor to another, and `torch.from_numpy(a)` gives a tensor of the user's again. Where
+torch can express it, the tensor is in the memory of the array, and tensors of arrays that share
+memory share a storage.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bendtrace.tape.structure import build
+
+_NAME = "array"  # of the attribute
+_SHARED = "shared"  # likewise, of those in the memory of a tensor of the model's
+
+
+def array_of(tensor: Tensor) -> Any:
+    """Return the array, or number of numpy's, that a tensor stands for."""
+    array = vars(tensor).get(_NAME)
+    if array is None or not is_ndarray(array):
+        # Something inserted has given another tensor, or written to this one.
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
+        return plain if array is None else plain[()]
+    return array
+
+
+def works_on_arrays(function: Any) -> bool:
+    """Return whether a function is given, or gives, tensors that stand for arrays."""
+    return function is content_of or isinstance(function, ArrayFunction)
+
+
+def carries_array(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for an array."""
+    return _NAME in vars(tensor)
+
+
+def is_ndarray(value: Any) -> bool:
+    """Return whether a value is an array of numpy's own class, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def is_content(value: Any) -> bool:
+    """Return whether a value is an array of numpy's own class, or one of its numbers."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+
+
+class ArrayFunction:
+    """A function that receives arrays, as an op that receives the tensors that stand for them.
+
+    Args:
+        function: the function.
+        name: its name.
+        written: whether it writes to its first argument.
+        given_tensors: whether the tensors that it receives, but for those that stand for arrays,
+            are tensors to it as well.
+        errors: numpy's handling of errors in which it is called; None for that around the run.
+
+    Attributes:
+        function: as given.
+        is_written: whether it writes to its first argument, or to `out`.
+        __name__: as given; with the ending of torch's where it writes to its first argument.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        written: bool,
+        given_tensors: bool,
+        errors: tuple[tuple[str, Any], ...] | None,
+    ) -> None:
+        self.function: Callable[..., Any] = function
+        self.is_written: bool = written
+        self.__name__: str = name
+        self.__module__ = str(getattr(function, "__module__", None) or "numpy")
+        self._given_tensors = given_tensors
+        self._errors = errors
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function on arrays, and return the tensors that stand for what it returns."""
+        given: list[tuple[Tensor, Any]] = []
+        arrays = tuple(self._open(arg, given) for arg in args)
+        named = {name: self._open(arg, given) for name, arg in kwargs.items()}
+        if self._errors is None:
+            result = self.function(*arrays, **named)
+        else:
+            with sys.modules["numpy"].errstate(**dict(self._errors)):
+                result = self.function(*arrays, **named)
+        if not self.is_written:
+            return _close(result, given)
+        written: Tensor = kwargs.get("out", args[0])
+        # Whether a call gives a view or a copy can depend on the layout of what it is given. Eager
+        # counts no write to the memory of a tensor of the model's.
+        if not written.is_inference() and _SHARED not in vars(written):
+            torch.autograd.graph.increment_version(written)
+        return written
+
+    def _open(self, value: Any, given: list[tuple[Tensor, Any]]) -> Any:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            if self._given_tensors and _NAME not in vars(value):
+                return value
+            array = array_of(value)
+            given.append((value, array))
+            return array
+        if kind is tuple or kind is list:
+            return kind(self._open(item, given) for item in value)
+        if kind is dict:
+            return {key: self._open(item, given) for key, item in value.items()}
+        if kind is slice:
+            return slice(*(self._open(v, given) for v in (value.start, value.stop, value.step)))
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether another op does the same."""
+        return isinstance(other, ArrayFunction) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Return a hash that goes with equality."""
+        return hash(self._key())
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.function, self.__name__, self.is_written, self._given_tensors, self._errors
+
+    def __repr__(self) -> str:
+        return f"<{self.__name__} of arrays>"
+
+
+def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the tensor that stands for the array of `tensor.numpy()`."""
+    array: Any = Tensor.numpy(tensor, *args, **kwargs)
+    plain = tensor.detach()
+    if plain.data_ptr() != _address(array) or plain.device.type != "cpu":
+        return _close(array, [])
+    vars(plain).update({_NAME: array, _SHARED: True})
+    return plain
+
+
+content_of.__name__ = "numpy"
+
+
+def _close(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
+    """Return a result with tensors in the place of arrays."""
+    kind = type(result)
+    if is_content(result):
+        return _standing_for(result, given)
+    if isinstance(result, Tensor):
+        return _in_memory_of(given, result)
+    if isinstance(result, (tuple, list)):
+        items = [_close(item, given) for item in result]
+        return kind(items) if kind in (tuple, list) else build(kind, items, {})
+    return result
+
+
+def _standing_for(array: Any, given: list[tuple[Tensor, Any]]) -> Any:
+    if array.dtype not in _dtypes():
+        return array  # which is followed no further
+    if not is_ndarray(array):
+        tensor = torch.from_numpy(sys.modules["numpy"].asarray(array))
+    else:
+        for other, before in given:
+            if before is array:
+                return other
+        tensor = _view(array, given)
+    vars(tensor)[_NAME] = array
+    return tensor
+
+
+def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
+    """Return a tensor in the memory of an array, or a copy where torch has no such tensors."""
+    size = array.itemsize
+    can_be = all(step >= 0 and step % size == 0 for step in array.strides)
+    if can_be and array.nbytes:
+        steps = [step // size for step in array.strides]
+        for other, _ in given:
+            first = other.data_ptr() - other.storage_offset() * size
+            end = first + other.untyped_storage().nbytes()
+            away = _address(array) - first
+            if (
+                first <= _address(array) < end
+                and str(other.dtype) == _name(array)
+                and (is_in_memory(other) and away % size == 0)
+            ):
+                try:
+                    made = other.detach().as_strided(array.shape, steps, away // size)
+                except RuntimeError:
+                    continue  # it begins in one array and ends in another
+                if _SHARED in vars(other):
+                    vars(made)[_SHARED] = True
+                return made
+    if can_be and array.flags.writeable:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.copy())
+
+
+def is_in_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor that stands for an array is in the memory of the array."""
+    array = array_of(tensor)
+    return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == _address(array))
+
+
+def _in_memory_of(given: list[tuple[Tensor, Any]], tensor: Tensor) -> Tensor:
+    """Return a tensor that shares the storage of the array's that it is in the memory of."""
+    for other, _ in given:
+        same = tensor.dtype == other.dtype and tensor.shape == other.shape
+        if same and tensor.device == other.device and tensor.numel():
+            if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride():
+                return other.detach()
+    return tensor
+
+
+def shares_unseen(tensor: Tensor, given: list[Tensor]) -> bool:
+    """Return whether a tensor is in the memory of an array, and the array's tensor is not."""
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return False
+    storage = tensor.untyped_storage()
+    first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return any(
+        is_ndarray(array := array_of(other))
+        and first <= _address(array) < end
+        and other.untyped_storage().data_ptr() != first
+        for other in given
+    )
+
+
+def _address(array: Any) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _name(array: Any) -> str:
+    return f"torch.{array.dtype.name}"
+
+
+def _dtypes() -> frozenset[Any]:
+    """Return the types of numpy that torch has as well."""
+    if not _known_dtypes:
+        numpy = sys.modules["numpy"]
+        _known_dtypes.append(frozenset(map(numpy.dtype, _NAMES)))
+    return _known_dtypes[0]
+
+
+_known_dtypes: list[frozenset[Any]] = []
+_NAMES = (
+    "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16",
+    "float32", "float64", "complex64", "complex128",
+)  # fmt: skip

@@ -1,0 +1,385 @@
+"""Content that goes through numpy, and comes back as a tensor, a number or an answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import bendtrace as bt
+from bendtrace.python.operands import can_exchange_operands
+from tests.registry.calls import Call, args, case
+
+
+def some(*shape: int, seed: int = 0) -> Call:
+    """Random numbers that depend on nothing but the seed."""
+
+    def make() -> tuple[Any, ...]:
+        own = torch.Generator().manual_seed(seed)
+        return (torch.randn(*shape, generator=own),)
+
+    return args(make)
+
+
+STREAM = [some(4, seed=seed) for seed in range(6)]
+SQUARES = [some(3, 3, seed=seed) for seed in range(6)]
+LONG = [some(4, seed=seed) for seed in range(40)]
+
+
+def never_live(bended: bt.BendedModule) -> None:
+    if not can_exchange_operands():
+        return
+    assert bended.stats.live == 0, (bended.stats, bended.why_live)
+
+
+def always_live(bended: bt.BendedModule) -> None:
+    assert bended.stats.replays == 0, bended.stats
+
+
+followed = functools.partial(case, served=never_live)
+refused = functools.partial(case, served=always_live)
+
+
+# Arrays that come back
+
+
+@followed(*STREAM)
+def numbers_that_are_sorted(x: torch.Tensor) -> Any:
+    return x + torch.from_numpy(np.sort(x.detach().numpy()))
+
+
+@followed(*STREAM)
+def an_order_that_indexes(x: torch.Tensor) -> Any:
+    order = np.argsort(x.detach().numpy())
+    return x[torch.from_numpy(order)] * 2
+
+
+@followed(*STREAM)
+def an_array_that_indexes_an_array(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    return x + torch.from_numpy(array[np.argsort(array)])
+
+
+@followed(*STREAM)
+def sums_so_far(x: torch.Tensor) -> Any:
+    return x * torch.as_tensor(np.cumsum(x.detach().numpy(), axis=0))
+
+
+@followed(*STREAM)
+def counts_in_bins(x: torch.Tensor) -> Any:
+    counts, edges = np.histogram(x.detach().numpy(), bins=5, range=(-3, 3))
+    return x.sum() + torch.from_numpy(counts) * torch.from_numpy(edges[:-1]).float()
+
+
+@followed(*STREAM)
+def percentiles(x: torch.Tensor) -> Any:
+    found = np.percentile(x.detach().numpy(), [25, 50, 75])
+    return x.mean() * torch.tensor(found, dtype=torch.float32)
+
+
+@followed(*STREAM)
+def a_choice_by_a_mask(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    return x + torch.from_numpy(np.where(array > 0, array, -0.5 * array))
+
+
+@followed(*SQUARES)
+def parts_of_a_matrix(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    left, values, _ = np.linalg.svd(array @ array.T)
+    return x @ torch.from_numpy(left) + torch.from_numpy(values)
+
+
+@followed(*STREAM)
+def a_copy_that_is_written_to(x: torch.Tensor) -> Any:
+    array = x.detach().numpy().copy()
+    array += 1
+    array[0] = 3
+    array[1:] *= array[1]
+    array.sort()
+    return x * torch.from_numpy(array)
+
+
+@followed(*STREAM)
+def views_of_what_is_written_to(x: torch.Tensor) -> Any:
+    array = x.detach().numpy().copy()
+    view = array[1:]
+    array *= 2
+    view[0] = 7
+    return x * torch.from_numpy(array.copy()) + float(view.sum())
+
+
+def reversed_and_scaled(array: Any, factor: float) -> Any:
+    flat = array.reshape(-1)
+    return flat[::-1] * factor
+
+
+@followed(*STREAM)
+def a_function_of_ones_own(x: torch.Tensor) -> Any:
+    return x + torch.tensor(reversed_and_scaled(x.detach().numpy(), 2.0).copy())
+
+
+@followed(*STREAM)
+def results_put_into_an_array(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    found = np.zeros(len(array) + 1, dtype=np.float32)
+    for k in range(len(array)):
+        found[k + 1] = found[k] + array[k]
+    return x.sum() + torch.from_numpy(found)
+
+
+@followed(*SQUARES)
+def rows_in_a_list(x: torch.Tensor) -> Any:
+    rows = []
+    for row in x.detach().numpy():
+        rows.append(np.sort(row))
+    return x + torch.from_numpy(np.stack(rows))
+
+
+@followed(*STREAM)
+def errors_of_numpys_that_are_ignored(x: torch.Tensor) -> Any:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        array = np.log(x.detach().numpy())
+    array[np.isnan(array)] = 0
+    return x + torch.from_numpy(array)
+
+
+@followed(*STREAM)
+def an_array_for_a_result(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    found = np.empty(4, dtype=np.float32)
+    np.multiply(array, 2, out=found)
+    np.clip(found, 0, 1, out=found)
+    return x + torch.from_numpy(found)
+
+
+@followed(*STREAM)
+def memory_that_is_shared_with_a_tensor(x: torch.Tensor) -> Any:
+    array = np.sort(x.detach().numpy())
+    tensor = torch.from_numpy(array)
+    tensor.mul_(2)
+    return x + tensor + float(array[1])
+
+
+@followed(*STREAM)
+def a_tensor_that_is_written_to_after_it_was_handed_over(x: torch.Tensor) -> Any:
+    copied = x.detach() * 1
+    array = copied.numpy()
+    same = torch.from_numpy(array)
+    copied.add_(1)
+    return x + same + float(array.sum())
+
+
+# Numbers and answers
+
+
+@followed(*LONG)
+def a_largest_number_that_decides(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    if array.max() > 1:
+        return x * float(array.max())
+    return x - torch.from_numpy(array).mean()
+
+
+@followed(*LONG)
+def gates_by_turns(x: torch.Tensor) -> Any:
+    for _ in range(4):
+        if x.sum() > 0:
+            x = x + torch.from_numpy(np.tanh(x.detach().numpy())) - 0.5
+        else:
+            x = x - torch.from_numpy(np.sort(x.detach().numpy())) + 0.2
+    return x
+
+
+@followed(*LONG)
+def an_array_that_is_kept_past_a_question(x: torch.Tensor) -> Any:
+    array = np.sort(x.detach().numpy())
+    kept = [array[1:], array.mean()]
+    x = x * 2 if x[0] > 0 else x * 3
+    x = x + torch.from_numpy(kept[0]).sum()
+    if array[1] > 0:
+        x = x + float(kept[1])
+    return x * torch.from_numpy(array)
+
+
+@followed(*LONG)
+def an_array_that_is_filled_past_a_question(x: torch.Tensor) -> Any:
+    found = np.zeros(4, dtype=np.float32)
+    found[0] = x.detach().numpy()[1]
+    x = x * 2 if x[0] > 0 else x * 3
+    np.multiply(found, 2, out=found)
+    found[1] = found[0]
+    return x + torch.from_numpy(found)
+
+
+@case(*LONG)
+def an_array_that_is_printed_past_a_question(x: torch.Tensor) -> Any:
+    found = np.zeros(4, dtype=np.float32)
+    found[:2] = x.detach().numpy()[1:3]
+    if x[0] > 0:
+        x = x + float(str(found[0])) + float(sum(found.flat))
+    return x + torch.from_numpy(found)
+
+
+@followed(*STREAM)
+def numbers_one_by_one(x: torch.Tensor) -> Any:
+    total = 0.0
+    for number in x.detach().numpy().tolist():
+        total = total + number
+    return x * total
+
+
+@followed(*STREAM)
+def a_place_that_indexes(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    place = array.argmax()
+    return x[int(place)] * array[place] + x[place]
+
+
+@followed(*STREAM)
+def sizes_of_an_array(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    return x * len(array) + array.shape[0] + array.ndim + array.size
+
+
+@followed(*STREAM)
+def classes_of_arrays(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    is_usual = isinstance(array, np.ndarray) and isinstance(array[0], np.floating)
+    return x * (2 if is_usual and array.dtype == np.float32 else 3)
+
+
+@followed(*STREAM)
+def numbers_of_numpys_times_tensors(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    return x * array.max() + array[0]
+
+
+@followed(*[case_ for n in range(12) for case_ in [some(2 + n % 4, 3, seed=n)]])
+def sizes_that_vary(x: torch.Tensor) -> Any:
+    return x + torch.from_numpy(np.sort(x.detach().numpy(), axis=-1))
+
+
+@followed(*[some(3, 3, seed=0) if n % 3 else args(lambda: (torch.zeros(3, 3),)) for n in range(9)])
+def an_error_of_numpys_that_is_caught(x: torch.Tensor) -> Any:
+    try:
+        return x + torch.from_numpy(np.linalg.inv(x.detach().numpy()))
+    except np.linalg.LinAlgError:
+        return x - 1
+
+
+class KeepsUnread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [None]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = np.sort(x.detach().numpy())
+        self.seen[0] = found
+        return x + torch.from_numpy(found.copy())
+
+
+case(*STREAM)(KeepsUnread)
+
+
+# What cannot be followed
+
+
+@refused(*STREAM)
+def a_write_to_a_tensors_own_memory(x: torch.Tensor) -> Any:
+    copied = x.detach() * 1
+    array = copied.numpy()
+    array += 1
+    return x + copied + torch.from_numpy(array)
+
+
+@refused(*STREAM)
+def a_write_after_a_tensor_was_made(x: torch.Tensor) -> Any:
+    array = np.sort(x.detach().numpy())
+    tensor = torch.from_numpy(array)
+    array[0] = 5
+    return x * tensor
+
+
+@refused(*STREAM)
+def a_view_from_before(x: torch.Tensor) -> Any:
+    found = np.zeros(4, dtype=np.float32)
+    view = found[:2]
+    found[:] = x.detach().numpy()
+    return x + torch.from_numpy(found.copy()) + float((view * 2).sum())
+
+
+@refused(*STREAM)
+def a_view_from_the_end(x: torch.Tensor) -> Any:
+    array = x.detach().numpy().copy()
+    view = array[::-1]
+    array *= 2
+    return x + torch.from_numpy(view.copy())
+
+
+@refused(*STREAM)
+def an_array_in_random_order(x: torch.Tensor) -> Any:
+    return x + torch.from_numpy(np.random.permutation(x.detach().numpy()))
+
+
+class Special(np.ndarray[Any, Any]):
+    pass
+
+
+@refused(*STREAM)
+def a_subclass_of_arrays(x: torch.Tensor) -> Any:
+    return x + torch.from_numpy(np.asarray(x.detach().numpy().view(Special) * 2))
+
+
+def calls_from_c(name: str, function: Callable[[Any], Any]) -> None:
+    def program(x: torch.Tensor) -> Any:
+        return x + torch.tensor(function(x.detach().numpy()))
+
+    program.__name__ = name
+    refused(*STREAM)(program)
+
+
+calls_from_c("a_function_by_map", lambda array: [*map(np.sum, [array, array * 2])][1])
+calls_from_c("a_key_of_sorted", lambda array: sorted([array, array * 2], key=np.sum)[0])
+calls_from_c("a_sum_of_a_generator", lambda array: sum(part for part in [array, array * 2]))
+calls_from_c("a_reduction", lambda array: functools.reduce(np.add, [array, array * 2]))
+calls_from_c("ones_own_code_for_each", lambda array: np.vectorize(lambda n: n + 1)(array))
+calls_from_c("ones_own_code_along", lambda array: np.apply_along_axis(lambda r: r * 2, 0, array))
+calls_from_c("a_text", lambda array: float(f"{array.max():.3f}"))
+calls_from_c("bytes_of_memory", lambda array: float(bytes(memoryview(array))[0]))
+calls_from_c("a_key_of_a_dict", lambda array: {1: 2.0}.get(array.argmax(), 3.0))
+calls_from_c("an_attribute", lambda array: vars(type("O", (), {"a": array}))["a"] * 2)
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = x if self.last is None else x + torch.from_numpy(self.last)
+        self.last = np.sort(x.detach().numpy())
+        return out
+
+
+case(*STREAM, served=always_live)(Keeps)
+
+
+class KeepsInList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = x * 1
+        for array in self.kept:
+            out = out + float(array.sum())
+        self.kept.append(np.sort(x.detach().numpy()))
+        return out
+
+
+case(*STREAM, served=always_live)(KeepsInList)
