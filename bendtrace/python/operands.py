@@ -13,6 +13,9 @@ import ctypes
 import dis
 import functools
 import sys
+import sysconfig
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -97,6 +100,53 @@ def put(address: int, value: Any) -> None:
     ctypes.c_size_t.from_address(address).value = id(value)
     if before:
         ctypes.pythonapi.Py_DecRef(ctypes.cast(before, ctypes.py_object))
+
+
+def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
+    """Put equal objects in the place of a set's members, so that it is gone through in its order.
+
+    A set that is filled again may have another order: what falls into one place of its table
+    comes in the order in which it was put in.
+
+    Args:
+        members: a set or frozenset.
+        others: what takes the place of each, in the set's order; equal, with equal hashes.
+
+    Returns:
+        Whether it could be done, with this Python.
+    """
+    if not _has_table():
+        return False
+    found = {id(old): new for old, new in zip(members, others, strict=True) if old is not new}
+    for address in _entries(members):
+        if (new := found.get(stacks.word_at(address))) is not None:
+            put(address, new)
+    return True
+
+
+def _entries(members: AbstractSet[Any]) -> range:
+    """Return the addresses of what is in a set: its count, a mask and a table follow its type."""
+    head = id(members) + object.__basicsize__
+    mask, first = stacks.word_at(head + 2 * _WORD), stacks.word_at(head + 3 * _WORD)
+    return range(first, first + 2 * _WORD * (mask + 1), 2 * _WORD)
+
+
+@functools.lru_cache(maxsize=1)
+def _has_table() -> bool:
+    """Return whether sets lie in memory as in CPython 3.11 to 3.14, with a lock for all threads."""
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return False
+    objects = [object() for _ in range(20)]
+    for some in ({*objects}, frozenset(objects[:3]), {objects[0]}):
+        head = id(some) + object.__basicsize__
+        counts = stacks.word_at(head), stacks.word_at(head + _WORD)
+        mask = stacks.word_at(head + 2 * _WORD)
+        if counts != (len(some), len(some)) or not len(some) <= mask < 1 << 12 or mask & mask + 1:
+            return False
+        words = [word for address in _entries(some) if (word := stacks.word_at(address))]
+        if words != [*map(id, some)]:
+            return False
+    return True
 
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)

@@ -11,12 +11,14 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace.python.operands import exchange_members
 from bendtrace.python.usage import stores_outside
 from bendtrace.tape.array_functions import array_of
 from bendtrace.tape.captured import (
@@ -291,8 +293,16 @@ class Encoder:
         instance = Instance(kind)
         if isinstance(value, dict):
             instance.items = {self.key(key, what): inside(v) for key, v in items_in(value)}
-        elif isinstance(value, (tuple, list, set, frozenset)):
+        elif isinstance(value, (tuple, list)):
             instance.items = [inside(item) for item in value]
+        elif isinstance(value, (set, frozenset)):
+            order = _order_of(value)
+            if order is None:
+                self._values.tape.block(
+                    f"{what} contains a {kind.__qualname__}, which a replay could not rebuild "
+                    f"({self._values.here()})"
+                )
+            instance.items = [inside(item) for item in order or value]
         instance.attributes = {name: inside(item) for name, item in attributes_of(value).items()}
         return instance
 
@@ -360,6 +370,29 @@ class Encoder:
         return instance
 
 
+def _order_of(members: AbstractSet[Any]) -> list[Any] | None:
+    """Return the members of a set in an order in which it can be filled; None if none was found.
+
+    What is in the same place of its table comes in the order in which it was put in.
+    """
+    plain = [without_traced(member) for member in members]
+    if not all(map(_is_plain, plain)):
+        return list(members)  # their hashes are their addresses, or are computed by the user's code
+    found = zip(members, plain, strict=True)
+    orders = itertools.permutations(found) if len(plain) < _FEW else iter([tuple(found)])
+    for order in orders:
+        if [*map(id, {one for _, one in order})] == [*map(id, plain)]:
+            return [member for member, _ in order]
+    return None
+
+
+_FEW = 6
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN_TYPES or (type(value) is tuple and all(map(_is_plain, value)))
+
+
 def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """Return a value with every traced scalar in it made plain, in place where mutable."""
     kind = type(value)
@@ -379,7 +412,8 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if isinstance(value, (tuple, set, frozenset)):
         items = [without_traced(item, memo) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            memo[id(value)] = value = build(kind, items, attributes_of(value))
+            if isinstance(value, tuple) or not exchange_members(value, items):
+                memo[id(value)] = value = build(kind, items, attributes_of(value))
     elif isinstance(value, list):
         for position, item in enumerate(value):
             value[position] = without_traced(item, memo)

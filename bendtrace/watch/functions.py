@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import keyword
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -543,6 +544,8 @@ def calls_node(op: Op) -> bool:
 
 def is_named_in_place(name: str) -> bool:
     """Return whether a function with such a name returns its argument, changed."""
+    if keyword.iskeyword(name[:-1]):  # `operator.and_` is no `and` in place
+        return False
     return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
