@@ -102,10 +102,10 @@ class LoadedHistory(ModelHistory):
     if not TYPE_CHECKING:  # a checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if name in _OF_TRACES:
-                said += ": a loaded log has no model to run. Trace the model again"
-            raise AttributeError(said, name=name, obj=self)
+                message += ": a loaded log has no model to run. Trace the model again"
+            raise AttributeError(message, name=name, obj=self)
 
 
 _OF_TRACES = frozenset(

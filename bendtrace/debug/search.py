@@ -204,10 +204,10 @@ class Domain:
         return allowed[(value.unsqueeze(-1) - allowed).abs().argmin(-1)]
 
     def __repr__(self) -> str:
-        said = [] if self.low is None else [repr(self.low), repr(self.high)]
-        said += [] if self.values is None else [f"values={self.values!r}"]
-        said += [f"sizes={self.sizes!r}"] if self.sizes else []
-        return f"Domain({', '.join(said)})"
+        arguments = [] if self.low is None else [repr(self.low), repr(self.high)]
+        arguments += [] if self.values is None else [f"values={self.values!r}"]
+        arguments += [f"sizes={self.sizes!r}"] if self.sizes else []
+        return f"Domain({', '.join(arguments)})"
 
 
 def _is_number(value: Any) -> bool:

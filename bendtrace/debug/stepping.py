@@ -519,8 +519,8 @@ class SteppedRun:
                 if op.kind is OpKind.STATE and not self._start.knows(op.target.label)
             ]
             if recording.error is not None:
-                said = f"the run raised {type(recording.error).__name__}"
-                reasons = [reason for reason in reasons if not reason.startswith(said)]
+                prefix = f"the run raised {type(recording.error).__name__}"
+                reasons = [reason for reason in reasons if not reason.startswith(prefix)]
             if reasons:
                 raise cannot("; ".join(reasons))
 
@@ -693,8 +693,8 @@ class _Rows:
                 del row["go"]
                 row.pop("change", None)
             elif before:
-                said = "; ".join(map(str, before))
-                row |= {key: f"{said}; {row[key]}" for key in ("go", "change") if key in row}
+                labels = "; ".join(map(str, before))
+                row |= {key: f"{labels}; {row[key]}" for key in ("go", "change") if key in row}
             found.append(row)
         return found
 
@@ -942,8 +942,8 @@ class Places:
         meant = resolve_meaning(name, self._known)
         if meant is None or not meant.places:
             near = near_names(name, self._trace._run.naming.listed())
-            said = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-            raise NodePathError(f"this run has no {name!r}{said}", name, tuple(near))
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise NodePathError(f"this run has no {name!r}{hint}", name, tuple(near))
         return meant.places
 
 

@@ -250,7 +250,7 @@ class CompiledPath(CompiledFunction):
             gathered_now = self._gather(arguments)
             self._sizes = {self._sizes_of(gathered_now): True} if self._needs_sizes else {}
             try:
-                with _capturing(self._is_dynamic), self.settings.keeping(self._said()):
+                with _capturing(self._is_dynamic), self.settings.keeping(self._cache_key()):
                     first = self.attempt(arguments, spliced, raises=True)
                 break
             except Refusal:
@@ -266,7 +266,7 @@ class CompiledPath(CompiledFunction):
         self.recent.clear()
         self.failures = 0
 
-    def _said(self) -> str:
+    def _cache_key(self) -> str:
         """Return the source, with the metadata of its inputs."""
         metas = [op.meta for op in self.recording.tape.ops if op.is_given]
         return f"{self.text}{metas}"

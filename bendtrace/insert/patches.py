@@ -266,8 +266,8 @@ class PatchContext(ContextDecorator):
     def __repr__(self) -> str:
         placed: dict[str, list[Interjection]] = {}
         for where, patch in self._placed:
-            said = where if isinstance(where, str) else describe_where(where).strip("'")
-            placed.setdefault(said, []).append(patch)
+            place = where if isinstance(where, str) else describe_where(where).strip("'")
+            placed.setdefault(place, []).append(patch)
         state = "active" if self._entered else "active within `with`"
         return f"PatchContext({placed!r}, {state})"
 
@@ -342,11 +342,11 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
     text = name_of(where, known)
     places = _places(known, where, text)
     for root, node, chosen in places:
-        said = describe_where(where).strip("'")
+        name = describe_where(where).strip("'")
         output = node.children.get("output")
         if node.kind == "graph" and output is not None and node is not root:
-            node, said = output, f"{said}.output"  # a module stands for its output
-        require_leaf(root, (node, chosen), said)
+            node, name = output, f"{name}.output"  # a module stands for its output
+        require_leaf(root, (node, chosen), name)
     board.make(where, Patch())
     has_run = any(True for _ in known.trees())
     if has_run and not places and text and text in modules_in(known.model):

@@ -180,9 +180,9 @@ class InsertionRegistry:
         """
         found: list[Kept] = []
         for insertion in self._insertions:
-            targets = tuple(target.said_in_words() for target in insertion.targets)
-            said = LocationText(describe_where(insertion.where))
-            row: Kept = said, targets, insertion.what, insertion.passes, insertion.allow_none
+            targets = tuple(target.without_nodes() for target in insertion.targets)
+            location = LocationText(describe_where(insertion.where))
+            row: Kept = location, targets, insertion.what, insertion.passes, insertion.allow_none
             found.append(row if memo is None else copy.deepcopy(row, memo))
         return found
 
@@ -270,8 +270,8 @@ class InsertionRegistry:
             unknown = unknown or insertion.passes.needs_total
             for target in insertion.targets:
                 place = target.place
-                if place is None and target.is_open and target.said in modules:
-                    module = modules[target.said]
+                if place is None and target.is_open and target.original in modules:
+                    module = modules[target.original]
                     assert module is not None
                     place = Location("node", OfModule(module))
                 if place is None:
@@ -332,8 +332,10 @@ class InsertionRegistry:
             if not passes:
                 return why
             times = "one pass" if passes == 1 else f"{passes} passes"
-            said = f"{path!r} had {times}, none of which is selected ({insertion.passes}, from 0)"
-            return f"{said}: {why}" if why else said
+            message = (
+                f"{path!r} had {times}, none of which is selected ({insertion.passes}, from 0)"
+            )
+            return f"{message}: {why}" if why else message
         if not forms_of(insertion.what) & {"before", "instead", "after"}:
             return f"no backward pass reached {path!r}"
         return ""
@@ -350,9 +352,9 @@ class InsertionRegistry:
                     place = target.ahead(run.candidates)
                     if not place.matcher.paths and not insertion.allow_none:
                         raise NodePathError(
-                            f"{describe_where(target.said)} selects no node of this run; "
+                            f"{describe_where(target.original)} selects no node of this run; "
                             + near_misses("", list(run.candidates.nodes)),
-                            repr(target.said),
+                            repr(target.original),
                         )
                 if place is not None:
                     entries.append(Entry(insertion, insertion.what, place))
@@ -368,7 +370,7 @@ class InsertionRegistry:
         """Look a name up in the known runs; return it as it is if there are none."""
         if not target.is_open:
             return (target,)
-        targets = targets_of(target.said, self._model, lenient=insertion.allow_none)
+        targets = targets_of(target.original, self._model, lenient=insertion.allow_none)
         for found in targets:
             _check(insertion, found)
             if found.passes is not None:
@@ -394,13 +396,15 @@ class InsertionRegistry:
                 continue
             if nodes is None:
                 return False
-            is_pattern = isinstance(target.said, re.Pattern)
-            text = target.said.pattern if is_pattern else getattr(target.said, "__name__", "")
+            is_pattern = isinstance(target.original, re.Pattern)
+            text = (
+                target.original.pattern if is_pattern else getattr(target.original, "__name__", "")
+            )
             raise NodePathError(
-                f"{describe_where(target.said)} selects no known node; "
+                f"{describe_where(target.original)} selects no known node; "
                 + near_misses(text, [node.path for node in nodes if node.path])
                 + " (allow_none=True waits for a later run)",
-                describe_where(target.said),
+                describe_where(target.original),
             )
         return True
 
@@ -658,7 +662,7 @@ class Lookup:
             self._check(name.insertion, target)
         if name.chosen is not None and targets:
             name.insertion.passes = Passes(name.chosen)
-        name.found = tuple(Target(name.target.said, t.place, name.chosen) for t in targets)
+        name.found = tuple(Target(name.target.original, t.place, name.chosen) for t in targets)
         places = [target.place for target in targets if target.place is not None]
         return [Entry(name.insertion, name.insertion.what, place) for place in places]
 
@@ -711,7 +715,7 @@ class Lookup:
             insertion, target = name.insertion, name.target
             with blaming(insertion, self._order[id(insertion)]):
                 try:
-                    targets = targets_of(target.said, known)
+                    targets = targets_of(target.original, known)
                 except NodePathError:
                     if insertion.allow_none and not name.found:
                         continue
@@ -748,7 +752,7 @@ class Lookup:
 
 
 def _name_of(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
-    text = name_of(target.said, known)
+    text = name_of(target.original, known)
     assert text is not None
     named = _PASS.fullmatch(text)
     stem, chosen = text, None

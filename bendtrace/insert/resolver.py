@@ -286,28 +286,28 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
     for where, value in activations.items():
-        said, path = describe_where(where), _path_of(model, where)
+        label, path = describe_where(where), _path_of(model, where)
         if path in found:
-            raise InputError(f"{said} is given twice, as a path and as a node or by another name")
+            raise InputError(f"{label} is given twice, as a path and as a node or by another name")
         found[path] = value
         node = node_of_name(model, path)
         if node is None:
             stem, _, part = path.rpartition(".")
             module = modules_in(model._known.model).get(stem) if stem else None
             if module is not None and part in ("input", *dict(parameters_of(module))):
-                raise InputError(_INPUT.format(said))
+                raise InputError(_INPUT.format(label))
             continue
         meant = _Value.of(node)
         if meant.role == "state":
-            raise InputError(_STATE.format(said))
+            raise InputError(_STATE.format(label))
         if meant.role == "input" and meant.scope:
-            raise InputError(_INPUT.format(said))
+            raise InputError(_INPUT.format(label))
         for other, before in values:
             if meant.overlaps(before):
                 raise InputError(
-                    f"{other} and {said} select the same value, or overlapping parts of it"
+                    f"{other} and {label} select the same value, or overlapping parts of it"
                 )
-        values.append((said, meant))
+        values.append((label, meant))
     return found
 
 
@@ -317,7 +317,7 @@ def _path_of(model: Any, where: Any) -> str:
     Raises:
         InputError: it is not the value of one node.
     """
-    known, said = model._known, describe_where(where)
+    known, label = model._known, describe_where(where)
     try:
         text = name_of(where, known)
         if isinstance(text, NodePath):
@@ -327,11 +327,11 @@ def _path_of(model: Any, where: Any) -> str:
                 raise InputError(f"activations have to be given by node path, not by {where!r}")
             paths = known.select(where)
             if not paths:
-                raise InputError(f"{said} selects no known node")
+                raise InputError(f"{label} selects no known node")
         elif (meant := resolve_meaning(text, known)) is None:
             return text
         elif meant.is_whole_state:
-            raise InputError(_STATE.format(said))
+            raise InputError(_STATE.format(label))
         else:
             paths = meant.paths()
             if text in paths:  # of the calls of a module, the one with this name in the tree
@@ -340,7 +340,7 @@ def _path_of(model: Any, where: Any) -> str:
         raise InputError(str(error)) from None
     if len(paths) > 1:
         listed = " and ".join(map(repr, paths))
-        raise InputError(f"{said} is ambiguous: it matches {listed}. Write one of these")
+        raise InputError(f"{label} is ambiguous: it matches {listed}. Write one of these")
     return NodePath(paths[0]) if paths else str(text)
 
 

@@ -818,15 +818,15 @@ class Suffixes:
                 user = index
                 break
             source = index
-        said = [_op_text(tree, recording, index) for index in (user, source) if index is not None]
-        if not said:
+        texts = [_op_text(tree, recording, index) for index in (user, source) if index is not None]
+        if not texts:
             need = "the output of the model, or a condition, depends on it"
         elif user is None:
-            need = f"the rest uses {said[0]}, which is computed from it"
+            need = f"the rest uses {texts[0]}, which is computed from it"
         elif source is None:
-            need = f"{said[0]} uses it"
+            need = f"{texts[0]} uses it"
         else:
-            need = f"{said[0]} uses {said[1]}, which is computed from it"
+            need = f"{texts[0]} uses {texts[1]}, which is computed from it"
         return f"the argument {shown} is needed as well: {need}. Pass it, or an activation between"
 
 

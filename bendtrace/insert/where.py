@@ -773,32 +773,34 @@ class Target:
     """One location, as the user gave it.
 
     Attributes:
-        said: as given.
+        original: as the user wrote it.
         place: the resolved location, if it can be resolved without a run.
         passes: the passes that it names, counted from 0; None for all.
     """
 
-    said: Any
+    original: Any
     place: Location | None = None
     passes: tuple[int, ...] | None = None
 
     @property
     def is_ahead(self) -> bool:
         """Return whether a run without insertions has to resolve it, each time."""
-        return isinstance(self.said, NodeSelector) and self.said.looks_ahead
+        return isinstance(self.original, NodeSelector) and self.original.looks_ahead
 
     @property
     def is_open(self) -> bool:
         """Return whether it has to be looked up in the first run."""
         return self.place is None and not self.is_ahead
 
-    def said_in_words(self) -> Target:
+    def without_nodes(self) -> Target:
         """Return the same without tree nodes, which belong to one model."""
-        return replace(self, said=self.said._path) if isinstance(self.said, Node) else self
+        return (
+            replace(self, original=self.original._path) if isinstance(self.original, Node) else self
+        )
 
     def ahead(self, graph: CandidateGraph) -> Location:
         """Return the location of a selector in a run."""
-        return Location("node", AtPaths(frozenset(self.said.select(graph))))
+        return Location("node", AtPaths(frozenset(self.original.select(graph))))
 
 
 def targets_of(where: Where | State, known: Known, *, lenient: bool = False) -> tuple[Target, ...]:
@@ -901,7 +903,7 @@ def _place_label(node: TreeNode) -> str:
     return f"{place_text(place.file, place.line)} `{place.text}`"
 
 
-def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
+def _resolve_name(text: str, known: Known, original: Any) -> tuple[Target, ...]:
     """Resolve a string.
 
     The qualified name of a module selects all its calls, a parameter's name all its uses; other
@@ -909,7 +911,7 @@ def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
     """
     meant = resolve_meaning(text, known)
     if meant is not None:
-        return _targets_meant(meant, text, said)
+        return _targets_meant(meant, text, original)
     errors: list[NodePathError] = []
     for tree in known.trees():
         try:
@@ -917,14 +919,14 @@ def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
         except NodePathError as error:
             errors.append(error)
     if not errors:  # the first run shows it (see `registry.py`)
-        return (Target(said),)
+        return (Target(original),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
     at_root = all("." not in path for error in errors for path in error.completions)
     if near and at_root and not path and not any("did you mean" in str(error) for error in errors):
-        said = ", ".join(map(repr, near))
+        similar = ", ".join(map(repr, near))
         raise NodePathError(
-            f"no node {text!r} in the model; similar names: {said}", text, tuple(near)
+            f"no node {text!r} in the model; similar names: {similar}", text, tuple(near)
         )
     hint = f"the mirror has a node {text!r}: pass {path!r}, or NodeRef({text!r})" if path else ""
     raise _astray(errors, hint or _foreign(text) or known.hint(text))
@@ -940,11 +942,11 @@ def targets_named(text: str, known: Known) -> tuple[Target, ...]:
     return () if meant is None else _targets_meant(meant, text, text)
 
 
-def _targets_meant(meant: Meant, text: str, said: Any) -> tuple[Target, ...]:
+def _targets_meant(meant: Meant, text: str, original: Any) -> tuple[Target, ...]:
     if meant.is_whole_state:
-        return (Target(said, Location("state", State(meant.name), shown=meant.name)),)
+        return (Target(original, Location("state", State(meant.name), shown=meant.name)),)
     if meant.module is not None:
-        return (Target(said, Location("node", OfModule(meant.module))),)
+        return (Target(original, Location("node", OfModule(meant.module))),)
     if not meant.places:
         raise NodePathError(
             f"{text!r} is a layer without a node in the tree: nothing can be inserted there; "
@@ -953,7 +955,7 @@ def _targets_meant(meant: Meant, text: str, said: Any) -> tuple[Target, ...]:
         )
     return tuple(
         Target(
-            said, _place(root, node),
+            original, _place(root, node),
             None if chosen is None or node.role == "state" else tuple(chosen),
         )
         for root, node, chosen in meant.places
@@ -982,22 +984,22 @@ def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
         for path in error.completions
         if path not in furthest.completions and path.rpartition(".")[0] in level
     )
-    said = [str(furthest)]
+    messages = [str(furthest)]
     if more:
         names = ", ".join(repr(path.rpartition(".")[2]) for path in itertools.islice(more, 8))
-        said.append(f"in other runs there {'is' if len(more) == 1 else 'are'} {names}")
-    message = "; ".join([*said, hint] if hint else said)
+        messages.append(f"in other runs there {'is' if len(more) == 1 else 'are'} {names}")
+    message = "; ".join([*messages, hint] if hint else messages)
     return NodePathError(message, furthest.path, (*furthest.completions, *more))
 
 
 def _nearness(error: NodePathError) -> tuple[int, float]:
     """Return how far a path got, and how similar the existing names are."""
-    said = re.split(r"[.|:]", error.path)
+    words = re.split(r"[.|:]", error.path)
     names = [path.split(".") for path in error.completions]
     alike = [
-        SequenceMatcher(None, name[-1], said[len(name) - 1]).ratio()
+        SequenceMatcher(None, name[-1], words[len(name) - 1]).ratio()
         for name in names
-        if len(name) <= len(said)
+        if len(name) <= len(words)
     ]
     return max(map(len, names), default=0), max(alike, default=0.0)
 

@@ -34,7 +34,7 @@ from bendtrace.tape.scalars import (
     TracedScalar,
 )
 from bendtrace.tape.structure import (
-    SAID_OF_FUNCTIONS,
+    FUNCTION_METADATA,
     Existing,
     Fixed,
     Instance,
@@ -234,7 +234,7 @@ class Encoder:
                 f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
-        said = {name: getattr(function, name) for name in SAID_OF_FUNCTIONS}
+        said = {name: getattr(function, name) for name in FUNCTION_METADATA}
         parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), said)
         return Made(
             make_function, function.__code__, Fixed(function.__globals__),

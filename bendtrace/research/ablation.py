@@ -151,10 +151,10 @@ def ablate(
 
 
 class _Ablation(Interjection):
-    def __init__(self, substitute: _Substitute, parts: list[Part], said: str) -> None:
+    def __init__(self, substitute: _Substitute, parts: list[Part], label: str) -> None:
         self._substitute = substitute
         self._parts = parts
-        self._said = said
+        self._label = label
         self.self_contained = substitute.is_contained
 
     @property
@@ -162,7 +162,7 @@ class _Ablation(Interjection):
         return f"ablation ({self._substitute.name})"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        return swap_tensor(output, at.path, self._said, lambda value: self._without(at, value))
+        return swap_tensor(output, at.path, self._label, lambda value: self._without(at, value))
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return its effect on a tensor."""

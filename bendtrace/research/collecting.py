@@ -92,10 +92,10 @@ class _Rule:
         wants_batch: whether `change` takes the batch as well.
     """
 
-    def __init__(self, settings: Settings, said: Any) -> None:
-        self.asked: str = said if isinstance(said, str) else ""
-        self.axis: int | None = _for_node(settings.batch_axis, said, 0)
-        rule = _for_node(settings.reduce, said, None)
+    def __init__(self, settings: Settings, where: Any) -> None:
+        self.asked: str = where if isinstance(where, str) else ""
+        self.axis: int | None = _for_node(settings.batch_axis, where, 0)
+        rule = _for_node(settings.reduce, where, None)
         self.takes_all: bool = rule is None and self.axis == 0
         self.change: Callable[..., Any] | None = None
         self.is_named: bool = isinstance(rule, str)
@@ -109,11 +109,11 @@ class _Rule:
             self.wants_batch = _takes_two(rule)
 
 
-def _for_node(rules: Any, said: Any, otherwise: Any) -> Any:
+def _for_node(rules: Any, where: Any, otherwise: Any) -> Any:
     if not isinstance(rules, Mapping):
         return rules
     try:
-        return rules.get(said, otherwise)
+        return rules.get(where, otherwise)
     except TypeError:  # a selector that cannot be a key
         return otherwise
 
@@ -205,13 +205,13 @@ class Collector:
 
     def _insert(self) -> InsertionGroup:
         group = InsertionGroup(self._bended)
-        for said in self._settings.where or (_OUTPUT,):
-            rule = _Rule(self._settings, said) if self._settings.where else None
+        for where in self._settings.where or (_OUTPUT,):
+            rule = _Rule(self._settings, where) if self._settings.where else None
             made = group.make(
-                said, _Watch(self, rule), allow_none=self._settings.allow_none, kind=_Watched
+                where, _Watch(self, rule), allow_none=self._settings.allow_none, kind=_Watched
             )
             if self._settings.passes is not None and any(target.passes for target in made.targets):
-                raise InputError(f"{said!r} names passes: give them either there or with passes=")
+                raise InputError(f"{where!r} names passes: give them either there or with passes=")
         first = group.insertions[0]
         assert isinstance(first, _Watched)
         first.told = self._ran
@@ -383,9 +383,9 @@ class Settings:
     def __post_init__(self) -> None:
         named = {item for item in self.where if isinstance(item, str)}
         only_named = len(named) == len(self.where)
-        for option, said in (("reduce", self.reduce), ("batch_axis", self.batch_axis)):
-            if isinstance(said, Mapping) and only_named and not named >= said.keys():
-                wrong = next(key for key in said if key not in named)
+        for option, value in (("reduce", self.reduce), ("batch_axis", self.batch_axis)):
+            if isinstance(value, Mapping) and only_named and not named >= value.keys():
+                wrong = next(key for key in value if key not in named)
                 raise InputError(f"{option}= has an entry for {wrong!r}, which is not in where=")
         for rule in self.reduce.values() if isinstance(self.reduce, Mapping) else (self.reduce,):
             if rule is not None and rule not in _REDUCTIONS and not callable(rule):

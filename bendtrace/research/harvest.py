@@ -813,7 +813,7 @@ class Progress:
             self._bar = tqdm(
                 total=total, initial=done, unit=" samples", desc="harvest", smoothing=0.1
             )
-        self._said = 0.0
+        self._shown_at = 0.0
 
     def advance(self, samples: int) -> None:
         """Advance by some samples."""
@@ -822,8 +822,8 @@ class Progress:
             return
         bar.update(samples)
         now = time.monotonic()
-        if now - self._said > 0.5:
-            self._said = now
+        if now - self._shown_at > 0.5:
+            self._shown_at = now
             self._say_memory(False)
 
     def _say_memory(self, refresh: bool) -> None:

@@ -451,20 +451,20 @@ def causal_tracing(
 
 
 def _embedding_of(seen: Seen, number: int, where: Any) -> tuple[Key, Tensor]:
-    said = describe_where(where)
+    label = describe_where(where)
     passes = [
         (key, value) for key, found in seen.items() if key[0] == number for value in found.values()
     ]
     if len(passes) != 1:
         reached = "nothing" if not passes else f"{len(passes)} passes of nodes"
         raise SiteError(
-            f"where={said} has to match the one node that outputs the embedding, in its only "
+            f"where={label} has to match the one node that outputs the embedding, in its only "
             f"pass, but the clean run reached {reached}",
-            said,
+            label,
         )
     key, value = passes[0]
     if not value.is_floating_point():
-        raise SiteError(f"noise cannot be added to {key[1]!r}, which has {value.dtype}", said)
+        raise SiteError(f"noise cannot be added to {key[1]!r}, which has {value.dtype}", label)
     return key, value
 
 
@@ -905,18 +905,18 @@ class NodeFunction:
         self._at = at
         self._open: Sites | None = None
         self._stack = ExitStack()
-        said = describe_where(where)
+        label = describe_where(where)
         with torch.no_grad(), self._sites() as there:
             _, seen = there.seen(self._call)
             keys = [key for row in there.rows(seen) for key in row.keys]
         if len(keys) != 1 or len(seen[keys[0]]) != 1:
             found = ", ".join(f"{path} ({len(seen[n, path])} times)" for n, path in keys)
-            raise SiteError(f"{said} stands for several values: {found}; name one of them", said)
+            raise SiteError(f"{label} stands for several values: {found}; name one of them", label)
         self._key = keys[0]
         (self.value,) = seen[self._key].values()
         if self.value.dim() == 0 or not self.value.is_floating_point():
             raise InputError(
-                f"{said} is {describe(self.value)}, but rows of floating point numbers are needed"
+                f"{label} is {describe(self.value)}, but rows of floating point numbers are needed"
             )
         self.index = torch.arange(len(self.value), device=self.value.device)
 

@@ -664,9 +664,9 @@ class _Cells:
             plan.spots(flow, places, len(plan.senders) + number)
             for number in range(len(plan.receivers))
         ]
-        for said, spots in zip(plan.names, ends, strict=True):
+        for name, spots in zip(plan.names, ends, strict=True):
             if not spots:
-                raise SiteError(f"the patched run did not reach {said!r}", said)
+                raise SiteError(f"the patched run did not reach {name!r}", name)
             if len(spots) > 1 and any(spot.is_output for spot in spots):
                 raise InputError("the model's output cannot be combined with other receivers")
         frozen, ways = plan.frozen(flow, places), plan.ways(flow, places)

@@ -898,7 +898,7 @@ class Differences(Sequence["Difference"]):
         rows = [
             ComparedLayer(
                 same[0].name if same[0].element is None else same[0].label.partition(":")[0],
-                len(same), same[0].module, tuple(one.said_of(same) for one in found),
+                len(same), same[0].module, tuple(one.describe(same) for one in found),
             )
             for same in places.values()
         ]  # fmt: skip
@@ -932,17 +932,19 @@ class Differences(Sequence["Difference"]):
         lines = [f"{self._all[0].a.name}: run 1, and how {counted(len(self), 'other')} differ"]
         for number, difference in enumerate(self._all, 2):
             first = difference.first
-            said = alike(difference)
+            summary = alike(difference)
             if first is not None:
-                said = f"first {first.text}" if first.kind == "layers" else f"first at {first.text}"
-                before, a, after = said.rpartition(" in a, ")
+                summary = (
+                    f"first {first.text}" if first.kind == "layers" else f"first at {first.text}"
+                )
+                before, a, after = summary.rpartition(" in a, ")
                 if a and after.endswith(" in b"):
-                    said = f"{before} in run 1, {after.removesuffix('b')}run {number}"
+                    summary = f"{before} in run 1, {after.removesuffix('b')}run {number}"
             elif difference:
-                said = "the same, in modules of other names"
+                summary = "the same, in modules of other names"
             if difference.added:
-                said += f"; {counted(len(difference.added), 'entry')} only there"
-            lines.append(f"    run {number}: {said}")
+                summary += f"; {counted(len(difference.added), 'entry')} only there"
+            lines.append(f"    run {number}: {summary}")
         table = self.table()
         if table:
             rows = str(table).split("\n")
@@ -969,7 +971,7 @@ class _Found:
         self._changed = {change.a.label: change for change in difference.changed}
         self._removed = {entry.label for entry in difference.removed}
 
-    def said_of(self, passes: list[LayerEntry]) -> str:
+    def describe(self, passes: list[LayerEntry]) -> str:
         """Return how it differs at one place, in all passes that the first run made."""
         missing = [entry.pass_number for entry in passes if entry.label in self._removed]
         if len(missing) == len(passes):

@@ -89,20 +89,20 @@ def make_function(
     keyword_defaults: dict[str, Any] | None,
     held: tuple[Any, ...],
     attributes: dict[str, Any],
-    said: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> types.FunctionType:
     """Create a function from its code, its globals and its closure."""
     cells = tuple(map(types.CellType, held))
     made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
     made.__kwdefaults__ = keyword_defaults
     vars(made).update(attributes)
-    for name, value in said.items():
+    for name, value in metadata.items():
         setattr(made, name, value)
     return made
 
 
 # What `functools.wraps` takes over. Since Python 3.14 a function makes the annotations when asked.
-SAID_OF_FUNCTIONS = (
+FUNCTION_METADATA = (
     "__name__", "__qualname__", "__doc__", "__module__",
     "__annotations__" if sys.version_info < (3, 14) else "__annotate__",
 )  # fmt: skip
