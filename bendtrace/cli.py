@@ -560,9 +560,9 @@ class UsersError(Exception):
 
     def traceback(self) -> str:
         """Return the traceback from the user's first frame on; "" if no frame is the user's."""
-        told = traceback.TracebackException.from_exception(self.error)
-        found = _keep_theirs(told)
-        return "".join(told.format()) if found or isinstance(self.error, SyntaxError) else ""
+        report = traceback.TracebackException.from_exception(self.error)
+        found = _keep_theirs(report)
+        return "".join(report.format()) if found or isinstance(self.error, SyntaxError) else ""
 
 
 @contextmanager
@@ -584,13 +584,13 @@ def one_line(error: BaseException) -> str:
 _EXAMPLE = AdaptiveBlock.forward.__code__.co_filename
 
 
-def _keep_theirs(told: traceback.TracebackException) -> bool:
+def _keep_theirs(report: traceback.TracebackException) -> bool:
     """Drop the frames that led to the user's code; return whether there is any of it."""
-    frames = [frame for frame in told.stack if not _is_machinery(frame.filename)]
+    frames = [frame for frame in report.stack if not _is_machinery(frame.filename)]
     while frames and frames[0].filename.startswith(_TORCH):
         del frames[0]
-    told.stack = traceback.StackSummary.from_list(frames)
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+    report.stack = traceback.StackSummary.from_list(frames)
+    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         if other is not None:
             _keep_theirs(other)
     return bool(frames)

@@ -503,13 +503,13 @@ class Bisection:
             yield from self._first(self.first)
         if self.unseen:
             yield "The results differ only while nobody looks at the values in between."
-        told = [counted(len(self.culprits), "cause") + within]
+        counts = [counted(len(self.culprits), "cause") + within]
         if self.passing:
             pass_ = "passes" if len(self.passing) == 1 else "pass"
-            told.append(f"{counted(len(self.passing), 'op')} only {pass_} a difference on")
+            counts.append(f"{counted(len(self.passing), 'op')} only {pass_} a difference on")
         if self.unknown:
-            told.append(f"{counted(len(self.unknown), 'op')} could not be run again")
-        yield "; ".join(told)
+            counts.append(f"{counted(len(self.unknown), 'op')} could not be run again")
+        yield "; ".join(counts)
         if self.path is not None:
             yield f"Another path was taken: {self.path}"
         if len(self.culprits) > 1:

@@ -753,17 +753,17 @@ def _object_text(value: Any, kind: type) -> str:
 
 def _tensor(tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    told = f"tensor {tuple(tensor.shape)} {dtype}"
+    text = f"tensor {tuple(tensor.shape)} {dtype}"
     if tensor.device.type != "cpu":
-        told += f" {tensor.device}"
+        text += f" {tensor.device}"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return f"{told} {str(tensor.layout).removeprefix('torch.')}"
+        return f"{text} {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_meta or not tensor.numel():
-        return told
+        return text
     try:
-        return f"{told}: {_values(tensor.detach())}"
+        return f"{text}: {_values(tensor.detach())}"
     except RuntimeError:  # inside a transform, such as torch.vmap, and of dtypes without numbers
-        return f"{told}: its values cannot be read here"
+        return f"{text}: its values cannot be read here"
 
 
 def _values(tensor: Tensor) -> str:

@@ -28,9 +28,9 @@ from bendtrace.tape.captured import (
     Keys,
     Length,
     TensorFacts,
+    compares_by_identity,
     has_attributes,
     identical,
-    is_told_by_identity,
     read_of,
     same_keys,
     slot_of,
@@ -1041,7 +1041,7 @@ class AliasGuards:
             part
             for part in given
             if part.kind is CaptureKind.OBJECT
-            and (environment.compares_identity or is_told_by_identity(part.type))
+            and (environment.compares_identity or compares_by_identity(part.type))
         ]
         what = "an argument is now what the model holds itself"
         if objects:

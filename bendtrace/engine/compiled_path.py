@@ -278,9 +278,9 @@ class CompiledPath(CompiledFunction):
         """
         guards = self.recording.tape.guards
         compared = {guard.index for guard in guards if isinstance(guard, SameGuard)}
-        told_apart = {guard.index for guard in guards if isinstance(guard, OtherGuard)}
+        distinct = {guard.index for guard in guards if isinstance(guard, OtherGuard)}
         findings = self._findings
-        matters = told_apart | (compared if findings.writes else compared & set(leaves))
+        matters = distinct | (compared if findings.writes else compared & set(leaves))
         for index in matters & findings.dynamic:
             if name_of(self.recording.tape.ops[index].target) not in _BY_TYPE:
                 raise Refusal("whether a tensor is copied depends on a size that depends on values")

@@ -323,7 +323,7 @@ class SplicedTurns:
         if self._known is not None and self._reset is Tally.latest_reset:
             return self._known
         reset, flags, number, is_known = Tally.latest_reset, None, -1, True
-        told = (number for number in range(len(self._all)) if number not in silent)
+        numbers = (number for number in range(len(self._all)) if number not in silent)
         found: list[bool] = []
         for turn, effect in self._all:
             number += effect is not None
@@ -331,7 +331,7 @@ class SplicedTurns:
             if has_changed and not turn.entry.insertion.is_known_to_change(turn.at.path):
                 if flags is None:
                     assert changed is not None
-                    flags = dict(zip(told, changed.tolist(), strict=False))
+                    flags = dict(zip(numbers, changed.tolist(), strict=False))
                 has_changed, is_known = flags[number], False
             found.append(has_changed)
         changes = tuple(found)

@@ -45,7 +45,7 @@ from bendtrace.tape.tape import meta_of
 _engine = internal("torch.autograd.Variable._execution_engine")
 
 
-Told = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
+Receiver = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
 
 
 class ChecksGradients(Interjection):
@@ -73,8 +73,8 @@ class CallGradients:
     """Manages the gradients of one call of a module, from before the call to all backward passes.
 
     Args:
-        told: interjections whose `backward` is called, the node pass that each sees, and a callback
-            for afterwards.
+        receivers: interjections whose `backward` is called, the node pass that each sees, and a
+            callback for afterwards.
         inputs: the input tensors of the node.
         writes: whether the node may change them in place; if not, torch refuses it.
         apart: whether a tensor that is passed in several positions has a separate gradient for
@@ -82,21 +82,21 @@ class CallGradients:
         keeps_casts: whether to leave tensors alone of which autocast keeps a cast.
 
     Attributes:
-        of_hooks: whether all of `told` are hooks: then the gradients of outputs are those of the
-            values that forward hooks returned.
+        of_hooks: whether all of `receivers` are hooks: then the gradients of outputs are those of
+            the values that forward hooks returned.
     """
 
     def __init__(
         self,
-        told: Sequence[Told],
+        receivers: Sequence[Receiver],
         inputs: list[Tensor],
         writes: bool = True,
         apart: bool = False,
         keeps_casts: bool = False,
     ) -> None:
-        self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in told)
-        self._told = told
-        self._backwards = [what._backward_of_call() for what, _, _ in told]
+        self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in receivers)
+        self._receivers = receivers
+        self._backwards = [what._backward_of_call() for what, _, _ in receivers]
         self._writes = writes
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._inputs = inputs
@@ -265,7 +265,7 @@ class CallGradients:
         before, grad_out = tuple(grad_in), tuple(found.gradients)
         passing = () if entered is None else (one for places in self._places for one in places)
         after, can_change = before, frozenset(passing)
-        for (what, at, note), backward in zip(self._told, self._backwards, strict=True):
+        for (what, at, note), backward in zip(self._receivers, self._backwards, strict=True):
             result = backward(at, after, grad_out)
             if result is not None:
                 after = self._checked(what, at, result, after, can_change)
@@ -343,7 +343,7 @@ class CallGradients:
 
     @property
     def _name(self) -> str:
-        return self._told[0][1].path
+        return self._receivers[0][1].path
 
 
 class _BackwardPass:

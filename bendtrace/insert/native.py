@@ -270,12 +270,12 @@ class _Call:
     def watch(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Watch the gradients of the call; return the inputs for the module."""
         entries = self.station.entries
-        told = [(one.what, self.at(one), None) for one in entries if one.backward]
-        if not told or not torch.is_grad_enabled():
+        receivers = [(one.what, self.at(one), None) for one in entries if one.backward]
+        if not receivers or not torch.is_grad_enabled():
             return given
         with _unseen():
             inputs = tensors_of(given)
-            self.gradients = CallGradients(told, inputs)
+            self.gradients = CallGradients(receivers, inputs)
             inside = self.gradients.enter()
             self.exchange = Exchange(dict(zip(map(id, inputs), inside, strict=True)))
             watched: tuple[Any, ...] = self.exchange.into(given)

@@ -479,7 +479,7 @@ def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types
 
 
 # What a dtype, a device or a layout tells, which a compiled function is compiled for.
-_TOLD = (LengthGuard, IdentityGuard)
+_STATIC_GUARDS = (LengthGuard, IdentityGuard)
 
 
 def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
@@ -497,7 +497,9 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
         return f"what is inserted sets {recording.changes[0].label}"
     entry = current_context()
     guards = recording.tape.guards  # on how many things an op gives, or what the path tells
-    if any(guard.use is not Use.METADATA and not isinstance(guard, _TOLD) for guard in guards):
+    if any(
+        guard.use is not Use.METADATA and not isinstance(guard, _STATIC_GUARDS) for guard in guards
+    ):
         return "what is inserted is branching: it takes other ways for other sizes or values"
     for op in recording.tape.ops:
         reason = why_not_op(op, entry)

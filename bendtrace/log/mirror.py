@@ -116,8 +116,8 @@ class Graph(MultiDiGraph):
     def __repr__(self) -> str:
         data, control = len(list(self.data_edges())), len(list(self.control_edges()))
         counts = {"node": len(self), "data edge": data, "control edge": control}
-        told = (f"{n} {what}" if n == 1 else f"{n} {what}s" for what, n in counts.items())
-        return f"<Graph: {', '.join(told)}>"
+        parts = (f"{n} {what}" if n == 1 else f"{n} {what}s" for what, n in counts.items())
+        return f"<Graph: {', '.join(parts)}>"
 
     def __str__(self) -> str:
         lines = ["graph():"]

@@ -55,15 +55,15 @@ class Validation:
         return not self.wrong
 
     def __str__(self) -> str:
-        told = [
+        lines = [
             f"{counted(self.ops, 'op')} recomputed: "
             + ("bitwise equal" if not self.wrong else f"wrong: {listed(self.wrong)}"),
             f"{counted(self.edges, 'edge')} tried"
             + (f", {len(self.idle)} without effect: " if self.idle else "")
             + listed([f"{parent} -> {child}" for parent, child in self.idle]),
         ]
-        told += [f"not recomputed: {label} ({why})" for label, why in self.skipped.items()]
-        return "\n".join(told)
+        lines += [f"not recomputed: {label} ({why})" for label, why in self.skipped.items()]
+        return "\n".join(lines)
 
 
 def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:

@@ -168,7 +168,7 @@ class Recorder(RecordingMode):
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
         self.printed: Callable[..., Any] = self._texts.printed
-        self.told: Callable[[str], str] = self._texts.told
+        self.guard_text: Callable[[str], str] = self._texts.guard_text
         self.module_call: Callable[..., Any] = scopes.call
         self._checkpoints = Checkpoints(
             self._writer,

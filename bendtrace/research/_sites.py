@@ -961,8 +961,8 @@ def _require_heads_in(
     elif not _Heads(log, columns).are_in(entry, is_given=at == "input"):
         raise SiteError(
             f"{subject} is neither split into {heads} heads nor joined from them, so its slices "
-            "mean nothing. The heads' results are the input of their output projection: choose that, "
-            'with at="input"',
+            "mean nothing. The heads' results are the input of their output projection: choose "
+            'that, with at="input"',
             path,
         )
 

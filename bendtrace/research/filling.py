@@ -456,8 +456,8 @@ class _Picked:
     def __iter__(self) -> Iterator[Any]:
         for number, indices in enumerate(self._sampler):
             wanted = self._wanted(number)
-            told = indices if type(indices) is list else list(indices)
-            self.seen.append((wanted, _checksum(told), len(told)))
+            numbers = indices if type(indices) is list else list(indices)
+            self.seen.append((wanted, _checksum(numbers), len(numbers)))
             if wanted:
                 yield indices
 
@@ -532,8 +532,8 @@ def mark_of(batch: Any) -> int:
     for tensor in _tensors(batch):
         if tensor.layout is torch.strided and not tensor.is_quantized:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            told = f"{tuple(tensor.shape)} {crc32(plain.view(torch.uint8))}"
-            found = zlib.crc32(told.encode(), found)
+            text = f"{tuple(tensor.shape)} {crc32(plain.view(torch.uint8))}"
+            found = zlib.crc32(text.encode(), found)
     return found
 
 

@@ -35,10 +35,10 @@ from bendtrace.research.collecting import (
     Collector,
     Settings,
     describe_insertion,
+    description_of,
     fingerprint,
     state_of,
     sum_of,
-    told,
 )
 from bendtrace.research.filling import (
     Batch,
@@ -184,7 +184,11 @@ def harvest(
     inserted = [describe_insertion(i) for i in bended.insertions if not i.what.observes]
     with torch.inference_mode(False), torch.no_grad():
         about = {
-            "settings": {**settings.told(), "call": told(call, whole=False), "inserted": inserted},
+            "settings": {
+                **settings.to_dict(),
+                "call": description_of(call, whole=False),
+                "inserted": inserted,
+            },
             "processes": workers.world,
             "model": fingerprint(bended.model),
         }
@@ -745,16 +749,16 @@ class Workers:
             given = step()
         except Exception as raised:
             error = raised
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        all_told: list[Any] = [None] * self.world
-        dist.all_gather_object(all_told, (told, given if error is None else None))
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        reports: list[Any] = [None] * self.world
+        dist.all_gather_object(reports, (failure, given if error is None else None))
         if error is not None:
             raise error
-        failed = {rank: told for rank, (told, _) in enumerate(all_told) if told is not None}
+        failed = {rank: failure for rank, (failure, _) in enumerate(reports) if failure is not None}
         if failed:
-            listed = "; ".join(f"process {rank}: {told}" for rank, told in failed.items())
+            listed = "; ".join(f"process {rank}: {failure}" for rank, failure in failed.items())
             raise BendtraceError(f"another process of the harvest has failed: {listed}")
-        return [given for _, given in all_told]
+        return [given for _, given in reports]
 
     def first(self, step: Callable[[], Any]) -> None:
         """Run a step in the first process while the others wait."""

@@ -237,8 +237,8 @@ class Flow:
             sources = self._refs[op.index] & carried
             if not sources or op.index in carried:
                 continue
-            told_only = op.target in SHAPES or op.target in METADATA  # not of the values
-            if _is_element(op) or (allowed(op) and not told_only):
+            is_metadata = op.target in SHAPES or op.target in METADATA  # not of the values
+            if _is_element(op) or (allowed(op) and not is_metadata):
                 made.into.setdefault(op.index, set()).update(sources)
                 carried.add(op.index)
         return carried
@@ -326,8 +326,8 @@ class Flow:
         changed = set(starts)
         for op in self.ops:
             read = self._refs[op.index] | set(op.reads.values())
-            told_only = op.target in SHAPES or op.target in METADATA
-            if read & changed and op.index not in held and not told_only:
+            is_metadata = op.target in SHAPES or op.target in METADATA
+            if read & changed and op.index not in held and not is_metadata:
                 changed.add(op.index)
         reads: list[dict[int, int]] = []
         waiting: list[int] = []
@@ -716,9 +716,9 @@ class _Cells:
             return
         for number, way in enumerate(ways):
             if number not in self._used:
-                told = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
+                text = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
                 raise SiteError(
-                    f"the path {told} does not begin with one of the senders, or does not end "
+                    f"the path {text} does not begin with one of the senders, or does not end "
                     "with one of the receivers",
                     self._rows[0].name,
                 )

@@ -77,8 +77,8 @@ class Harvest:
         self._form = form_of(self.settings["format"])
         self._held: dict[str, Held] = {}
         if self.is_complete:
-            told = read(os.path.join(self.directory, INDEX))
-            if told["shards"] != self.index()["shards"]:
+            index = read(os.path.join(self.directory, INDEX))
+            if index["shards"] != self.index()["shards"]:
                 raise LoadError(self.directory, f"its shards are not those in {INDEX}")
 
     @classmethod
@@ -355,12 +355,12 @@ class Harvest:
         rows: dict[str, list[Any]] = {"id": self.ids, "path": [], "batch": [], "batch_size": []}
         rows |= {"process": [], "shard": []}
         for batch in self._batches:
-            told = {
+            table = {
                 "path": batch.shard.taken[batch.place], "batch": batch.number,
                 "batch_size": batch.size, "process": batch.shard.rank,
                 "shard": batch.shard.number,
             }  # fmt: skip
-            for key, value in told.items():
+            for key, value in table.items():
                 rows[key] += [value] * batch.size
         for name, column in self._columns.items():
             has = torch.zeros(len(self), dtype=torch.bool)
@@ -385,8 +385,8 @@ class Harvest:
             of_what = "samples" if self.is_per_sample else "samples, in batches"
             lines.append(f"  {len(self.paths)} paths ({of_what}):")
             for path in sorted(self.paths, key=lambda path: -self.counts[path.name])[:_SHOWN]:
-                told = path.told_apart(self.paths)
-                lines.append(f"    {path.name} {self.counts[path.name]:,}: {told}")
+                conditions = path.told_apart(self.paths)
+                lines.append(f"    {path.name} {self.counts[path.name]:,}: {conditions}")
             if len(self.paths) > _SHOWN:
                 lines.append(f"    and {len(self.paths) - _SHOWN} more")
         return "\n".join(lines)

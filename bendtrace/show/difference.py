@@ -266,9 +266,9 @@ class Difference:
             return f"<Difference of {self._names()}: none>"
         counts = {"added": len(self.added), "removed": len(self.removed)}
         counts["changed"] = len(self.changed)
-        told = ", ".join(f"{number} {name}" for name, number in counts.items())
+        text = ", ".join(f"{number} {name}" for name, number in counts.items())
         more = f"{len(self.flow)} in flow, {len(self.modules)} in modules"
-        return f"<Difference of {self._names()}: {told}, {more}>"
+        return f"<Difference of {self._names()}: {text}, {more}>"
 
     def _names(self) -> str:
         return self.a.name if self.a.name == self.b.name else f"{self.a.name} and {self.b.name}"
@@ -649,8 +649,8 @@ class Timeline:
             if change.kind == "iterations" and not _is_cause(change):
                 continue
             loop = in_both.get(id(loops[number]))
-            told = loop if loop is not None and loop.kind == "iterations" else change
-            yield self._time_of_step(number), self._of_flow(told)
+            cause = loop if loop is not None and loop.kind == "iterations" else change
+            yield self._time_of_step(number), self._of_flow(cause)
 
     def _time_of_step(self, number: int) -> Time:
         """Return the time of a step of the first run: after its value existed.
@@ -757,9 +757,9 @@ class Timeline:
 
 def without_tests(steps: Sequence[FlowStep], flow: Sequence[FlowChange]) -> list[FlowChange]:
     """Leave out the tests of a `while` whose number of iterations is reported."""
-    told = {id(change.a) for change in flow if change.kind == "iterations"}
+    loops = {id(change.a) for change in flow if change.kind == "iterations"}
     tests = {id(step) for step, loop in zip(steps, headers(steps), strict=True)
-             if loop is not None and id(loop) in told}  # fmt: skip
+             if loop is not None and id(loop) in loops}  # fmt: skip
     return [change for change in flow if change.kind != "side" or id(change.a) not in tests]
 
 
@@ -813,8 +813,8 @@ def _at(entry: LayerEntry) -> str:
     if entry.source is None:
         return ""
     text = shorten(entry.source.text, _WIDEST, placeholder=" ...")
-    told = f" `{text}`" if text else ""
-    return f"{told} ({place_text(entry.source.file, entry.source.line)})"
+    code = f" `{text}`" if text else ""
+    return f"{code} ({place_text(entry.source.file, entry.source.line)})"
 
 
 # How several runs differ from the first of them.

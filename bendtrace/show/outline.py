@@ -430,12 +430,12 @@ def turns_text(turns: Turns, value: bool) -> str:
     if not 1 < len(turns) <= _VALUES:
         return ""
     several = [len({turn[place] for turn in turns}) > 1 for place in (0, 1)]
-    told = []
+    parts = []
     for turn, often in sorted(turns.items()):
         names = [turn[0] or "the model itself"] * several[0]
         names += [".".join(map(str, turn[1])) or "outside"] * several[1]
-        told.append(f"{' '.join(names)}: {often[value]} of {often.total()}")
-    return ("iteration " if not several[0] else "") + ", ".join(told)
+        parts.append(f"{' '.join(names)}: {often[value]} of {often.total()}")
+    return ("iteration " if not several[0] else "") + ", ".join(parts)
 
 
 def _often(branch: Branch) -> str:
@@ -490,9 +490,9 @@ class BranchCoverage:
         if self.turns:
             return f"True in {self.turns}"
         if self.watched:
-            told = [f"{side} {hits}x" if hits else f"never {side}" for side, hits in
+            parts = [f"{side} {hits}x" if hits else f"never {side}" for side, hits in
                     ((True, self.true), (False, self.false))]  # fmt: skip
-            return ", ".join(sorted(told, key=lambda text: text.startswith("never")))
+            return ", ".join(sorted(parts, key=lambda text: text.startswith("never")))
         if not self.true and not self.false:
             return "nothing recorded under it"
         true = "True seen" if self.true else "nothing under True"

@@ -465,12 +465,12 @@ def _facts_of(program: Program) -> Facts:
     facts["the arguments given"] = f"are {', '.join(names) or 'none'}"
     state: Facts = {}
     for part in parts:
-        told = facts if part.is_argument else state
+        target = facts if part.is_argument else state
         if part.kind is CaptureKind.TENSOR:
             if part.is_argument or part in program.analysis.typed_state:
-                told.update(_facts_of_tensor(part))
+                target.update(_facts_of_tensor(part))
         elif (text := _fact(part)) is not None:
-            told[part.label] = text
+            target[part.label] = text
     facts.update(_conditions(program))
     facts.update(_facts_of_ambience(program.global_state))
     return facts | state
@@ -503,14 +503,14 @@ def _facts_of_tensor(part: Captured) -> Facts:
     facts, label = part.size, part.label
     if not isinstance(facts, TensorFacts):
         return {}
-    told = {
+    texts = {
         f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
         f"{label}#dtype": f"is {_plain(facts.dtype)}",
     }
-    told[f"{label}#device"] = f"is on {facts.device}"
-    told[f"{label}#layout"] = f"is {_plain(facts.layout)}"
-    told[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
-    return told
+    texts[f"{label}#device"] = f"is on {facts.device}"
+    texts[f"{label}#layout"] = f"is {_plain(facts.layout)}"
+    texts[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
+    return texts
 
 
 def _fact(part: Captured) -> str | None:

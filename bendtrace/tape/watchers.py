@@ -36,7 +36,7 @@ class Watcher(Protocol):
     ) -> Any:
         """Print values to the screen, which each replay repeats."""
 
-    def told(self, text: str) -> str:
+    def guard_text(self, text: str) -> str:
         """Return a text that is used after all, and guard the values in it."""
 
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
