@@ -443,7 +443,7 @@ class Trace(ModelHistory):
         run = self._run  # the lookup does not refer to the trace, which would outlive its last user
 
         def select(what: Any) -> list[str]:
-            return [node.path for node in naming.nodes_meant(what, run.candidates)]
+            return [node.path for node in naming.find_nodes(what, run.candidates)]
 
         return Lookup(run.log, run.tree, select)
 

@@ -237,14 +237,14 @@ class ExportError(BendtraceError, ValueError):
         self.reason, self.place = reason, place
 
 
-class _NothingThereError(BendtraceError, KeyError):
+class _MissingNameError(BendtraceError, KeyError):
     """There is nothing under a name."""
 
     def __str__(self) -> str:  # KeyError would show it quoted
         return str(self.args[0])
 
 
-class NodePathError(_NothingThereError):
+class NodePathError(_MissingNameError):
     """A node path names no node, or no node that can be used in that place.
 
     Attributes:
@@ -271,7 +271,7 @@ class NodePathError(_NothingThereError):
         self.completions = completions
 
 
-class LayerKeyError(_NothingThereError):
+class LayerKeyError(_MissingNameError):
     """A log has no entry under a key.
 
     Attributes:
@@ -296,7 +296,7 @@ class LayerKeyError(_NothingThereError):
         self.near = near
 
 
-class HookNameError(_NothingThereError):
+class HookNameError(_MissingNameError):
     """A hook manager has no entry under a name.
 
     Attributes:

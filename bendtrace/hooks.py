@@ -255,7 +255,7 @@ class HookManager:
     ) -> list[tuple[nn.Module, str, bool]]:
         """Find a name for each module, and whether somebody gave it."""
         found: dict[int, tuple[nn.Module, str, bool]] = {}
-        there = self.name_to_module
+        existing = self.name_to_module
 
         def name_of(module: nn.Module) -> str | None:
             if id(module) in found:
@@ -265,9 +265,9 @@ class HookManager:
 
         for name, module in named_modules.items():
             check_module(module, f"{name}=")
-            taken, known = there.get(name, module), name_of(module)
+            taken, known = existing.get(name, module), name_of(module)
             if taken is not module:
-                given = {*there, *(one for _, one, _ in found.values())}
+                given = {*existing, *(one for _, one, _ in found.values())}
                 name = self._free_name(name, f"another module, {short(taken)}", given)
             if known is not None and known != name:
                 name = self._second_name(known, f"module {name!r}", "the module")
@@ -279,7 +279,7 @@ class HookManager:
             check_module(module, "a positional argument")
             if id(module) not in found:
                 made_up = self._registered(module)
-                given = {*there, *(one for _, one, _ in found.values())}
+                given = {*existing, *(one for _, one, _ in found.values())}
                 name = free_name(own.get(id(module)) or repr(module), given)
                 found[id(module)] = module, name if made_up is None else made_up.name, False
         return list(found.values())

@@ -434,7 +434,7 @@ def _select_names(
             f"{selector!r} can only be resolved with a run: pass a BendedModule that was called"
         )
     called: set[int] = set()
-    meant: set[int] = set()
+    modules: set[int] = set()
     for graph in graphs:
         chosen = selector.select(graph)
         for node in graph:
@@ -446,12 +446,12 @@ def _select_names(
                     f"{selector!r} selects {node.path!r}, which is the call of a function: "
                     "choose modules with & is_module, or replace the call with replace()"
                 )
-            meant.add(id(node.module))
+            modules.add(id(node.module))
     if not selector.looks_ahead and not selector.needs_output:
         for node in unrun_modules(model):
             if id(node.module) not in called and selector.matches(node):
-                meant.add(id(node.module))
-    return {name for name, module in model.named_modules() if id(module) in meant}
+                modules.add(id(node.module))
+    return {name for name, module in model.named_modules() if id(module) in modules}
 
 
 def unrun_modules(model: nn.Module) -> Iterator[Candidate]:

@@ -639,8 +639,8 @@ class Op(LayerEntry):
     @property
     def transformed_out(self) -> Any:
         """The result of `activation_transform` for the output; None without it."""
-        is_there = self._transform is not None and isinstance(self.out, Tensor)
-        return self._transform(self.out) if is_there else None  # type: ignore[misc]
+        applies = self._transform is not None and isinstance(self.out, Tensor)
+        return self._transform(self.out) if applies else None  # type: ignore[misc]
 
     @property
     def func_applied(self) -> Callable[..., Any] | None:

@@ -939,12 +939,12 @@ class Places:
         name = name_of(place, self._known)
         if name is None:
             raise InputError(f"{place!r} is not a place in a run")
-        meant = resolve_meaning(name, self._known)
-        if meant is None or not meant.places:
+        resolution = resolve_meaning(name, self._known)
+        if resolution is None or not resolution.places:
             near = near_names(name, self._trace._run.naming.listed())
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise NodePathError(f"this run has no {name!r}{hint}", name, tuple(near))
-        return meant.places
+        return resolution.places
 
 
 def _line(place: Any) -> Line | None:

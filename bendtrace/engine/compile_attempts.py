@@ -525,11 +525,13 @@ def _hook(needed: dict[int, set[int]]) -> Callable[..., Any]:
     def without_zeros(gradients: Sequence[Any], given: Sequence[Any]) -> Any:
         if not any(given[number] is None for number in needed):
             return None
-        there: set[int] = set()
+        nonzero: set[int] = set()
         for number, slots in needed.items():
             if given[number] is not None:
-                there |= slots
-        return tuple(gradient if slot in there else None for slot, gradient in enumerate(gradients))
+                nonzero |= slots
+        return tuple(
+            gradient if slot in nonzero else None for slot, gradient in enumerate(gradients)
+        )
 
     return without_zeros
 

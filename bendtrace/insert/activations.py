@@ -86,12 +86,12 @@ class Activations(dict[str, Any]):
         if not isinstance(key, str):
             message = f"activations are found by name, not by {key!r}: write one of {list(self)}"
             raise NodePathError(message, str(key), tuple(self))
-        meant = self._names.get(key, [])
-        if len(meant) == 1:
-            return self[meant[0]]
+        matches = self._names.get(key, [])
+        if len(matches) == 1:
+            return self[matches[0]]
         if key.endswith(":1") and key[:-2] in self:
             return self[key[:-2]]
-        several = meant or [name for name in self if name.startswith(f"{key}:")]
+        several = matches or [name for name in self if name.startswith(f"{key}:")]
         if several:
             listed = ", ".join(map(repr, several))
             raise NodePathError(f"{key!r} is {listed}: name one", key, tuple(several))

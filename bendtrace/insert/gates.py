@@ -948,8 +948,8 @@ class BeforeGate(Gate):
                 )
         if entry.slot in self.places:
             if type(shape) is Shape:
-                settled = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
-                result = settled[0]
+                results = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
+                result = results[0]
         elif result is None:
             result, _local.containers.are_kept = value, True
         else:  # the tuple of arguments and the dict of keywords are new in each call

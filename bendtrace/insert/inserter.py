@@ -1105,7 +1105,7 @@ def refuse_reading(plan: Plan, method: MethodType) -> None:
             )
 
 
-def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
+def may_apply_within(plan: Plan, module: nn.Module, within: Within) -> bool:
     """Return whether insertions of a plan may apply to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher

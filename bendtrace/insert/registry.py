@@ -293,8 +293,8 @@ class InsertionRegistry:
 
     def _hints(self, insertion: Insertion) -> tuple[str, ...]:
         """Return hints on where modules may be called that no known run has reached."""
-        meant = {id(self._module_of(target)) for target in insertion.targets}
-        names = [node.module_path for node in self._model.modules() if id(node.module) in meant]
+        modules = {id(self._module_of(target)) for target in insertion.targets}
+        names = [node.module_path for node in self._model.modules() if id(node.module) in modules]
         return tuple(dict.fromkeys(filter(None, map(self._model.hint, names))))
 
     def _module_of(self, target: Target) -> nn.Module | None:
@@ -710,7 +710,7 @@ class Lookup:
         """
         run = self._known.run(recording)
         known = OneRun(self._known, run.tree, run.naming)
-        settled: dict[int, tuple[Insertion, list[Target]]] = {}
+        updates: dict[int, tuple[Insertion, list[Target]]] = {}
         for name in self._names:
             insertion, target = name.insertion, name.target
             with blaming(insertion, self._order[id(insertion)]):
@@ -729,13 +729,13 @@ class Lookup:
                     "inserted there in this call. Write that, or call the model once before",
                     name.text,
                 )
-            _, chosen = settled.setdefault(id(insertion), (insertion, list(insertion.targets)))
+            _, chosen = updates.setdefault(id(insertion), (insertion, list(insertion.targets)))
             for number in [i for i, other in enumerate(chosen) if other is target]:
                 chosen[number : number + 1] = targets  # unless another thread has been faster
         for insertion in self._unchecked:
             with blaming(insertion, self._order[id(insertion)]):
                 self._is_met(insertion, [*run.nodes.candidates.values(), *self._ops])
-        for insertion, chosen in settled.values():
+        for insertion, chosen in updates.values():
             insertion.targets = tuple(chosen)
         for insertion in self._unchecked:
             insertion.is_checked = True

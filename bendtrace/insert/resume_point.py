@@ -593,7 +593,7 @@ def call_with(
         where = text if node is None else node
         insertion = board.make(where, _Replacement(text, value, bended))
         if node is not None:
-            _require_there(text, node, insertion)
+            _refuse_alias(text, node, insertion)
         made.append(insertion)
     board.remove(*others)
     board.add(*made, *others)
@@ -611,7 +611,7 @@ def call_with(
     return output
 
 
-def _require_there(text: str, node: Node, insertion: Insertion) -> None:
+def _refuse_alias(text: str, node: Node, insertion: Insertion) -> None:
     """Raise for a path that is an alias of another node in another run."""
     for target in insertion.targets:
         place = target.place
@@ -774,8 +774,8 @@ class Suffixes:
         found, _ = find(tree.data, path_in(tree, text))
         if is_named(found, text):
             return
-        meant = node_of_name(self._model, text)
-        if meant is not None and is_named(meant._data, text):
+        other = node_of_name(self._model, text)
+        if other is not None and is_named(other._data, text):
             raise NodePathError(
                 f"no node {text!r} in this run: {found.path!r} is a different node",
                 text,

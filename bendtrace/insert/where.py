@@ -20,7 +20,7 @@ from bendtrace.errors import InputError, NodePathError, PatchError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 from bendtrace.insert.plan import Location, State
-from bendtrace.insert.resolver import Meant, Runs, name_of, resolve_meaning
+from bendtrace.insert.resolver import Resolution, Runs, name_of, resolve_meaning
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode, dotted
@@ -909,9 +909,9 @@ def _resolve_name(text: str, known: Known, original: Any) -> tuple[Target, ...]:
     The qualified name of a module selects all its calls, a parameter's name all its uses; other
     names select one place in the source, or the places of a layer.
     """
-    meant = resolve_meaning(text, known)
-    if meant is not None:
-        return _targets_meant(meant, text, original)
+    resolution = resolve_meaning(text, known)
+    if resolution is not None:
+        return _resolved_targets(resolution, text, original)
     errors: list[NodePathError] = []
     for tree in known.trees():
         try:
@@ -938,16 +938,16 @@ def targets_named(text: str, known: Known) -> tuple[Target, ...]:
     Raises:
         NodePathError: the string is ambiguous, or names something without a value.
     """
-    meant = resolve_meaning(text, known)
-    return () if meant is None else _targets_meant(meant, text, text)
+    resolution = resolve_meaning(text, known)
+    return () if resolution is None else _resolved_targets(resolution, text, text)
 
 
-def _targets_meant(meant: Meant, text: str, original: Any) -> tuple[Target, ...]:
-    if meant.is_whole_state:
-        return (Target(original, Location("state", State(meant.name), shown=meant.name)),)
-    if meant.module is not None:
-        return (Target(original, Location("node", OfModule(meant.module))),)
-    if not meant.places:
+def _resolved_targets(resolution: Resolution, text: str, original: Any) -> tuple[Target, ...]:
+    if resolution.is_whole_state:
+        return (Target(original, Location("state", State(resolution.name), shown=resolution.name)),)
+    if resolution.module is not None:
+        return (Target(original, Location("node", OfModule(resolution.module))),)
+    if not resolution.places:
         raise NodePathError(
             f"{text!r} is a layer without a node in the tree: nothing can be inserted there; "
             "choose a node that uses it",
@@ -958,7 +958,7 @@ def _targets_meant(meant: Meant, text: str, original: Any) -> tuple[Target, ...]
             original, _place(root, node),
             None if chosen is None or node.role == "state" else tuple(chosen),
         )
-        for root, node, chosen in meant.places
+        for root, node, chosen in resolution.places
     )  # fmt: skip
 
 

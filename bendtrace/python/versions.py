@@ -520,10 +520,10 @@ def _of_functions() -> tuple[int, ...]:
         return x
 
     def at(name: str) -> int:
-        def is_there(offset: int) -> bool:
+        def matches(offset: int) -> bool:
             return all(_word(id(f) + offset) == id(getattr(f, name)) for f in (one, other))
 
-        return _find_offset(range(_HEADER, types.FunctionType.__basicsize__, _WORD), is_there)
+        return _find_offset(range(_HEADER, types.FunctionType.__basicsize__, _WORD), matches)
 
     names = ("__code__", "__defaults__", "__kwdefaults__")
     found = tuple(map(at, names))
@@ -537,9 +537,9 @@ def _of_functions() -> tuple[int, ...]:
     return found
 
 
-def _find_offset(candidates: Iterable[int], is_there: Callable[[int], bool]) -> int:
+def _find_offset(candidates: Iterable[int], matches: Callable[[int], bool]) -> int:
     """Return the only offset for which a test holds."""
-    found = [offset for offset in candidates if is_there(offset)]
+    found = [offset for offset in candidates if matches(offset)]
     if len(found) != 1:
         raise Unreadable
     return found[0]

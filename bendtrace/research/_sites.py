@@ -281,7 +281,7 @@ class Columns:
         """The indices of the heads; None if they are not separate."""
         return None if self.heads is None else self.which
 
-    def settled(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
+    def bound_positions(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
         """Return the columns with the positions that the values at the sites have."""
         if self.positions is None or not isinstance(self.positions, str):
             return self.positions or (None,)
@@ -304,7 +304,9 @@ class Columns:
         cell: Callable[[int, Part], float],
     ) -> dict[str, Any]:
         """Compute all cells of a grid."""
-        positions = self.settled(value for passes in seen.values() for value in passes.values())
+        positions = self.bound_positions(
+            value for passes in seen.values() for value in passes.values()
+        )
         parts = self.parts(positions)
         found = [[cell(number, part) for part in parts] for number in range(len(names))]
         heads = self.chosen_heads

@@ -297,13 +297,13 @@ class _Site:
                     pass
                 os.remove(f"{path}.tmp")
 
-    def _compare(self, there: dict[str, Any]) -> None:
+    def _compare(self, stored: dict[str, Any]) -> None:
         if not self._resume:
             raise InputError(
                 f"{self.directory!r} contains a harvest, and resume=False does not allow "
                 "resuming it: choose another directory"
             )
-        differences = list(_differences(there, self._about, self._check_weights))
+        differences = list(_differences(stored, self._about, self._check_weights))
         if differences:
             raise InputError(
                 f"{self.directory!r} contains another harvest: {'; '.join(differences)}. "
@@ -328,14 +328,17 @@ class _Site:
             replace(os.path.join(self.directory, INDEX), HARVEST, made.index())
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any], check_weights: bool) -> Iterator[str]:
-    for key in sorted(there["settings"].keys() | here["settings"].keys()):
-        old, new = there["settings"].get(key), here["settings"].get(key)
+def _differences(
+    stored: dict[str, Any], current: dict[str, Any], check_weights: bool
+) -> Iterator[str]:
+    for key in sorted(stored["settings"].keys() | current["settings"].keys()):
+        old, new = stored["settings"].get(key), current["settings"].get(key)
         if old != new:
             yield f"{key}= was {old!r} there, and is {new!r}"
-    if there["processes"] != here["processes"]:
-        yield f"{there['processes']} processes wrote there, but now there are {here['processes']}"
-    old, new = there["model"], here["model"]
+    if stored["processes"] != current["processes"]:
+        old, new = stored["processes"], current["processes"]
+        yield f"{old} processes wrote there, but now there are {new}"
+    old, new = stored["model"], current["model"]
     if old["class"] != new["class"]:
         yield f"the model was a {old['class']}, and is a {new['class']}"
     elif old["structure"] != new["structure"]:
@@ -674,14 +677,14 @@ class _Past:
         held = self._files.form.open(shard.file, shard.about)
         held.verify()
         ids = iter(self._ids(shard))
-        there: dict[int, list[tuple[str, Tensor]]] = {}
+        columns: dict[int, list[tuple[str, Tensor]]] = {}
         for key, kept in shard.columns.items():
             elements = held.elements(key, kept.dtype)
             for place, start, shape in kept.pieces(shard.sizes):
                 rows = elements[start : start + shape.numel()].view(shape)
-                there.setdefault(place, []).append((key, rows))
+                columns.setdefault(place, []).append((key, rows))
         for place, size in enumerate(shard.sizes):
-            for key, rows in there.get(place, ()):
+            for key, rows in columns.get(place, ()):
                 kept = shard.columns[key]
                 filling.add(key, kept.asked, rows, kept.per_sample, kept.dtype)
             path = shard.paths[shard.taken[place]]

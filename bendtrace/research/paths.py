@@ -536,11 +536,11 @@ def path_patching(
     with Sites(
         bended, plan.senders, (calls[first], calls[patched]), at=at, noted=plan.noted,
         label="path_patching", columns=columns,
-    ) as there:  # fmt: skip
-        base, source = there.measured(calls[first], measured)
-        start, target = there.measured(calls[patched], measured)
-        rows = there.rows(source, target)
-        places = there.places
+    ) as sites:  # fmt: skip
+        base, source = sites.measured(calls[first], measured)
+        start, target = sites.measured(calls[patched], measured)
+        rows = sites.rows(source, target)
+        places = sites.places
     with PreservedState(bended.model) as still:
         trace = bended.trace(*(copy := own_copy(calls[patched])).args, **copy.kwargs)
         trace.output = None

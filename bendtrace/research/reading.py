@@ -209,7 +209,7 @@ class Harvest:
     def _columns(self) -> dict[str, Column]:
         columns: dict[str, list[Piece]] = {}
         facts: dict[str, tuple[torch.dtype, bool]] = {}
-        there: dict[tuple[str, int], list[tuple[str, int, torch.Size]]] = {}
+        starts: dict[tuple[str, int], list[tuple[str, int, torch.Size]]] = {}
         for shard in self.shards:
             for key, kept in shard.columns.items():
                 fact = kept.dtype, kept.per_sample
@@ -218,9 +218,9 @@ class Harvest:
                         shard.file, f"{key!r} is {kept.dtype} here, but {facts[key][0]} elsewhere"
                     )
                 for place, start, shape in kept.pieces(shard.sizes):
-                    there.setdefault((shard.file, place), []).append((key, start, shape))
+                    starts.setdefault((shard.file, place), []).append((key, start, shape))
         for at, batch in enumerate(self._batches):
-            for key, start, shape in there.get((batch.shard.file, batch.place), ()):
+            for key, start, shape in starts.get((batch.shard.file, batch.place), ()):
                 own = columns.setdefault(key, [])
                 first = own[-1].first + own[-1].rows if own else 0
                 position = batch.position if facts[key][1] else at
@@ -291,7 +291,7 @@ class Harvest:
             InputError: no batch reached such a branch, or its outcomes have another type.
         """
         found = {
-            path.name: [c for c in path.conditions if _is_meant(c.text, c.file, c.line, branch)]
+            path.name: [c for c in path.conditions if _is_branch(c.text, c.file, c.line, branch)]
             for path in self.paths
         }
         if not any(found.values()):
@@ -431,7 +431,7 @@ def _row_of(column: Column, samples: int) -> Tensor:
     return rows
 
 
-def _is_meant(text: str, file: str, line: int, branch: str | int) -> bool:
+def _is_branch(text: str, file: str, line: int, branch: str | int) -> bool:
     if isinstance(branch, str):
         return branch in (f"{file}:{line}",) or " ".join(branch.split()) == text
     return line == branch

@@ -166,7 +166,7 @@ class Branch:
         return sum(taken.hits for taken in self.taken.values())
 
     @property
-    def is_settled(self) -> bool:
+    def is_decided(self) -> bool:
         """True if its outcome is known from the inputs, before the run."""
         return GuardKind.DATA not in self.when and len(self.taken) < 2
 
@@ -439,7 +439,7 @@ def turns_text(turns: Turns, value: bool) -> str:
 
 
 def _often(branch: Branch) -> str:
-    return ", for these inputs" if branch.is_settled else f" ({branch.total}x)"
+    return ", for these inputs" if branch.is_decided else f" ({branch.total}x)"
 
 
 # Coverage: the branches of the model's source with a side that was not seen.
