@@ -223,7 +223,7 @@ def between(
             f"{inner.label} works around a node, but between two nodes there is only a value: "
             "pass a function of it, or an interjection that overrides only after()"
         )
-    sent = Sent()
+    sent = OutputTracker()
     edge = Edge(sent, inner)
     board = bended._board
     beginning = board.make(a, sent)
@@ -483,11 +483,11 @@ _Known = tuple["weakref.ref[Tensor]", int]
 
 
 # A tensor that an edge has made, and the original.
-_Made = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
-_NOTHING: _Made = (lambda: None, lambda: None)
+_TensorPair = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
+_NOTHING: _TensorPair = (lambda: None, lambda: None)
 
 
-class Sent(Interjection):
+class OutputTracker(Interjection):
     """Records which tensors a node outputs, after all other insertions there."""
 
     observes = True
@@ -519,7 +519,7 @@ class Edge(Interjection):
 
     late = True
 
-    def __init__(self, sent: Sent, what: Interjection) -> None:
+    def __init__(self, sent: OutputTracker, what: Interjection) -> None:
         self.applied: int = 0
         self.self_contained: bool = what.self_contained
         self._sent = sent
@@ -534,7 +534,7 @@ class Edge(Interjection):
         """Replace the inputs that come from the node."""
         shape, found = take_apart((tuple(inputs), inputs.kwargs))
         # The tensors made by other edges to this node in this pass, with their originals.
-        former: dict[int, _Made] = of_this_run().setdefault((Edge, at.path, at.number), {})
+        former: dict[int, _TensorPair] = of_this_run().setdefault((Edge, at.path, at.number), {})
         made: dict[int, Any] = {}
         for number, value in enumerate(found):
             if not isinstance(value, Tensor):
@@ -677,7 +677,7 @@ class Spliced(Interjection):
         elif self._keep_error:
             shapes = f"{tuple(output.shape)} became {tuple(made.shape)}"
             raise self._refusal(at, f"the value of shape {shapes}")
-        return _Kept.apply(made, output.detach()) if self._keep_error else made
+        return _GradientSubstitution.apply(made, output.detach()) if self._keep_error else made
 
     def _selected(self, result: Any, at: NodePass) -> Any:
         if self._pick is None:
@@ -698,7 +698,7 @@ class Spliced(Interjection):
         )
 
 
-class _Kept(torch.autograd.Function):
+class _GradientSubstitution(torch.autograd.Function):
     """Continues with a value, and passes the gradient to the module's result for it.
 
     The same as `made + (value - made).detach()`, but without the rounding.

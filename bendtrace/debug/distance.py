@@ -125,7 +125,7 @@ _STEPS = frozenset({"floor", "ceil", "round", "trunc"})
 _WHOLE = frozenset({"int", "long", "to", "type", "short", "index"})
 
 
-class Asked(Protocol):
+class Truth(Protocol):
     """A truth, in terms of recorded values."""
 
     @property
@@ -140,7 +140,7 @@ class Asked(Protocol):
 class Course:
     """The part of a recorded run that leads to some of its questions, to be done again."""
 
-    def __init__(self, tape: Tape, wanted: Iterable[tuple[Asked, bool]]) -> None:
+    def __init__(self, tape: Tape, wanted: Iterable[tuple[Truth, bool]]) -> None:
         self._ops = tape.ops
         self._wanted = list(wanted)
         self._strict: set[int] = set()  # ops that take no numbers in place of integers and truths

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from bendtrace.debug.calls import Call
 from bendtrace.debug.distance import (
-    Asked,
     Course,
     Formula,
     Margin,
     Recorded,
+    Truth,
     formula_of,
     latest_ops,
 )
@@ -711,7 +711,7 @@ class _Search:
         target = run.asked(key)
         assert run.recording is not None
         assert target is not None
-        wanted: list[tuple[Asked, bool]] = [(target, answer)]
+        wanted: list[tuple[Truth, bool]] = [(target, answer)]
         for question in run.questions.values():
             if question is target or question.guard.position > max(target.roots) + 1:
                 break

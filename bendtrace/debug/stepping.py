@@ -15,9 +15,9 @@ from bendtrace.debug.visit import (
     Edit,
     Event,
     Frame,
-    Kept,
     Looks,
     Start,
+    ValueCache,
     Visit,
     cannot,
     require_tensor,
@@ -101,7 +101,7 @@ class SteppedRun:
         self._registry = registry
         self._global_state = GlobalState.current()
         self._start = Start(function, signature.bind(args, kwargs))
-        self._kept = Kept(budget)
+        self._kept = ValueCache(budget)
         self._edits: dict[int, Edit] = {}
         # The changes with which a question had another answer, by its number and that answer.
         self._others: dict[int, dict[str, dict[int, Edit]]] = {}
@@ -413,7 +413,7 @@ class SteppedRun:
             sides[number] = []
             for edits in found.values():
                 other = copy.copy(self)
-                other._edits, other._kept, other._events = edits, Kept(0), []
+                other._edits, other._kept, other._events = edits, ValueCache(0), []
                 other._recording = None
                 sides[number].append(self._gone_through(other, left, number))
                 left -= sides[number][-1].looks.size
@@ -815,7 +815,7 @@ class Places:
     """Finds the events of a place in a run."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
-        self._known = _Known(function, trace)
+        self._known = _SoleRun(function, trace)
         self._trace = trace
         self._tape = trace._recording.tape
         self._events = events
@@ -955,7 +955,7 @@ def _line(place: Any) -> Line | None:
     return Line(*found) if found and found[0].endswith((".py", ">", "]")) else None
 
 
-class _Known:
+class _SoleRun:
     """The known runs of the model, for resolving names: this run alone."""
 
     def __init__(self, model: Callable[..., Any], trace: Trace) -> None:

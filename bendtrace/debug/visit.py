@@ -132,7 +132,7 @@ class Visit:
     def __init__(
         self,
         start: Start,
-        kept: Kept,
+        kept: ValueCache,
         known: tuple[Sequence[Event], Sequence[Op], Sequence[Guard]],
         edits: Mapping[int, Edit],
         stop: int | None,
@@ -402,7 +402,7 @@ def require_tensor(value: Any) -> Tensor:
 # Values of a run that later visits need not compute again, within a budget of memory.
 
 
-class Kept:
+class ValueCache:
     """Values by op. Where there are too many, those go that are the quickest to compute again.
 
     Attributes:
@@ -463,7 +463,7 @@ class Kept:
 class Handed(dict[int, Any]):
     """The kept values as a recorder takes them: each is copied when it is asked for."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: ValueCache) -> None:
         super().__init__()
         self._kept = kept
 

@@ -27,7 +27,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
-from bendtrace.tape.structure import Instance, Made, existing_in
+from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
 from bendtrace.watch.direct_calls import ENTRIES, Call, cheapest, plain_values
 
@@ -329,7 +329,7 @@ def _repeats_in(value: Any) -> frozenset[int]:
     def count(item: Any) -> None:
         if isinstance(item, (tuple, list, dict)):
             counts[id(item)] += 1
-        if isinstance(item, (Instance, Made)):
+        if isinstance(item, (Instance, Construction)):
             item = list(item.inside())
         for inner in _items_of(item):
             count(inner)

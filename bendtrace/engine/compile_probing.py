@@ -28,10 +28,10 @@ from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch, current_context
 from bendtrace.tape.structure import (
+    Construction,
     Existing,
     Fixed,
     Instance,
-    Made,
     Opaque,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, is_handled
@@ -683,7 +683,7 @@ def _objects_in(value: Any) -> Iterable[Any]:
         yield from _objects_in(value.items)
     elif isinstance(value, Array):
         yield "an array of numpy"
-    elif isinstance(value, (Existing, Fixed, Instance, Made, Opaque)):
+    elif isinstance(value, (Existing, Fixed, Instance, Construction, Opaque)):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:

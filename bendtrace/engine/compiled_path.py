@@ -52,7 +52,7 @@ from bendtrace.watch.host_io import environ
 from bendtrace.watch.writes import storage_of
 
 # The path that a call took, and the key of its splices.
-Taken = tuple[Stretch | None, Hashable]
+PathKey = tuple[Stretch | None, Hashable]
 
 _WINDOW = 16
 _STEADY = 2  # calls in which an insertion has changed its value, and is taken to go on so
@@ -143,7 +143,7 @@ class CompiledPath(CompiledFunction):
         self.lacked_by: Spliced | None = None
         self.state = State.REFUSED
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
-        self.window: deque[Taken] = deque(maxlen=_WINDOW)
+        self.window: deque[PathKey] = deque(maxlen=_WINDOW)
         self._admitting = home
         self._entry = home.global_state.context
         self._sizes: dict[Any, bool] = {}

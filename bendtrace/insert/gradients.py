@@ -505,23 +505,23 @@ def enter(
 
 def leave_in_place(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> bool:
     """Add a step to a tensor's own history; return False if torch refuses that."""
-    _made.exits.append((traffic, places))
+    _creation.exits.append((traffic, places))
     try:
         _in_place(_Exit, tensor)
     except RuntimeError:  # several views that were made at once cannot be changed in place
         return False
     finally:
-        _made.exits.pop()
+        _creation.exits.pop()
     return True
 
 
 def leave_as_view(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> Tensor:
     """Return a view that comes after a step; autograd refuses to change it in place."""
-    _made.exits.append((traffic, places))
+    _creation.exits.append((traffic, places))
     try:
         view: Tensor = _ExitView.apply(tensor)
     finally:
-        _made.exits.pop()
+        _creation.exits.pop()
     return view
 
 
@@ -534,14 +534,14 @@ def rebase(tensor: Tensor, other: Tensor) -> None:
     _in_place(_Rebase, tensor, other)
 
 
-class _Made(threading.local):
+class _StepCreation(threading.local):
     """Marks the step that is being created: as an argument, a recorder would record it."""
 
     def __init__(self) -> None:
         self.exits: list[tuple[Traffic, Sequence[int]]] = []
 
 
-_made = _Made()
+_creation = _StepCreation()
 
 
 class _Entry(Function):
@@ -573,7 +573,7 @@ class _Exit(Function):
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(tensor)
-        ctx.traffic, ctx.places = _made.exits[-1]
+        ctx.traffic, ctx.places = _creation.exits[-1]
         return tensor
 
     @staticmethod
@@ -586,7 +586,7 @@ class _ExitView(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.traffic, ctx.places = _made.exits[-1]
+        ctx.traffic, ctx.places = _creation.exits[-1]
         return tensor.view_as(tensor)
 
     backward = staticmethod(_Exit.backward)

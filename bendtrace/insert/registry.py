@@ -51,7 +51,7 @@ _OF_NODE = gates.InsteadGate._node.__code__
 _MOST_NOTES = 16  # on why something was not called; more would not be read
 
 # Where, what, and in which passes.
-Kept = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
+InsertionRow = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
 
 
 class InsertionRegistry:
@@ -172,21 +172,27 @@ class InsertionRegistry:
 
     # Copies
 
-    def kept(self, memo: dict[int, Any] | None) -> list[Kept]:
+    def kept(self, memo: dict[int, Any] | None) -> list[InsertionRow]:
         """Return the insertions for a copy of the model.
 
         Args:
             memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
-        found: list[Kept] = []
+        found: list[InsertionRow] = []
         for insertion in self._insertions:
             targets = tuple(target.without_nodes() for target in insertion.targets)
             location = LocationText(describe_where(insertion.where))
-            row: Kept = location, targets, insertion.what, insertion.passes, insertion.allow_none
+            row: InsertionRow = (
+                location,
+                targets,
+                insertion.what,
+                insertion.passes,
+                insertion.allow_none,
+            )
             found.append(row if memo is None else copy.deepcopy(row, memo))
         return found
 
-    def restore(self, *insertions: Kept) -> None:
+    def restore(self, *insertions: InsertionRow) -> None:
         """Restore the result of `kept`."""
         self.add(*(Insertion(self, *kept) for kept in insertions))
 

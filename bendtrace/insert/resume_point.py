@@ -61,7 +61,7 @@ from bendtrace.watch.functions import is_gate
 
 
 @dataclass(eq=False)
-class Left:
+class Deviation:
     """A rest that has left the path of the run that it followed.
 
     Attributes:
@@ -409,7 +409,7 @@ class _Run:
         seen: set[tuple[int, int]] = set()
         while True:
             left = self._carry_out(run, prepared, dict(values), hold)
-            if not isinstance(left, Left):
+            if not isinstance(left, Deviation):
                 if plan is not None:
                     plan.ran(prepared.recording)
                 return left
@@ -428,7 +428,7 @@ class _Run:
     def _carry_out(
         self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold
     ) -> Any:
-        """Run the code of a rest; return its result, or a `Left` if it follows another path."""
+        """Run the code of a rest; return its result, or a `Deviation` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
         if not needs_agreement(model, run.program.recording.tape):
             return self._result(run, prepared, values, hold)
@@ -436,7 +436,7 @@ class _Run:
             if joint is not None:
                 joint.follows(tape)
             result = self._result(run, prepared, values, hold)
-            if joint is not None and isinstance(result, Left):
+            if joint is not None and isinstance(result, Deviation):
                 joint.leaves(result)
             elif joint is not None:
                 joint.ends(result)
@@ -461,7 +461,7 @@ class _Run:
         if type(result) is not Departure:
             return result
         outcome = copy.deepcopy(result.outcome) if type(result.outcome) is list else result.outcome
-        return Left(run, prepared, result.stop, outcome, {**values, **result.values})
+        return Deviation(run, prepared, result.stop, outcome, {**values, **result.values})
 
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
@@ -480,7 +480,7 @@ class _Run:
 
     def _gone_on(
         self,
-        left: Left,
+        left: Deviation,
         random: RandomStates | None,
         hold: Hold,
         tree: TraceTree,
@@ -516,7 +516,7 @@ class _Run:
             )
         return self._live()
 
-    def _resumed(self, left: Left, hold: Hold, tree: TraceTree, plan: Plan | None) -> Any:
+    def _resumed(self, left: Deviation, hold: Hold, tree: TraceTree, plan: Plan | None) -> Any:
         """Continue with the model's own Python, and keep the path that it takes."""
         model, script = self._model, left.script(hold)
         try:

@@ -749,7 +749,7 @@ class Selected:
         return repr(self.selector)
 
 
-class Known(Runs, Protocol):
+class ModelRuns(Runs, Protocol):
     """The runs of a model that insertions are placed in."""
 
     def trees(self) -> Iterable[Tree]:
@@ -803,7 +803,9 @@ class Target:
         return Location("node", AtPaths(frozenset(self.original.select(graph))))
 
 
-def targets_of(where: Where | State, known: Known, *, lenient: bool = False) -> tuple[Target, ...]:
+def targets_of(
+    where: Where | State, known: ModelRuns, *, lenient: bool = False
+) -> tuple[Target, ...]:
     """Parse a location.
 
     Args:
@@ -829,7 +831,7 @@ def targets_of(where: Where | State, known: Known, *, lenient: bool = False) -> 
         return (Target(where),)
 
 
-def _targets(where: Any, known: Known) -> tuple[Target, ...]:
+def _targets(where: Any, known: ModelRuns) -> tuple[Target, ...]:
     if isinstance(where, Node):
         _require_own(where, known)
     name = name_of(where, known)
@@ -859,7 +861,7 @@ def _targets(where: Any, known: Known) -> tuple[Target, ...]:
     return (Target(where, Location("node", Selected(naming.as_selector(where), is_broad))),)
 
 
-def _require_own(node: Node, known: Known) -> None:
+def _require_own(node: Node, known: ModelRuns) -> None:
     """Raise for a node of a tree if its path in this model belongs to something else.
 
     Raises:
@@ -903,7 +905,7 @@ def _place_label(node: TreeNode) -> str:
     return f"{place_text(place.file, place.line)} `{place.text}`"
 
 
-def _resolve_name(text: str, known: Known, original: Any) -> tuple[Target, ...]:
+def _resolve_name(text: str, known: ModelRuns, original: Any) -> tuple[Target, ...]:
     """Resolve a string.
 
     The qualified name of a module selects all its calls, a parameter's name all its uses; other
@@ -932,7 +934,7 @@ def _resolve_name(text: str, known: Known, original: Any) -> tuple[Target, ...]:
     raise _astray(errors, hint or _foreign(text) or known.hint(text))
 
 
-def targets_named(text: str, known: Known) -> tuple[Target, ...]:
+def targets_named(text: str, known: ModelRuns) -> tuple[Target, ...]:
     """Resolve a string in the known part of a run; return nothing if it has no such name.
 
     Raises:

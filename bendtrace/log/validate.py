@@ -81,7 +81,7 @@ def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
     return Validator(trace.ops, capture, labels, seed).run()
 
 
-class Kept(Protocol):
+class SavedValues(Protocol):
     """The values of a run that were kept, by op: see `Capture`."""
 
     saved: dict[Any, Any]
@@ -94,7 +94,9 @@ class Kept(Protocol):
 class Validator:
     """Recomputes ops, one by one, from the saved values."""
 
-    def __init__(self, ops: list[Op], capture: Kept, labels: dict[Any, str], seed: int) -> None:
+    def __init__(
+        self, ops: list[Op], capture: SavedValues, labels: dict[Any, str], seed: int
+    ) -> None:
         self._ops = ops
         self._capture = capture
         self._labels = labels

@@ -47,11 +47,11 @@ class Form(Protocol):
     def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Write a file, or folder, to the disk; return the facts needed to read it."""
 
-    def open(self, path: str, about: dict[str, Any]) -> Held:
+    def open(self, path: str, about: dict[str, Any]) -> OpenShard:
         """Open a file to read it."""
 
 
-class Held(Protocol):
+class OpenShard(Protocol):
     """The tensors of a shard that is being read."""
 
     def elements(self, key: str, dtype: torch.dtype) -> Tensor:
@@ -286,7 +286,7 @@ def read(path: str, kind: str = HARVEST) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ShardColumn:
     """The rows of a shard under one key.
 
     Attributes:
@@ -332,7 +332,7 @@ class Shard(Record):
     rank: int = 0
     is_partial: bool = False
     about: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, Kept] = field(default_factory=dict)
+    columns: dict[str, ShardColumn] = field(default_factory=dict)
     ids: list[str] | None = None
 
     @property
@@ -440,7 +440,7 @@ def _shard(path: str, rank: int, number: int, is_partial: bool) -> Shard:
     columns = {}
     for key, kept in row["columns"].items():
         rest = kept["row"]
-        columns[key] = Kept(
+        columns[key] = ShardColumn(
             getattr(torch, kept["dtype"]),
             kept["per"] == "sample",
             kept["batches"],

@@ -871,7 +871,7 @@ class _Aside(Interjection):
                 )
 
 
-class _Given(Interjection):
+class _InputReplacement(Interjection):
     """Gives nodes changed inputs.
 
     Attributes:
@@ -928,7 +928,9 @@ class Runs:
         self._aside = _Aside(flow.ops, aside)
         ends = [end.spot for edges in made.values() for end in edges.ends]
         inner = [spot for spot in ends if not spot.is_output]
-        self._inputs = _Given({(spot.path, spot.number): flow.arguments(spot) for spot in inner})
+        self._inputs = _InputReplacement(
+            {(spot.path, spot.number): flow.arguments(spot) for spot in inner}
+        )
         self._put: dict[str, Tensor] = {}
         self._group = InsertionGroup(bended)
         for where, what in (

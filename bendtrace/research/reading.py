@@ -20,7 +20,7 @@ from bendtrace.insert.where import near_misses
 from bendtrace.python.checks import required_int, required_path, similar
 from bendtrace.python.lazy import required, required_pandas
 from bendtrace.research.filling import Path
-from bendtrace.research.formats import INDEX, SETTINGS, Held, Shard, form_of, read, shards_in
+from bendtrace.research.formats import INDEX, SETTINGS, OpenShard, Shard, form_of, read, shards_in
 
 _KEPT = "kept/"
 _SHOWN = 8
@@ -75,7 +75,7 @@ class Harvest:
         self.is_complete: bool = os.path.exists(os.path.join(self.directory, INDEX))
         self.shards: tuple[Shard, ...] = tuple(shards_in(self.directory))
         self._form = form_of(self.settings["format"])
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, OpenShard] = {}
         if self.is_complete:
             index = read(os.path.join(self.directory, INDEX))
             if index["shards"] != self.index()["shards"]:
@@ -227,7 +227,7 @@ class Harvest:
                 own.append(Piece(batch.shard, start, shape, first, position))
         return {key: Column(key, *facts[key], own, self._open) for key, own in columns.items()}
 
-    def _open(self, shard: Shard) -> Held:
+    def _open(self, shard: Shard) -> OpenShard:
         held = self._held.get(shard.file)
         if held is None:
             held = self._held[shard.file] = self._form.open(shard.file, shard.about)
@@ -545,7 +545,7 @@ class Column:
         dtype: torch.dtype,
         per_sample: bool,
         pieces: Sequence[Piece],
-        opened: Callable[[Shard], Held],
+        opened: Callable[[Shard], OpenShard],
     ) -> None:
         self.name = name
         self.dtype = dtype

@@ -894,7 +894,7 @@ class Differences(Sequence["Difference"]):
         places: dict[tuple[str, Any], list[LayerEntry]] = {}
         for entry in self._all[0].a.entries:
             places.setdefault((entry.name, entry.element), []).append(entry)
-        found = [_Found(one) for one in self._all]
+        found = [_RunDifferences(one) for one in self._all]
         rows = [
             ComparedLayer(
                 same[0].name if same[0].element is None else same[0].label.partition(":")[0],
@@ -964,7 +964,7 @@ class Differences(Sequence["Difference"]):
         return f"<Differences of {self._all[0].a.name}: {differing} of {len(self)} runs differ>"
 
 
-class _Found:
+class _RunDifferences:
     """The differences of one run at the places of the first."""
 
     def __init__(self, difference: Difference) -> None:

@@ -71,7 +71,7 @@ class Flow:
 
 
 @dataclass(eq=False)
-class Taken:
+class BranchSide:
     """One side of a branch; for a loop over things, its body.
 
     Attributes:
@@ -125,7 +125,7 @@ class Branch:
     text: str
     place: Place
     modules: dict[str, None] = field(default_factory=dict)
-    taken: dict[str, Taken] = field(default_factory=dict)
+    taken: dict[str, BranchSide] = field(default_factory=dict)
     turns: Turns = field(default_factory=lambda: defaultdict(Counter))
     when: set[GuardKind | None] = field(default_factory=set)
     entered: int = 0
@@ -138,14 +138,14 @@ class Branch:
     is_joined: bool = False
     is_counted: bool = True
 
-    def side(self, value: Any) -> Taken:
+    def side(self, value: Any) -> BranchSide:
         """Return the side of an outcome; it is added if it is new."""
         key = f"{type(value).__name__} {value!r}"
         if key not in self.taken:
-            self.taken[key] = Taken(value, Flow(self))
+            self.taken[key] = BranchSide(value, Flow(self))
         return self.taken[key]
 
-    def sides(self) -> list[Taken]:
+    def sides(self) -> list[BranchSide]:
         """Return its sides, True before False, other values by frequency."""
         if self.is_condition:
             return sorted(self.taken.values(), key=lambda taken: not taken.value)

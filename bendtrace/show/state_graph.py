@@ -181,7 +181,7 @@ def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]
     programs = sorted(tree.programs(), key=lambda program: program.serial)
     traces: dict[Recording, tuple[int, Trace]] = {}
     for number, (program, facts) in enumerate(zip(programs, selection(programs), strict=True), 1):
-        known = _Known(program)
+        known = _ProgramStates(program)
         for recording in known.recordings():
             traces.setdefault(recording, (len(traces), trace_of(recording, program)))
         known.add_to(graph, number, facts, {run: place for run, (place, _) in traces.items()})
@@ -218,7 +218,7 @@ class _Place:
         return sorted(self.out.values(), key=lambda segment: -segment.hits)
 
 
-class _Known:
+class _ProgramStates:
     """The states of one program, and the segments between them.
 
     A state is identified by its key. If a run has not read it, it is identified by the previous

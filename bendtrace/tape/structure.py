@@ -302,7 +302,7 @@ class Opaque:
         return f"<{self.type.__qualname__}>"
 
 
-class Made(Container):
+class Construction(Container):
     """An object created during the run by a call that a replay repeats.
 
     Attributes:
@@ -320,12 +320,15 @@ class Made(Container):
         """Return its arguments."""
         return self.args
 
-    def with_inside(self, *inside: Any) -> Made:
+    def with_inside(self, *inside: Any) -> Construction:
         """Return the same call with other arguments."""
-        return Made(self.maker, *inside)
+        return Construction(self.maker, *inside)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Made) and (other.maker, other.args) == (self.maker, self.args)
+        return isinstance(other, Construction) and (other.maker, other.args) == (
+            self.maker,
+            self.args,
+        )
 
     __hash__ = None  # type: ignore[assignment]
 
