@@ -280,7 +280,7 @@ class _Reader:
         for operand, value in zip(operands, values, strict=True):
             if not isinstance(value, (int, float, Tensor)):
                 raise InputError(f"{self._where(operand)} is not a number or a tensor")
-        return self._tried(node, lambda: _OPERATORS[type(op)](*values))
+        return self._create(node, lambda: _OPERATORS[type(op)](*values))
 
     def _item(self, node: ast.expr, holder: ast.expr, key: ast.expr) -> Any:
         inner = holder
@@ -311,7 +311,7 @@ class _Reader:
             if argument.arg is None or not maker.allows(argument.arg):
                 raise InputError(f"{self._where(argument)}: write {form}")
             kwargs[argument.arg] = self._plain(argument.value)
-        return self._tried(node, lambda: maker.function(*args, **kwargs), form)
+        return self._create(node, lambda: maker.function(*args, **kwargs), form)
 
     def _plain(self, node: ast.expr) -> Any:
         """Return the value of an argument: numbers, dtypes and lists of them."""
@@ -327,7 +327,7 @@ class _Reader:
                 )
         return value
 
-    def _tried(self, node: ast.expr, make: Callable[[], Any], form: str = "") -> Any:
+    def _create(self, node: ast.expr, make: Callable[[], Any], form: str = "") -> Any:
         try:
             return make()
         except Exception as error:

@@ -230,7 +230,7 @@ class HookManager:
         if not (name is None or isinstance(name, str)):
             raise InputError(f"hook_fn_name= has to be a string, not {name!r}")
         names = self._names_for(modules, named_modules)
-        hook, name = self._known(category, function, name)
+        hook, name = self._registered_form(category, function, name)
         # Nothing has been changed up to here; nothing fails from here on.
         if hook is None:
             shown = name or free_name(repr(function), self.name_to_hookfn)
@@ -284,7 +284,7 @@ class HookManager:
                 found[id(module)] = module, name if made_up is None else made_up.name, False
         return list(found.values())
 
-    def _known(
+    def _registered_form(
         self, category: Category, function: Function, name: str | None
     ) -> tuple[HookFunction | None, str | None]:
         """Return the registered form of a function, if it has one, and its name."""

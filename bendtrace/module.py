@@ -1213,8 +1213,8 @@ class BendedModule(ModuleProxy[ModelT]):
             "hooks": self._own_hooks() if memo is None else copy.deepcopy(self._own_hooks(), memo),
             "backend": {} if speculation is None else speculation.settings.arguments,
             "registry": self._dispatcher.registry.__getstate__(),
-            "bends": self._bending._kept(memo),
-            "insertions": self._board.kept(memo),
+            "bends": self._bending._copyable_state(memo),
+            "insertions": self._board.copyable_rows(memo),
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:

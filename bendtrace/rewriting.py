@@ -496,16 +496,16 @@ class OutputTracker(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Record the tensors."""
-        known = self._known()
+        known = self._outputs()
         for tensor in _tensors(output):
             known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether the node has output this tensor in this call, unchanged since."""
-        known = self._known().get(id(tensor))
+        known = self._outputs().get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
 
-    def _known(self) -> dict[int, _Known]:
+    def _outputs(self) -> dict[int, _Known]:
         known: dict[int, _Known] = of_this_run().setdefault(self, {})
         return known
 

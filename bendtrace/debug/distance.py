@@ -220,7 +220,7 @@ class Course:
         if op.index not in self._strict:
             try:
                 args, kwargs = self._values_for(op.args, False), self._values_for(op.kwargs, False)
-                known = self._known(op, name_of(op.target).strip("_"), args, kwargs)
+                known = self._constant_result(op, name_of(op.target).strip("_"), args, kwargs)
                 if known is not NotImplemented:
                     return known
                 args, kwargs = map_numbers(args), map_numbers(kwargs)
@@ -283,7 +283,7 @@ class Course:
                 return False
         return True
 
-    def _known(self, op: Op, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _constant_result(self, op: Op, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return the result of an op that has no useful gradient."""
         first = args[0] if args else None
         name = _COMPARED.get(name, name)

@@ -406,7 +406,7 @@ class SteppedRun:
 
     def _to_show(self, budget: int) -> dict[str, Any]:
         trace = self.trace
-        now = self._gone_through(copy.copy(self), budget, self.position)
+        now = self._record_looks(copy.copy(self), budget, self.position)
         left = budget - now.looks.size
         sides: dict[int, list[Version]] = {}
         for number, found in self._others.items():
@@ -415,7 +415,7 @@ class SteppedRun:
                 other = copy.copy(self)
                 other._edits, other._kept, other._events = edits, ValueCache(0), []
                 other._recording = None
-                sides[number].append(self._gone_through(other, left, number))
+                sides[number].append(self._record_looks(other, left, number))
                 left -= sides[number][-1].looks.size
         data = step_data(now, trace.flow_steps, sides, budget)
         every = [now, *(side for found in sides.values() for side in found)]
@@ -423,7 +423,7 @@ class SteppedRun:
         return data
 
     @staticmethod
-    def _gone_through(run: SteppedRun, budget: int, centre: int) -> Version:
+    def _record_looks(run: SteppedRun, budget: int, centre: int) -> Version:
         """Look at each position of a copy of the run, which goes through it on its own."""
         looks = Looks(budget, centre)
         visit = run._visit(None, looks=looks)

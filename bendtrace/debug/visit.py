@@ -212,7 +212,7 @@ class Visit:
                 self.found[op.index] = self._copies(out, {})
             if self._looks is not None:
                 call_silently(self._looks.gave, (number, out), {})
-            if op.index not in self._kept and _can_be_kept(op, args, kwargs, out, memory):
+            if op.index not in self._kept and _is_storable(op, args, kwargs, out, memory):
                 if random == _random():
                     self._kept.add(op.index, out, taken)
         edit = self._edits.get(number)
@@ -358,7 +358,7 @@ def _frames_of_model(frame: FrameType | None) -> list[FrameType]:
     return own or torchs
 
 
-def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:
+def _is_storable(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:
     """Return whether handing over the result of an op is all that the op does."""
     function, name = op.target, table_name(op.target)
     return (

@@ -82,7 +82,7 @@ class CheckWriter:
             environment.watched_objects and not environment.leaves_watched_objects
         )
         self._end_of_model = 0  # of the words that are versions of the model's own dicts
-        self._words = self._found_words()
+        self._words = self._word_reader()
 
     @property
     def checks(self) -> list[Check]:
@@ -96,7 +96,7 @@ class CheckWriter:
             version=version_of, chain=chain.from_iterable, getitem=operator.getitem,
             is_=operator.is_,
         )  # fmt: skip
-        self._sameness.write_held(source)
+        self._sameness.write_distinct(source)
         self._write_comparison(source, "model", self._classes.of_model)
         self._write_comparison(source, "spaces", self._classes.of_spaces)
         self._write_function(source, "look()", self._in_tables(CaptureKind.TENSOR))
@@ -138,7 +138,7 @@ class CheckWriter:
         source.line("return None")
         return source
 
-    def _found_words(self) -> Reader | None:
+    def _word_reader(self) -> Reader | None:
         """Return a reader of the memory words for all that `ask` checks; None if some have none."""
         environment, classes = self._recording.environment, self._classes
         places = offsets()
@@ -383,7 +383,7 @@ class CheckWriter:
     def _ask_for_caches(self, source: Source) -> None:
         environment = self._recording.environment
         if environment.read_caches:
-            source.names.update(cached=environment.read_caches, all_kept=_all_kept)
+            source.names.update(cached=environment.read_caches, all_kept=_are_cached)
             cleared = self._questions.note(
                 "a cache does not hold any more what the run took from it"
             )
@@ -527,7 +527,7 @@ def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
+def _are_cached(cached: list[tuple[Any, Any]]) -> bool:
     return all(any(kept is tensor for kept in cached_results(cache)) for cache, tensor in cached)
 
 
@@ -971,7 +971,7 @@ class AliasGuards:
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
 
-    def write_held(self, source: Source) -> None:
+    def write_distinct(self, source: Source) -> None:
         """Write `distinct(A)`: whether the things that the model holds are still as many.
 
         Tied ones are known as such. That others have become one and the same is asked when a dict

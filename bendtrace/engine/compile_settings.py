@@ -259,7 +259,7 @@ class Artefacts:
         code = hashlib.sha256(text.encode()).hexdigest()
         name = f"path-{hashlib.sha256(f'{code}{self._facts}'.encode()).hexdigest()[:16]}"
         with _one_at_a_time, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-            known = self._taken(name, code, own)
+            known = self._copy_entry(name, code, own)
             with _inductor_in(own, is_new=known is None):
                 yield
             found = _files_in(own)
@@ -271,7 +271,7 @@ class Artefacts:
         while self._unusable:
             warnings.warn(CompileWarning(self._unusable.pop(0)), stacklevel=users_level())
 
-    def _taken(self, name: str, code: str, own: str) -> set[str] | None:
+    def _copy_entry(self, name: str, code: str, own: str) -> set[str] | None:
         """Copy an entry; return the names of its files, or None if no entry is complete."""
         entry = os.path.join(self.directory, name)
         if not os.path.lexists(entry):

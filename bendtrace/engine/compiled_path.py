@@ -356,7 +356,7 @@ class CompiledPath(CompiledFunction):
         if result.graph not in self._confirmed:
             known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
             known = list({id(item): item for item in known}.values())
-            return Unchecked(output, result, known, self._both_kept(given, made))
+            return Unchecked(output, result, known, self._observed_values(given, made))
         self.hits += 1
         self.recent.append(True)
         if spliced is None:
@@ -387,7 +387,7 @@ class CompiledPath(CompiledFunction):
             and not (made[slot].is_inference() or made[slot].is_conj() or made[slot].is_neg())
         )
 
-    def _both_kept(self, given: Sequence[Any], made: Sequence[Tensor]) -> tuple[Any, Any]:
+    def _observed_values(self, given: Sequence[Any], made: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return the observed values, and the same values computed without a compiler."""
         if len(made) == self._leaves:
             return (), ()
@@ -710,7 +710,7 @@ class Straight(Expressions):
             if next(self._functions) not in self._silent:
                 flag = self._new(f"{self.constant(differs)}({before}, {values[slot]})")
                 self._changed.append(flag)
-        result = splice.given(values)
+        result = splice.gate_result(values)
         items = (
             [item if type(item) is str else repr(item) for item in result]
             if type(result) is tuple

@@ -206,7 +206,7 @@ class Source:
         if kind is Instance:
             return self._instance(value)
         if kind is Construction:
-            return self._made(value)
+            return self._construction(value)
         if kind is Fixed:
             return self.bound(value.value)
         if kind is Array:
@@ -241,7 +241,7 @@ class Source:
                 self.line(f"{name}.flags.writeable = False")
         return name
 
-    def _made(self, made: Construction) -> str:
+    def _construction(self, made: Construction) -> str:
         name = self._built.get(id(made))
         if name is None:
             args = ", ".join(map(self.value, made.args))

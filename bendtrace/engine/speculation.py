@@ -181,7 +181,7 @@ class Speculation:
             finished: how it ended.
             arguments: the arguments.
         """
-        stretch, inserted = program.taken(finished), guess.inserted
+        stretch, inserted = program.path_end(finished), guess.inserted
         calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
         path = guess.path
@@ -721,7 +721,7 @@ class CompiledWriter(SegmentWriter):
                 ops.pop()
             if not ops or not _gives_tensors(ops[0]):
                 return None
-            again = self._asked_again(ops)
+            again = self._later_sizes(ops)
             later = {op.index for op in ops if self._is_used_after(op.index, ops)}
             later.update(index for op in again for index in op.operands)
             # Several tensors in a tuple are taken apart within a body, or made outside.
@@ -774,7 +774,7 @@ class CompiledWriter(SegmentWriter):
     def _is_used_after(self, index: int, ops: list[Op]) -> bool:
         return self.schedule.last_use.get(index, -1) > 2 * ops[-1].index + 1
 
-    def _asked_again(self, ops: list[Op]) -> list[Op]:
+    def _later_sizes(self, ops: list[Op]) -> list[Op]:
         """Return the reads of sizes that are used both in a body and after it."""
         found: list[Op] = []
         wanted: set[int] = set()

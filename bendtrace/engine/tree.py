@@ -557,7 +557,7 @@ class TraceTree:
         while isinstance(result, Divergence) and not result.known_live:
             if splicer is not None and result.held is None:
                 break  # nothing may be done again
-            known = self._known_elsewhere(names, program, result, arguments)
+            known = self._find_elsewhere(names, program, result, arguments)
             if known is None:
                 break
             with self._lock:
@@ -571,7 +571,7 @@ class TraceTree:
             self._keep_to_limit()
         return result
 
-    def _known_elsewhere(
+    def _find_elsewhere(
         self, names: tuple[str, ...], program: Program, divergence: Divergence,
         arguments: tuple[Any, ...],
     ) -> Recording | None:  # fmt: skip

@@ -328,7 +328,7 @@ class AnalysedRun:
             return self.numbers.has_varying_length(guard.index)
         return self.numbers.kinds.get(guard.index) in (Kind.VALUE, Kind.SIZE)
 
-    def ranks_asked(self, guard: Guard) -> list[Op]:
+    def rank_sources(self, guard: Guard) -> list[Op]:
         """Return the ops that decide by sizes how many dimensions a guard finds, as `squeeze` does.
 
         torch.export takes it for granted that open sizes are not 1.

@@ -210,7 +210,7 @@ class SegmentOps(Expressions):
             name = self._define(f"{owner.name}.index_select(0, {row}).select(0, 0)", op)
             own = self._memory(op)  # the model has a view
             self.names["__picked__"] |= own - owner.memory
-            self.known[op.index] = self._taken_apart(name, op.meta, own | owner.memory, op)
+            self.known[op.index] = self._unpack(name, op.meta, own | owner.memory, op)
         elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
         else:
@@ -332,7 +332,7 @@ class SegmentOps(Expressions):
         if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
             held = self._text(self._part(constant, op))
             name = self._define(f"{held}.clone()", op)
-            self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
+            self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
         if self._run.numbers.has_varying_length(op.index) and gives_rows(op):
             self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
@@ -340,7 +340,7 @@ class SegmentOps(Expressions):
         text = self._gathered(op)
         if text is not None and op.target is not Tensor.__setitem__:
             name = self._define(text, op)
-            self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
+            self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
         is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__) and text is None
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
@@ -371,9 +371,9 @@ class SegmentOps(Expressions):
                 if isinstance(owner, Tensors):
                     self.known[op.index] = owner
                     return
-        self.known[op.index] = self._taken_apart(name, op.meta, memory, op)
+        self.known[op.index] = self._unpack(name, op.meta, memory, op)
 
-    def _taken_apart(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
+    def _unpack(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
         if isinstance(meta, TensorMeta):
             self.names["__memory_of__"][name] = memory
             return Tensors(name, memory)
@@ -381,7 +381,7 @@ class SegmentOps(Expressions):
             items = []
             for place, item in enumerate(meta):
                 inner = self._define(f"{name}[{place}]", op)
-                items.append(self._taken_apart(inner, item, memory, op))
+                items.append(self._unpack(inner, item, memory, op))
             return Several(tuple(items))
         if meta is None:
             return Constant(None)

@@ -370,7 +370,7 @@ class Functions:
         found: list[str] = []
         taken: set[int] = set()
         for value, kind in zip(values, kinds, strict=True):
-            text = self._made(side, value, kind)
+            text = self._result_text(side, value, kind)
             if isinstance(value, Tensors) and not text.endswith(".clone()"):
                 if not taken.isdisjoint(value.memory):
                     text = f"{text}.clone()"
@@ -378,7 +378,7 @@ class Functions:
             found.append(text)
         return found
 
-    def _made(self, side: Scope, value: Value, kind: type | None) -> str:
+    def _result_text(self, side: Scope, value: Value, kind: type | None) -> str:
         """Return an expression for a value as the tensor that a side returns."""
         if isinstance(value, Tensors):
             is_new = value.name in side.own and len(value.memory) == 1
@@ -785,7 +785,7 @@ class _Writer(Functions):
         guard = tape.guards[number]
         if run.analysis.kinds[number] is not GuardKind.DATA:
             return
-        for op in run.ranks_asked(guard):
+        for op in run.rank_sources(guard):
             given = op.args[0]
             assert isinstance(given, Ref)
             meta = tape.ops[given.index].meta
@@ -966,7 +966,7 @@ class _Writer(Functions):
             scope.add(f"{first_go} = torch.ones((), dtype=torch.bool)")
             inits.append(first_go)
             assert go is not None
-            given.append(self._made(body, go, bool))
+            given.append(self._result_text(body, go, bool))
             condition = flag
         if body.flag is not None:
             flag = self._new("q")

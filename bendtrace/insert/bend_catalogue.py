@@ -238,7 +238,7 @@ def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Ac
             yield Activation(path, "call_module", None, None, level, names)
 
 
-def kept(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
+def passes_filter(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
     """Return whether something that has some names passes a filter.
 
     Args:

@@ -201,7 +201,7 @@ class CallGradients:
             if can_step and leave_in_place(self, places, tensor):
                 continue
             if not self._writes:  # what is recorded goes on with the node's own tensor, as it is
-                tensor.register_hook(functools.partial(self.left, places))
+                tensor.register_hook(functools.partial(self.output_gradient, places))
                 continue
             view = leave_as_view(self, places, tensor)
             for place in places:
@@ -219,7 +219,7 @@ class CallGradients:
 
     # Backward passes
 
-    def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
+    def output_gradient(self, places: Sequence[int], gradient: Tensor | None) -> None:
         """Record the gradient of an output; called in a backward pass."""
         task = torch._C._current_graph_task_id()
         found = self._passes.get(task)
@@ -240,7 +240,7 @@ class CallGradients:
         except RuntimeError:  # the outputs do not depend on inputs, and the node is gone
             return False
 
-    def entered(self, gradients: Gradients) -> Gradients:
+    def input_gradients(self, gradients: Gradients) -> Gradients:
         """Return the gradients to pass on for the inputs; called in a backward pass."""
         found = self._passes.get(torch._C._current_graph_task_id())
         if found is not None:  # else gradients of gradients, which do not reach the outputs
@@ -478,10 +478,10 @@ NOT_NUMBERED = 2**64 - 1  # the sequence number of what accumulates the gradient
 class Traffic(Protocol):
     """Receives gradients in backward passes."""
 
-    def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
+    def output_gradient(self, places: Sequence[int], gradient: Tensor | None) -> None:
         """Record the gradient of an output."""
 
-    def entered(self, gradients: Gradients) -> Gradients:
+    def input_gradients(self, gradients: Gradients) -> Gradients:
         """Return the gradients to pass on for inputs."""
 
 
@@ -556,7 +556,7 @@ class _Entry(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         traffic: Traffic | None = ctx.traffic()
-        return gradients if traffic is None else traffic.entered(gradients)
+        return gradients if traffic is None else traffic.input_gradients(gradients)
 
 
 class _ReadOnlyEntry(Function):
@@ -578,7 +578,7 @@ class _Exit(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        ctx.traffic.left(ctx.places, gradient)
+        ctx.traffic.output_gradient(ctx.places, gradient)
         return gradient
 
 

@@ -505,7 +505,7 @@ class LiveInserter:
         if self._path_of is None:
             lookup.settle(recording)
         else:
-            lookup.require_found()
+            lookup.require_names()
 
     def _spot(self, path: str, base: str, scope: ModuleCall) -> Spot:
         outer = scope.parent

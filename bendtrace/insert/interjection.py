@@ -439,5 +439,5 @@ def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return source is torch.bool or target is not torch.bool
 
 
-def as_given(tensor: Tensor) -> None:
+def keep_unchanged(tensor: Tensor) -> None:
     """Keep a tensor as it is."""

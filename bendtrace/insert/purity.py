@@ -216,7 +216,7 @@ class _Lifting:
             self._inside.pop()
 
     def _of_object(self, thing: Any, kind: type) -> tuple[Any, Hashable]:
-        if _is_known(thing):
+        if _is_trusted(thing):
             return ("constant", thing), thing
         if kind is types.FunctionType:
             return self._of_function(thing)
@@ -362,7 +362,7 @@ class _Lifting:
                 function = getattr(member, "__func__", member)
                 if isinstance(function, types.FunctionType):
                     keys.append((name, self._of_function(function)[1]))
-                elif _is_plain(member) or _is_known(member):
+                elif _is_plain(member) or _is_trusted(member):
                     keys.append((name, self.of(member)[1]))
                 else:
                     raise _Impure(f"{base.__name__}.{name} is a {type(member).__name__}")
@@ -418,7 +418,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _is_known(thing: Any) -> bool:
+def _is_trusted(thing: Any) -> bool:
     """Return whether something belongs to torch or Python, and only computes."""
     if isinstance(thing, types.ModuleType):
         return thing in _MODULES

@@ -134,7 +134,7 @@ class InsertionRegistry:
             for target in targets
         )
         insertion.is_checked = (
-            allow_none or exact or self._is_met(insertion, self._model.candidates())
+            allow_none or exact or self._is_matched(insertion, self._model.candidates())
         )
         return insertion
 
@@ -172,7 +172,7 @@ class InsertionRegistry:
 
     # Copies
 
-    def kept(self, memo: dict[int, Any] | None) -> list[InsertionRow]:
+    def copyable_rows(self, memo: dict[int, Any] | None) -> list[InsertionRow]:
         """Return the insertions for a copy of the model.
 
         Args:
@@ -193,7 +193,7 @@ class InsertionRegistry:
         return found
 
     def restore(self, *insertions: InsertionRow) -> None:
-        """Restore the result of `kept`."""
+        """Restore the result of `copyable_rows`."""
         self.add(*(Insertion(self, *kept) for kept in insertions))
 
     # What runs need
@@ -226,7 +226,7 @@ class InsertionRegistry:
         run = None
         if looks_ahead and (run := self._model.foreseen(args, kwargs)) is None:
             raise InputError(_AHEAD.format(looks_ahead[0]))
-        plan = self._made(insertions, run, is_open)
+        plan = self._build_plan(insertions, run, is_open)
         if not looks_ahead and not is_open:
             self._plan = insertions, plan
         return plan
@@ -260,10 +260,10 @@ class InsertionRegistry:
                     targets = [
                         found
                         for target in insertion.targets
-                        for found in self._found(insertion, target)
+                        for found in self._find_targets(insertion, target)
                     ]
                     insertion.targets = tuple(targets)
-                insertion.is_checked = insertion.is_checked or self._is_met(
+                insertion.is_checked = insertion.is_checked or self._is_matched(
                     insertion, self._model.candidates()
                 )
 
@@ -346,7 +346,7 @@ class InsertionRegistry:
             return f"no backward pass reached {path!r}"
         return ""
 
-    def _made(
+    def _build_plan(
         self, insertions: tuple[Insertion, ...], run: Run | None, is_open: bool
     ) -> Plan:  # fmt: skip
         entries = []
@@ -366,13 +366,13 @@ class InsertionRegistry:
                     entries.append(Entry(insertion, insertion.what, place))
         lookup = None
         if is_open:
-            lookup = Lookup(self._model, insertions, _check, self._is_met)
+            lookup = Lookup(self._model, insertions, _check, self._is_matched)
         totals = None
         if run is not None:
             totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
         return Plan(entries, totals, lookup)
 
-    def _found(self, insertion: Insertion, target: Target) -> tuple[Target, ...]:
+    def _find_targets(self, insertion: Insertion, target: Target) -> tuple[Target, ...]:
         """Look a name up in the known runs; return it as it is if there are none."""
         if not target.is_open:
             return (target,)
@@ -383,7 +383,7 @@ class InsertionRegistry:
                 insertion.passes = Passes(found.passes)
         return targets
 
-    def _is_met(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
+    def _is_matched(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
         """Return whether everything requested matches a node.
 
         Args:
@@ -611,7 +611,7 @@ class Lookup:
             entry
             for name in self._names
             if name.layer == layer and not name.found
-            for entry in self._found(name, (Target(name.text, place),))
+            for entry in self._place_insertions(name, (Target(name.text, place),))
         ]
         if not self._may_lead_to(path, base):
             return made
@@ -659,10 +659,10 @@ class Lookup:
                 targets = targets_named(name.stem, known)
             except NodePathError:
                 continue  # which the complete tree shows as well
-            made += self._found(name, targets)
+            made += self._place_insertions(name, targets)
         return made
 
-    def _found(self, name: _Name, targets: Sequence[Target]) -> list[Entry]:
+    def _place_insertions(self, name: _Name, targets: Sequence[Target]) -> list[Entry]:
         """Take what a name has turned out to mean; return what is inserted there."""
         for target in targets:
             self._check(name.insertion, target)
@@ -746,7 +746,7 @@ class Lookup:
         for insertion in self._unchecked:
             insertion.is_checked = True
 
-    def require_found(self) -> None:
+    def require_names(self) -> None:
         """Raise if a run of a method has not shown a name.
 
         Raises:
@@ -881,11 +881,11 @@ class InsertionGroup:
         self.insertions.append(made)
         return made
 
-    def put_in(self, *order: Insertion) -> None:
+    def insert_all(self, *order: Insertion) -> None:
         """Insert all together, in the order `order` if there is one."""
         self._board.add(*(order or self.insertions))
 
-    def put_around(self, first: list[Insertion], last: list[Insertion]) -> None:
+    def surround(self, first: list[Insertion], last: list[Insertion]) -> None:
         """Insert some before, and others after, all existing insertions."""
         others = self._board.insertions
         self._board.remove(*others)
@@ -906,7 +906,7 @@ class InsertionGroup:
         self._board.add()
 
     def __enter__(self) -> Self:
-        self.put_in()
+        self.insert_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -919,7 +919,7 @@ class InsertionHandle:
     def __init__(self, model: Any, group: InsertionGroup) -> None:
         self.model = model
         self._group = group
-        group.put_in()
+        group.insert_all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

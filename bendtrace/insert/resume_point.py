@@ -90,14 +90,14 @@ class Deviation:
         return op.index + (op.kind is OpKind.CALL)
 
     @property
-    def done(self) -> frozenset[int]:
+    def finished_ops(self) -> frozenset[int]:
         """The ops that were carried out."""
         rest, code, position = self.prepared.rest, self.prepared.code, self.position
         assert code is not None
         return rest.available | {i for i in code.code.emitted if i < position}
 
     @property
-    def tests_made(self) -> set[Any]:
+    def tests(self) -> set[Any]:
         """The tests that the rest has made."""
         rest = self.prepared.rest
         return {guard.key for n, guard in rest.guards.items() if self._is_before(n, guard)}
@@ -137,7 +137,7 @@ class Deviation:
             random: the states of the random generators at its start, if it may draw.
         """
         has_drawn = random is None or random.differ()
-        return has_drawn or self.prepared.rest.memory.has_effects(self.done)
+        return has_drawn or self.prepared.rest.memory.has_effects(self.finished_ops)
 
     @property
     def can_be_resumed(self) -> bool:
@@ -161,11 +161,11 @@ class Deviation:
                     )
                 ):
                     return False
-        return not self.prepared.rest.disturbs(self.done, position)
+        return not self.prepared.rest.disturbs(self.finished_ops, position)
 
     def script(self, hold: Hold) -> Script:
         """Return the ops that the model's Python need not run again."""
-        tape, done = self.prepared.recording.tape, self.done
+        tape, done = self.prepared.recording.tape, self.finished_ops
         held = {i: value for i, value in values_in(self.values).items() if i in done}
         held.update((i, None) for i in done if gives_nothing(tape.ops[i]))
         held.update((cut.index, self.slots[f"s{cut.slot}"]) for cut in self.prepared.cuts)
@@ -317,7 +317,7 @@ class _Run:
                 elif prepared.code is not None:
                     hold = Hold()
                     try:
-                        return self._gone_through(run, prepared, hold, tree, plan)
+                        return self._follow_paths(run, prepared, hold, tree, plan)
                     finally:
                         hold.release()
         return self._live()
@@ -393,7 +393,7 @@ class _Run:
 
     # Carrying it out
 
-    def _gone_through(
+    def _follow_paths(
         self,
         run: KnownRun,
         prepared: Prepared,
@@ -413,22 +413,24 @@ class _Run:
                 if plan is not None:
                     plan.ran(prepared.recording)
                 return left
-            passed |= left.tests_made
+            passed |= left.tests
             known, following = left.other_run(), None
             if known is not None and (id(known), left.position) not in seen:
                 seen.add((id(known), left.position))
                 other = KnownRun(run.program, known, run.arguments, run.missing)
-                following = self._following(other, left.position, left.done, frozenset(passed))
+                following = self._following(
+                    other, left.position, left.finished_ops, frozenset(passed)
+                )
             if following is None:
                 left.slots = slots
-                return self._gone_on(left, random, hold, tree, plan)
+                return self._explore(left, random, hold, tree, plan)
             slots = {**self._rests.values_for(following), **slots}
             run, prepared, values = other, following, {**slots, **left.values}
 
     def _carry_out(
         self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold
     ) -> Any:
-        """Run the code of a rest; return its result, or a `Deviation` if it follows another path."""
+        """Run a rest; return its result, or a `Deviation` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
         if not needs_agreement(model, run.program.recording.tape):
             return self._result(run, prepared, values, hold)
@@ -478,7 +480,7 @@ class _Run:
 
     # Where no recorded run goes
 
-    def _gone_on(
+    def _explore(
         self,
         left: Deviation,
         random: RandomStates | None,

@@ -32,7 +32,7 @@ class _Thing:
     """A class whose instances have a `__dict__`."""
 
 
-def tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
+def tracks_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
     """Return whether versions differ after each way of writing to a dict, and not otherwise."""
     thing = _Thing()
     thing.entry = None  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def _find_versions() -> Callable[[dict[Any, Any]], Any]:
     # test_versions.py notices what does not hold any more, and so does this, at once.
     version = internal("torch._C._dynamo.guards.dict_version", None)
     try:
-        if version is not None and tells_changes(version):
+        if version is not None and tracks_changes(version):
             return version  # type: ignore[no-any-return]
     except Exception:  # it takes something else, or gives something that has no order
         pass
@@ -445,7 +445,7 @@ def _find_offsets() -> Offsets:
         def word(table: dict[Any, Any]) -> int:
             return _word(id(table) + offset)
 
-        return tells_changes(word) and all(word(t) == version_of(t) for t in tables)
+        return tracks_changes(word) and all(word(t) == version_of(t) for t in tables)
 
     ordered = collections.OrderedDict[int, int]
     sized: list[dict[int, Any]] = [

@@ -279,7 +279,7 @@ class Recorder(RecordingMode):
         self._values.bind_tensor(value, op)
         self._writer.writes.there(value)
         if self._observer is not None:
-            self._observer.given(op, value)
+            self._observer.argument(op, value)
         return value
 
     def _read_state(self, guard: Guard) -> State | None:

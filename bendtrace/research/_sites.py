@@ -801,7 +801,7 @@ class Sites:
             )
             for number, item in enumerate(self._items)
         ]
-        self._group.put_in(*made[self._count :], *made[: self._count])
+        self._group.insert_all(*made[self._count :], *made[: self._count])
 
 
 def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:

@@ -171,7 +171,12 @@ class _Ablation(Interjection):
             return source
         if any(isinstance(part.position, Tensor) for part in self._parts):
             return "its channels are given by a tensor"
-        put, parts, compute, path = self._substitute.put_in, self._parts, source.function, at.path
+        put, parts, compute, path = (
+            self._substitute.replace_parts,
+            self._parts,
+            source.function,
+            at.path,
+        )
 
         def ablated(value: Tensor, *tensors: Tensor) -> Tensor:
             return put(path, value, compute(value, *tensors), parts)
@@ -346,9 +351,11 @@ class _Substitute:
 
     def put(self, path: str, number: int, value: Tensor, parts: Sequence[Part]) -> Tensor:
         """Return a value with parts of it replaced."""
-        return self.put_in(path, value, self.source(path, number, value), parts)
+        return self.replace_parts(path, value, self.source(path, number, value), parts)
 
-    def put_in(self, path: str, value: Tensor, other: Tensor, parts: Sequence[Part]) -> Tensor:
+    def replace_parts(
+        self, path: str, value: Tensor, other: Tensor, parts: Sequence[Part]
+    ) -> Tensor:
         """Return a value with parts of it replaced by those of another one."""
         indices = [part.index(value) for part in parts]
         if not can_cast(other.dtype, value.dtype):

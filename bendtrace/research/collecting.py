@@ -218,7 +218,7 @@ class Collector:
         return group
 
     def __enter__(self) -> Collector:
-        self._group.put_in()
+        self._group.insert_all()
         return self
 
     def __exit__(self, *error: object) -> None:

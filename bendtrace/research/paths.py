@@ -181,7 +181,7 @@ class Flow:
             return made, set(made.known)
         carried: set[int] = set()
         for spot in senders:
-            first = self.given(spot)
+            first = self.first_input(spot)
             made.known.add(first)
             carried |= self._through(made, {first}, spot)
         return made, carried
@@ -216,7 +216,7 @@ class Flow:
         if len(made.ends) == count:
             raise _no_edge(nodes[-2], nodes[-1])
 
-    def given(self, spot: Spot) -> int:
+    def first_input(self, spot: Spot) -> int:
         """Return the op of the first tensor among the inputs of a node."""
         given = self._input_ops(spot)
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
@@ -772,7 +772,9 @@ class _Cells:
             for number, value in self._target[key].items():
                 spot = self.flow.spot(key[1], number)
                 made = part.put(value, self._source[key][number])
-                found[self.flow.given(spot) if self._within else self.flow.tensor_of(spot)] = made
+                found[
+                    self.flow.first_input(spot) if self._within else self.flow.tensor_of(spot)
+                ] = made
         return found
 
 
@@ -944,7 +946,7 @@ class Runs:
             self._group.make(NodePath(path), partial(self._replacement, path))
 
     def __enter__(self) -> Self:
-        self._group.put_in()
+        self._group.insert_all()
         return self
 
     def __exit__(self, *error: object) -> None:

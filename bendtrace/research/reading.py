@@ -274,7 +274,7 @@ class Harvest:
         if name not in self.counts:
             listed = ", ".join(map(repr, self.counts))
             raise InputError(f"no batch took the path {name!r}; the paths are {listed}")
-        return self._taken({name})
+        return self._select({name})
 
     def took(self, branch: str | int, outcome: bool | int = True) -> Taken:
         """Return the samples of the batches with some outcome of a branch.
@@ -310,9 +310,9 @@ class Harvest:
             for name, conditions in found.items()
             if any(type(c.outcome) is type(outcome) and c.outcome == outcome for c in conditions)
         }
-        return self._taken(wanted)
+        return self._select(wanted)
 
-    def _taken(self, names: set[str]) -> Taken:
+    def _select(self, names: set[str]) -> Taken:
         met = [
             (at, batch)
             for at, batch in enumerate(self._batches)

@@ -587,7 +587,7 @@ def coverage(tree: TraceTree, only: str = "all") -> Coverage:
     return _Survey(tree).result(is_mine)
 
 
-def sides_seen(tree: TraceTree) -> tuple[list[tuple[str, ast.AST]], list[Answers], set[Choice]]:
+def observed_sides(tree: TraceTree) -> tuple[list[tuple[str, ast.AST]], list[Answers], set[Choice]]:
     """Return the functions that ran, and the sides of their branches that were seen.
 
     Returns:

@@ -36,7 +36,7 @@ from bendtrace.show.outline import (
 from bendtrace.show.paint import figure, paint
 from bendtrace.show.picture import Format, Picture
 from bendtrace.show.scene import Edge, Node, Scene
-from bendtrace.show.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
+from bendtrace.show.walks import End, Event, PathEvents, Walk, branch_keys, walks_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, Keys, Length, TensorFacts
 from bendtrace.tape.tape import AfterOp, OpKind, Stop, TensorMeta
 
@@ -134,7 +134,7 @@ def most_divergent(tree: TraceTree) -> str | None:
         for stretch, _ in program.stretches():
             if not stretch.sides:
                 continue
-            path = PathEvents(stretch.recording, frozenset(keys_asked(stretch)))
+            path = PathEvents(stretch.recording, frozenset(branch_keys(stretch)))
             events: dict[Any, Event] = {event.number: event for event in path.events}
             for number, sides in stretch.sides.items():
                 where = _describe_event(stretch.recording, number, events.get(number))

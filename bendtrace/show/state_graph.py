@@ -110,7 +110,7 @@ class StateGraph(MultiDiGraph):
         if not self.traces:
             raise InputError("a copy of the graph has no traces: use BendedModule.graph itself")
         trace = self.traces[data["trace"]]
-        done = _done(trace._recording.tape, data["first"], data["stop"])
+        done = _operations(trace._recording.tape, data["first"], data["stop"])
         return [NodeRef(trace.names[index]) for index in done]
 
     def draw(
@@ -385,7 +385,7 @@ class _ProgramStates:
             {} if place.event is None else {"answer": _plain_json(segment.answer)}
         )
         data |= {"outcome": segment.outcome, "hits": segment.hits}
-        data["ops"] = len(_done(tape, segment.first, segment.stop))
+        data["ops"] = len(_operations(tape, segment.first, segment.stop))
         data |= {"trace": traces[segment.recording], "first": segment.first, "stop": segment.stop}
         graph.add_edge(source, target, key, **data)
 
@@ -404,7 +404,7 @@ def _answer_of(tape: Tape, event: Event) -> Any:
     return event.outcome
 
 
-def _done(tape: Tape, first: int, stop: int) -> list[int]:
+def _operations(tape: Tape, first: int, stop: int) -> list[int]:
     """Return the operations in a range: not arguments, state, or elements of results."""
     return [
         op.index

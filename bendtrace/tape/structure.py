@@ -108,7 +108,7 @@ FUNCTION_METADATA = (
 )  # fmt: skip
 
 
-def objects_held(function: Any) -> Iterator[Any]:
+def referents(function: Any) -> Iterator[Any]:
     """Yield the objects that code holds: closure, defaults, bound arguments, and containers."""
     if isinstance(function, types.MethodType):
         yield from (function.__func__, function.__self__)
