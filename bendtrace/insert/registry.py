@@ -533,7 +533,7 @@ class Lookup:
         known: the model.
         insertions: all insertions of the run, in order.
         check: raises for an interjection that is not possible at its location.
-        is_met: raises if a pattern matches none of some nodes, and returns whether it does.
+        is_matched: raises if a pattern matches none of some nodes, and returns whether it does.
 
     Raises:
         InputError: a name can only be resolved after a run.
@@ -544,11 +544,11 @@ class Lookup:
         known: Knowledge,
         insertions: Sequence[Insertion],
         check: Check,
-        is_met: Callable[[Insertion, Sequence[Candidate]], bool],
+        is_matched: Callable[[Insertion, Sequence[Candidate]], bool],
     ) -> None:
         self._known = known
         self._check = check
-        self._is_met = is_met
+        self._is_matched = is_matched
         self._order = {id(insertion): number for number, insertion in enumerate(insertions)}
         self._unchecked = [insertion for insertion in insertions if not insertion.is_checked]
         self._names = [
@@ -740,7 +740,7 @@ class Lookup:
                 chosen[number : number + 1] = targets  # unless another thread has been faster
         for insertion in self._unchecked:
             with blaming(insertion, self._order[id(insertion)]):
-                self._is_met(insertion, [*run.nodes.candidates.values(), *self._ops])
+                self._is_matched(insertion, [*run.nodes.candidates.values(), *self._ops])
         for insertion, chosen in updates.values():
             insertion.targets = tuple(chosen)
         for insertion in self._unchecked:
