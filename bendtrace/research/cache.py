@@ -447,7 +447,7 @@ def run_with_cache(
     group = InsertionGroup(bended)
     runs = group.known_runs()
     is_lazy = bool(runs) and not any(map(_hands_out, runs))
-    wanted = _Selection(bended, group, known, _Clock(fixed, is_lazy))
+    wanted = _Requests(bended, group, known, _Clock(fixed, is_lazy))
     wanted.read(names_filter)
     wanted.insert()
     try:
@@ -586,7 +586,7 @@ class _Source:
     allow_none: bool = False
 
 
-class _Selection:
+class _Requests:
     """The values of a call to keep, and the aliases that were asked for."""
 
     def __init__(
