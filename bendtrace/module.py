@@ -308,8 +308,8 @@ class BendedModule(ModuleProxy[ModelT]):
             return call_itself(self._model, args, kwargs)
         return dispatcher.call(args, kwargs, None)
 
-    def _note_inserted(self, exist: bool) -> None:
-        object.__setattr__(self, "_inserted", exist)
+    def _note_inserted(self, has_any: bool) -> None:
+        object.__setattr__(self, "_inserted", has_any)
         self._dispatcher.forget_insertions()
 
     def _called_inside(self, *args: Any, **kwargs: Any) -> Any:

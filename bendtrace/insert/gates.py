@@ -168,10 +168,8 @@ def collect_returned(shape: Any, result: Any, found: list[Any], at: NodePass, en
         part, hint = f"{at.path}{'' if at.module is None else '.output'}|sub_0".lstrip("."), ""
         if isinstance(shape, Shape) and shape.kind in (tuple, list):
             hint = f"; to change one part of it, name the part: {part!r}"
-        message = (
-            f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
-        )
-        raise InterjectionError(f"{message} the node's value: {error}{hint}", at.path) from None
+        text = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
+        raise InterjectionError(f"{text} the node's value: {error}{hint}", at.path) from None
 
 
 def changed(

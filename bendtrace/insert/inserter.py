@@ -82,15 +82,7 @@ class Spot:
     """A node of the run, and the slots at it."""
 
     __slots__ = (
-        "after",
-        "before",
-        "candidate",
-        "inputs",
-        "instead",
-        "number",
-        "place",
-        "receivers",
-        "seen",
+        "after", "before", "candidate", "inputs", "instead", "number", "place", "receivers", "seen",
         "slots",
     )  # fmt: skip
 

@@ -182,13 +182,8 @@ class InsertionRegistry:
         for insertion in self._insertions:
             targets = tuple(target.without_nodes() for target in insertion.targets)
             location = LocationText(describe_where(insertion.where))
-            row: InsertionRow = (
-                location,
-                targets,
-                insertion.what,
-                insertion.passes,
-                insertion.allow_none,
-            )
+            options = insertion.passes, insertion.allow_none
+            row: InsertionRow = location, targets, insertion.what, *options
             found.append(row if memo is None else copy.deepcopy(row, memo))
         return found
 
@@ -338,10 +333,8 @@ class InsertionRegistry:
             if not passes:
                 return why
             times = "one pass" if passes == 1 else f"{passes} passes"
-            message = (
-                f"{path!r} had {times}, none of which is selected ({insertion.passes}, from 0)"
-            )
-            return f"{message}: {why}" if why else message
+            text = f"{path!r} had {times}, none of which is selected ({insertion.passes}, from 0)"
+            return f"{text}: {why}" if why else text
         if not forms_of(insertion.what) & {"before", "instead", "after"}:
             return f"no backward pass reached {path!r}"
         return ""

@@ -228,11 +228,9 @@ def _own_part(text: str, known: Runs) -> Resolution | None:
         return Resolution("state", text, is_owned=True)
     modules = modules_in(known.model)
     named = [text] if text in modules else [n for n in modules if n.replace(".", "_") == text]
-    return (
-        Resolution("module", named[0], modules[named[0]], is_owned=True)
-        if len(named) == 1
-        else None
-    )
+    if len(named) != 1:
+        return None
+    return Resolution("module", named[0], modules[named[0]], is_owned=True)
 
 
 def _is_of(owned: Resolution, names: Names, meaning: Meaning) -> bool:

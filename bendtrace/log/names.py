@@ -289,10 +289,8 @@ def ambiguity(text: str, meanings: list[tuple[Names, Meaning]]) -> tuple[str, tu
         + (f" ({name!r})" if name != text else "")
         for meaning, name in found
     )
-    return (
-        f"{text!r} is ambiguous: it matches {listing}. Write {' or '.join(map(repr, clear))}",
-        clear,
-    )
+    choice = " or ".join(map(repr, clear))
+    return f"{text!r} is ambiguous: it matches {listing}. Write {choice}", clear
 
 
 _KINDS = {

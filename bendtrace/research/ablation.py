@@ -171,15 +171,11 @@ class _Ablation(Interjection):
             return source
         if any(isinstance(part.position, Tensor) for part in self._parts):
             return "its channels are given by a tensor"
-        put, parts, compute, path = (
-            self._substitute.replace_parts,
-            self._parts,
-            source.function,
-            at.path,
-        )
+        replace_parts, parts = self._substitute.replace_parts, self._parts
+        compute, path = source.function, at.path
 
         def ablated(value: Tensor, *tensors: Tensor) -> Tensor:
-            return put(path, value, compute(value, *tensors), parts)
+            return replace_parts(path, value, compute(value, *tensors), parts)
 
         return source._replace(function=ablated, key=(_Ablation, repr(parts), source.key))
 

@@ -412,14 +412,9 @@ def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
     """Return the complete shards of one process, or of all, in the order of their numbers."""
     found: dict[tuple[int, int, bool], str] = {}
     for name in os.listdir(directory):
-        match = _NAME.fullmatch(name)
-        if (
-            match is not None
-            and match[4] == "json"
-            and not match[5]
-            and rank in (None, int(match[1]))
-        ):
-            found[int(match[1]), int(match[2]), bool(match[3])] = name
+        part = _NAME.fullmatch(name)
+        if part is not None and part[4] == "json" and not part[5] and rank in (None, int(part[1])):
+            found[int(part[1]), int(part[2]), bool(part[3])] = name
     shards = []
     last: dict[int, int] = {}
     for (of, number, is_partial), name in sorted(found.items()):

@@ -436,10 +436,8 @@ class Moments(_Shifted):
             correction: as for the constructor; None for the constructor's value.
         """
         self._require(2)
-        shift, correction = (
-            self._shift_or_nan(),
-            self.correction if correction is None else correction,
-        )
+        shift = self._shift_or_nan()
+        correction = self.correction if correction is None else correction
         if self.count <= correction:
             return torch.full_like(shift, torch.nan)
         return self._sums[1].clamp(min=0) / (self.count - correction)
