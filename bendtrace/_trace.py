@@ -102,10 +102,10 @@ class LoadedHistory(ModelHistory):
     if not TYPE_CHECKING:  # a checker would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if name in _OF_TRACES:
-                said += ": a loaded log has no model to run. Trace the model again"
-            raise AttributeError(said, name=name, obj=self)
+                message += ": a loaded log has no model to run. Trace the model again"
+            raise AttributeError(message, name=name, obj=self)
 
 
 _OF_TRACES = frozenset(
@@ -443,7 +443,7 @@ class Trace(ModelHistory):
         run = self._run  # the lookup does not refer to the trace, which would outlive its last user
 
         def select(what: Any) -> list[str]:
-            return [node.path for node in naming.nodes_meant(what, run.candidates)]
+            return [node.path for node in naming.find_nodes(what, run.candidates)]
 
         return Lookup(run.log, run.tree, select)
 

@@ -280,7 +280,7 @@ class _Reader:
         for operand, value in zip(operands, values, strict=True):
             if not isinstance(value, (int, float, Tensor)):
                 raise InputError(f"{self._where(operand)} is not a number or a tensor")
-        return self._tried(node, lambda: _OPERATORS[type(op)](*values))
+        return self._create(node, lambda: _OPERATORS[type(op)](*values))
 
     def _item(self, node: ast.expr, holder: ast.expr, key: ast.expr) -> Any:
         inner = holder
@@ -311,7 +311,7 @@ class _Reader:
             if argument.arg is None or not maker.allows(argument.arg):
                 raise InputError(f"{self._where(argument)}: write {form}")
             kwargs[argument.arg] = self._plain(argument.value)
-        return self._tried(node, lambda: maker.function(*args, **kwargs), form)
+        return self._create(node, lambda: maker.function(*args, **kwargs), form)
 
     def _plain(self, node: ast.expr) -> Any:
         """Return the value of an argument: numbers, dtypes and lists of them."""
@@ -327,7 +327,7 @@ class _Reader:
                 )
         return value
 
-    def _tried(self, node: ast.expr, make: Callable[[], Any], form: str = "") -> Any:
+    def _create(self, node: ast.expr, make: Callable[[], Any], form: str = "") -> Any:
         try:
             return make()
         except Exception as error:
@@ -560,9 +560,9 @@ class UsersError(Exception):
 
     def traceback(self) -> str:
         """Return the traceback from the user's first frame on; "" if no frame is the user's."""
-        told = traceback.TracebackException.from_exception(self.error)
-        found = _keep_theirs(told)
-        return "".join(told.format()) if found or isinstance(self.error, SyntaxError) else ""
+        report = traceback.TracebackException.from_exception(self.error)
+        found = _keep_theirs(report)
+        return "".join(report.format()) if found or isinstance(self.error, SyntaxError) else ""
 
 
 @contextmanager
@@ -584,13 +584,13 @@ def one_line(error: BaseException) -> str:
 _EXAMPLE = AdaptiveBlock.forward.__code__.co_filename
 
 
-def _keep_theirs(told: traceback.TracebackException) -> bool:
+def _keep_theirs(report: traceback.TracebackException) -> bool:
     """Drop the frames that led to the user's code; return whether there is any of it."""
-    frames = [frame for frame in told.stack if not _is_machinery(frame.filename)]
+    frames = [frame for frame in report.stack if not _is_machinery(frame.filename)]
     while frames and frames[0].filename.startswith(_TORCH):
         del frames[0]
-    told.stack = traceback.StackSummary.from_list(frames)
-    for other in (told.__cause__, told.__context__, *(told.exceptions or ())):
+    report.stack = traceback.StackSummary.from_list(frames)
+    for other in (report.__cause__, report.__context__, *(report.exceptions or ())):
         if other is not None:
             _keep_theirs(other)
     return bool(frames)

@@ -184,16 +184,16 @@ class RankDivergenceError(BendtraceError, RuntimeError):
 
     Example:
         >>> import bendtrace as bt
-        >>> told = {0: "collective 1 in this call, all_reduce(8 float32)", 1: "the end of the call"}
-        >>> print(bt.errors.RankDivergenceError("0", told))  # raised where there are two processes
+        >>> last = {0: "collective 1 in this call, all_reduce(8 float32)", 1: "the end of the call"}
+        >>> print(bt.errors.RankDivergenceError("0", last))  # raised where there are two processes
         the ranks of process group 0 disagree:
           rank 0: collective 1 in this call, all_reduce(8 float32)
           rank 1: the end of the call
     """
 
-    def __init__(self, group: str, told: Mapping[int, str]) -> None:
+    def __init__(self, group: str, texts: Mapping[int, str]) -> None:
         self.group = group
-        self.ranks: dict[int, str] = dict(sorted(told.items()))
+        self.ranks: dict[int, str] = dict(sorted(texts.items()))
         lines = "".join(f"\n  rank {rank}: {text}" for rank, text in self.ranks.items())
         super().__init__(f"the ranks of process group {group} disagree:{lines}")
 
@@ -237,14 +237,14 @@ class ExportError(BendtraceError, ValueError):
         self.reason, self.place = reason, place
 
 
-class _NothingThereError(BendtraceError, KeyError):
+class _MissingNameError(BendtraceError, KeyError):
     """There is nothing under a name."""
 
     def __str__(self) -> str:  # KeyError would show it quoted
         return str(self.args[0])
 
 
-class NodePathError(_NothingThereError):
+class NodePathError(_MissingNameError):
     """A node path names no node, or no node that can be used in that place.
 
     Attributes:
@@ -271,7 +271,7 @@ class NodePathError(_NothingThereError):
         self.completions = completions
 
 
-class LayerKeyError(_NothingThereError):
+class LayerKeyError(_MissingNameError):
     """A log has no entry under a key.
 
     Attributes:
@@ -296,7 +296,7 @@ class LayerKeyError(_NothingThereError):
         self.near = near
 
 
-class HookNameError(_NothingThereError):
+class HookNameError(_MissingNameError):
     """A hook manager has no entry under a name.
 
     Attributes:

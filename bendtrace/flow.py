@@ -25,7 +25,7 @@ from bendtrace.python.features import is_off
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import is_installed, path_text, place_text
 from bendtrace.python.sites import Place, Site, Span
-from bendtrace.python.statements import Loop, dependent_source, part_taken
+from bendtrace.python.statements import Loop, dependent_source, subscript_text
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import (
     Iterations,
@@ -391,7 +391,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             value=record.answer if isinstance(record, Guard) else record.meta,
             kind=kind,
             place=mark.place,
-            text=mark.role.text if cls is not ShapeFlowStep else part_taken(mark.place),
+            text=mark.role.text if cls is not ShapeFlowStep else subscript_text(mark.place),
             module_path=mark.scope.path,
             guard=mark.order[1] - 1 if isinstance(record, Guard) else None,
             iteration=iterations.at(mark.order),

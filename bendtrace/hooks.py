@@ -230,7 +230,7 @@ class HookManager:
         if not (name is None or isinstance(name, str)):
             raise InputError(f"hook_fn_name= has to be a string, not {name!r}")
         names = self._names_for(modules, named_modules)
-        hook, name = self._known(category, function, name)
+        hook, name = self._registered_form(category, function, name)
         # Nothing has been changed up to here; nothing fails from here on.
         if hook is None:
             shown = name or free_name(repr(function), self.name_to_hookfn)
@@ -255,7 +255,7 @@ class HookManager:
     ) -> list[tuple[nn.Module, str, bool]]:
         """Find a name for each module, and whether somebody gave it."""
         found: dict[int, tuple[nn.Module, str, bool]] = {}
-        there = self.name_to_module
+        existing = self.name_to_module
 
         def name_of(module: nn.Module) -> str | None:
             if id(module) in found:
@@ -265,9 +265,9 @@ class HookManager:
 
         for name, module in named_modules.items():
             check_module(module, f"{name}=")
-            taken, known = there.get(name, module), name_of(module)
+            taken, known = existing.get(name, module), name_of(module)
             if taken is not module:
-                given = {*there, *(one for _, one, _ in found.values())}
+                given = {*existing, *(one for _, one, _ in found.values())}
                 name = self._free_name(name, f"another module, {short(taken)}", given)
             if known is not None and known != name:
                 name = self._second_name(known, f"module {name!r}", "the module")
@@ -279,12 +279,12 @@ class HookManager:
             check_module(module, "a positional argument")
             if id(module) not in found:
                 made_up = self._registered(module)
-                given = {*there, *(one for _, one, _ in found.values())}
+                given = {*existing, *(one for _, one, _ in found.values())}
                 name = free_name(own.get(id(module)) or repr(module), given)
                 found[id(module)] = module, name if made_up is None else made_up.name, False
         return list(found.values())
 
-    def _known(
+    def _registered_form(
         self, category: Category, function: Function, name: str | None
     ) -> tuple[HookFunction | None, str | None]:
         """Return the registered form of a function, if it has one, and its name."""

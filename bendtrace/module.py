@@ -221,7 +221,7 @@ class BendedModule(ModuleProxy[ModelT]):
         def make() -> Knowledge:
             return knowledge.Knowledge(
                 self._model, self._dispatcher.registry, self._trees.plain_runs,
-                self._trees.inserted_runs, self.coverage, self._settled,
+                self._trees.inserted_runs, self.coverage, self._predict,
             )  # fmt: skip
 
         return self._part_on_demand("_known", make)
@@ -308,8 +308,8 @@ class BendedModule(ModuleProxy[ModelT]):
             return call_itself(self._model, args, kwargs)
         return dispatcher.call(args, kwargs, None)
 
-    def _note_inserted(self, any_there: bool) -> None:
-        object.__setattr__(self, "_inserted", any_there)
+    def _note_inserted(self, has_any: bool) -> None:
+        object.__setattr__(self, "_inserted", has_any)
         self._dispatcher.forget_insertions()
 
     def _called_inside(self, *args: Any, **kwargs: Any) -> Any:
@@ -619,7 +619,7 @@ class BendedModule(ModuleProxy[ModelT]):
         tree = self._dispatcher.serving(plan, names, arguments)
         return self._dispatcher.explained(tree, names, arguments)
 
-    def _settled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
+    def _predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         """Return the known run without insertions that inputs must repeat, if there is one.
 
         Where values decide, a replay shows the path, provided that it changes and draws nothing,
@@ -654,7 +654,7 @@ class BendedModule(ModuleProxy[ModelT]):
             if isinstance(model, nn.Module):
                 for name, module in named_modules(model):
                     within = inserter.Within(model, name, self._known.path_of(name))
-                    if name and (unknown or inserter.is_meant_within(plan, module, within)):
+                    if name and (unknown or inserter.may_apply_within(plan, module, within)):
                         part = functools.partial(self._call_part, module, within)
                         stack.enter_context(serving(module, part))
             yield
@@ -1213,8 +1213,8 @@ class BendedModule(ModuleProxy[ModelT]):
             "hooks": self._own_hooks() if memo is None else copy.deepcopy(self._own_hooks(), memo),
             "backend": {} if speculation is None else speculation.settings.arguments,
             "registry": self._dispatcher.registry.__getstate__(),
-            "bends": self._bending._kept(memo),
-            "insertions": self._board.kept(memo),
+            "bends": self._bending._copyable_state(memo),
+            "insertions": self._board.copyable_rows(memo),
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:

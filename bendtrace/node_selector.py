@@ -319,5 +319,5 @@ def find(selector: Selectable, trace: Trace) -> list[Candidate]:
         [<node add: add>]
     """
     nodes = trace._run.candidates
-    meant = as_selector(selector).select(nodes)
-    return [node for node in nodes if node.path in meant]
+    paths = as_selector(selector).select(nodes)
+    return [node for node in nodes if node.path in paths]

@@ -223,7 +223,7 @@ def between(
             f"{inner.label} works around a node, but between two nodes there is only a value: "
             "pass a function of it, or an interjection that overrides only after()"
         )
-    sent = Sent()
+    sent = OutputTracker()
     edge = Edge(sent, inner)
     board = bended._board
     beginning = board.make(a, sent)
@@ -434,7 +434,7 @@ def _select_names(
             f"{selector!r} can only be resolved with a run: pass a BendedModule that was called"
         )
     called: set[int] = set()
-    meant: set[int] = set()
+    modules: set[int] = set()
     for graph in graphs:
         chosen = selector.select(graph)
         for node in graph:
@@ -446,12 +446,12 @@ def _select_names(
                     f"{selector!r} selects {node.path!r}, which is the call of a function: "
                     "choose modules with & is_module, or replace the call with replace()"
                 )
-            meant.add(id(node.module))
+            modules.add(id(node.module))
     if not selector.looks_ahead and not selector.needs_output:
         for node in unrun_modules(model):
             if id(node.module) not in called and selector.matches(node):
-                meant.add(id(node.module))
-    return {name for name, module in model.named_modules() if id(module) in meant}
+                modules.add(id(node.module))
+    return {name for name, module in model.named_modules() if id(module) in modules}
 
 
 def unrun_modules(model: nn.Module) -> Iterator[Candidate]:
@@ -483,11 +483,11 @@ _Known = tuple["weakref.ref[Tensor]", int]
 
 
 # A tensor that an edge has made, and the original.
-_Made = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
-_NOTHING: _Made = (lambda: None, lambda: None)
+_TensorPair = tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]
+_NOTHING: _TensorPair = (lambda: None, lambda: None)
 
 
-class Sent(Interjection):
+class OutputTracker(Interjection):
     """Records which tensors a node outputs, after all other insertions there."""
 
     observes = True
@@ -496,16 +496,16 @@ class Sent(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Record the tensors."""
-        known = self._known()
+        known = self._outputs()
         for tensor in _tensors(output):
             known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether the node has output this tensor in this call, unchanged since."""
-        known = self._known().get(id(tensor))
+        known = self._outputs().get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
 
-    def _known(self) -> dict[int, _Known]:
+    def _outputs(self) -> dict[int, _Known]:
         known: dict[int, _Known] = of_this_run().setdefault(self, {})
         return known
 
@@ -519,7 +519,7 @@ class Edge(Interjection):
 
     late = True
 
-    def __init__(self, sent: Sent, what: Interjection) -> None:
+    def __init__(self, sent: OutputTracker, what: Interjection) -> None:
         self.applied: int = 0
         self.self_contained: bool = what.self_contained
         self._sent = sent
@@ -534,7 +534,7 @@ class Edge(Interjection):
         """Replace the inputs that come from the node."""
         shape, found = take_apart((tuple(inputs), inputs.kwargs))
         # The tensors made by other edges to this node in this pass, with their originals.
-        former: dict[int, _Made] = of_this_run().setdefault((Edge, at.path, at.number), {})
+        former: dict[int, _TensorPair] = of_this_run().setdefault((Edge, at.path, at.number), {})
         made: dict[int, Any] = {}
         for number, value in enumerate(found):
             if not isinstance(value, Tensor):
@@ -677,7 +677,7 @@ class Spliced(Interjection):
         elif self._keep_error:
             shapes = f"{tuple(output.shape)} became {tuple(made.shape)}"
             raise self._refusal(at, f"the value of shape {shapes}")
-        return _Kept.apply(made, output.detach()) if self._keep_error else made
+        return _GradientSubstitution.apply(made, output.detach()) if self._keep_error else made
 
     def _selected(self, result: Any, at: NodePass) -> Any:
         if self._pick is None:
@@ -698,7 +698,7 @@ class Spliced(Interjection):
         )
 
 
-class _Kept(torch.autograd.Function):
+class _GradientSubstitution(torch.autograd.Function):
     """Continues with a value, and passes the gradient to the module's result for it.
 
     The same as `made + (value - made).detach()`, but without the rounding.

@@ -7,7 +7,7 @@ that *survives* makes no test fail. Each run stops at the first failure.
 
     python -m tests.mutants                     the tests of guards, which takes an hour
     python -m tests.mutants check.py            the mutants of one file
-    python -m tests.mutants --brief             of these tests, what the README's command draws today
+    python -m tests.mutants --brief             what the README's command draws today
 
 The rows of docs/guarded.md need no mutants: `tests/test_guarded.py` fails where a row is missing.
 It is the plugin of pytest that drops the check named by BENDTRACE_MUTANT.

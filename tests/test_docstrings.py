@@ -117,7 +117,7 @@ def unexplained(thing: Any) -> str:
     bases = [cls for cls in thing.__mro__ if cls in THINGS.values()]
     told = {one for cls in bases for one in listed(docstring_of(cls), "Attributes")}
     if issubclass(thing, Exception):
-        told |= {"message", "reason", "told"}  # which bendtrace makes their text of
+        told |= {"message", "reason", "texts"}  # which bendtrace makes their text of
     elif not dataclasses.is_dataclass(thing) and not hasattr(thing, "_fields"):
         told = set()
     missing = [one for one in wanted if one not in told]

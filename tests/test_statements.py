@@ -15,8 +15,8 @@ from bendtrace.python.statements import (
     dependent_source,
     is_under_handler,
     leaves_loop,
-    part_taken,
     role_of,
+    subscript_text,
 )
 
 Locate = Callable[[str, str], Place]
@@ -152,9 +152,9 @@ def test_a_file_that_is_not_there_has_neither_roles_nor_text() -> None:
 
 
 def test_the_part_taken_of_a_shape_is_the_subscript_around_it(locate: Locate) -> None:
-    assert part_taken(locate("n = x.shape[0] + 1", "x.shape")) == "x.shape[0]"
-    assert part_taken(locate("a, b = x.shape", "x.shape")) == "x.shape"
-    assert part_taken(locate("y = z[x.shape]", "x.shape")) == "x.shape"
+    assert subscript_text(locate("n = x.shape[0] + 1", "x.shape")) == "x.shape[0]"
+    assert subscript_text(locate("a, b = x.shape", "x.shape")) == "x.shape"
+    assert subscript_text(locate("y = z[x.shape]", "x.shape")) == "x.shape"
 
 
 # Loops

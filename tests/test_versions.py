@@ -90,15 +90,15 @@ def test_reading_and_copying_leave_the_version():
 
 
 def test_a_version_that_does_not_tell_is_not_relied_on():
-    assert not versions.tells_changes(id)
-    assert not versions.tells_changes(len)
-    assert not versions.tells_changes(lambda table: tuple(table.items()))
-    assert not versions.tells_changes(lambda table: object())
+    assert not versions.tracks_changes(id)
+    assert not versions.tracks_changes(len)
+    assert not versions.tracks_changes(lambda table: tuple(table.items()))
+    assert not versions.tracks_changes(lambda table: object())
 
 
 @tells
 def test_the_one_that_is_relied_on_tells():
-    assert versions.tells_changes(version_of)
+    assert versions.tracks_changes(version_of)
 
 
 def test_without_versions_all_is_compared_each_time(monkeypatch):

@@ -197,9 +197,9 @@ class ModuleWithMethods(core.BendedModule):
             part.versions._weights = own.versions._weights
         if part.versions.mixture != own.versions.mixture:
             part.versions.mixture = dict(own.versions.mixture)
-        there = [(s.spec, s.without) for s in sources if not s.spec.activations]
+        current = [(s.spec, s.without) for s in sources if not s.spec.activations]
         wanted = [(s.spec, s.without) for s in own._sources if not s.spec.activations]
-        if there != wanted:
+        if current != wanted:
             made = [Source(spec, True) for spec, _ in wanted]
             for source, (_, without) in zip(made, wanted, strict=True):
                 source.without = without

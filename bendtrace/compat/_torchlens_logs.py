@@ -401,7 +401,7 @@ class _Search:
             errors.append(self.attempts[-1][1])
             is_between |= is_excluded
             if size is not None:
-                return self.found(shape, size)
+                return self.describe_input(shape, size)
         reason = "exact_size_unreachable" if is_between else "no_size_found"
         text = "One size is too small and the next too large: the aspect ratio may not be square."
         error = f"The model ran with no input: {(errors or [self.attempts[-1][1]])[0]}"
@@ -445,7 +445,7 @@ class _Search:
                 return best, best is None and high < math.inf
             size = larger[0] if larger else int(low + high) // 2
 
-    def found(self, shape: Shape, size: int) -> InferInputShapeResult:
+    def describe_input(self, shape: Shape, size: int) -> InferInputShapeResult:
         """Run the model with twice the size, and describe the input."""
         x, gaps = self.input(shape, size), tuple(i for i, one in enumerate(shape) if one is None)
         is_flexible = bool(gaps) and self.run(shape, 2 * size).is_done
@@ -639,8 +639,8 @@ class Op(LayerEntry):
     @property
     def transformed_out(self) -> Any:
         """The result of `activation_transform` for the output; None without it."""
-        is_there = self._transform is not None and isinstance(self.out, Tensor)
-        return self._transform(self.out) if is_there else None  # type: ignore[misc]
+        applies = self._transform is not None and isinstance(self.out, Tensor)
+        return self._transform(self.out) if applies else None  # type: ignore[misc]
 
     @property
     def func_applied(self) -> Callable[..., Any] | None:

@@ -22,19 +22,19 @@ __all__ = [
 ]  # fmt: skip
 
 Helper = Callable[[Tensor], Tensor]
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 Given = ParamSpec("Given")
 
 
-class Listed(Generic[Given, Made]):
+class Listed(Generic[Given, Result]):
     """A small function that the docstring of `bendtrace.compat.torchlens` lists with others."""
 
-    def __init__(self, function: Callable[Given, Made], doc: str = "") -> None:
+    def __init__(self, function: Callable[Given, Result], doc: str = "") -> None:
         self._function = function
         functools.update_wrapper(self, function)
         self.__doc__ = doc or self.__doc__
 
-    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Made:
+    def __call__(self, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         return self._function(*args, **kwargs)
 
 

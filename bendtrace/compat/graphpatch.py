@@ -211,12 +211,12 @@ class PatchableGraph(BendedModule):
                 f"no node {where!r}: {node.path!r} has this name, but not in graphpatch", where
             )
         if node.kind in ("graph", "container"):
-            said = where if type(where) is str else node.path
-            inside = tuple(name for name, _ in _paths(node, said + _sign(node)))
+            text = where if type(where) is str else node.path
+            inside = tuple(name for name, _ in _paths(node, text + _sign(node)))
             raise NodePathError(
-                f"{said!r} is a {describe(node)}, not a single value; name a value in it: "
+                f"{text!r} is a {describe(node)}, not a single value; name a value in it: "
                 f"{', '.join(map(repr, inside[:12]))}",
-                said,
+                text,
                 inside,
             )
         return place  # type: ignore[no-any-return]

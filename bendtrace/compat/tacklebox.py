@@ -30,14 +30,14 @@ from bendtrace.python.checks import free_name
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
 __dir__ = __all__.copy
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
-def _by_names(method: Callable[..., Made]) -> Callable[..., Made]:
+def _by_names(method: Callable[..., Result]) -> Callable[..., Result]:
     """Return a method that takes names of modules in their place."""
 
     @functools.wraps(method)
-    def by_names(self: Any, *module_names: str, **options: Any) -> Made:
+    def by_names(self: Any, *module_names: str, **options: Any) -> Result:
         return method(self, *map(self.name_to_module.__getitem__, module_names), **options)
 
     return by_names

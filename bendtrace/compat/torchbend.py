@@ -161,7 +161,7 @@ class BendedModule(BendingModule):
                 raise InputError(
                     f"{fn} has no activation {name!r}; {near_misses(name, known.by_name)}"
                 )
-        seen, paths = _Seen(), list(map(NodePath, dict.fromkeys(wanted.values())))
+        seen, paths = _ValueRecorder(), list(map(NodePath, dict.fromkeys(wanted.values())))
         with running(fn), ExitStack() as stack:
             for path in after.values():
                 stack.enter_context(part.interject(NodePath(path), seen))
@@ -252,7 +252,7 @@ class BendedModule(BendingModule):
         self._state["saved"][name] = call, names, fn
 
 
-class _Seen(Interjection):
+class _ValueRecorder(Interjection):
     """Keeps the values of nodes after all earlier insertions."""
 
     observes = True

@@ -13,7 +13,7 @@ some position under the recorder. A `Start` holds what the run can read (the par
 `Environment`) and the random generators as they were, and leads them back. A `Visit` (both in
 `visit.py`) is an inserter that counts *events*, ends the run before one with `StopRun`, copies
 the variables of the frames, and puts given values and answers in. It compares each event with the
-one that an earlier visit has seen. `Kept` holds results of ops within a budget. The recorder
+one that an earlier visit has seen. `ValueCache` holds results of ops within a budget. The recorder
 takes them (`Recorder.hand_over`) where it would carry out the op. Only results are kept that are
 all that an op does: no views, no writes, no random numbers, nothing that requires grad.
 `stepping.py` finds the event that a name, a line or a flow step stands for. `visit.py` writes

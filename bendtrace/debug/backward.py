@@ -769,7 +769,7 @@ class AutogradGraph:
             elif mark == "run":
                 inside.add(number)
                 below.discard(number)
-            entry = self._known(node)
+            entry = self._earlier_record(node)
             if entry is None:
                 entry = self._new(node, number in inside, number in below)
             elif entry.where == "run" and not entry.made_in:
@@ -784,7 +784,7 @@ class AutogradGraph:
                         to.add(self.position[other])
         return entries
 
-    def _known(self, node: Any) -> BackwardNode | None:
+    def _earlier_record(self, node: Any) -> BackwardNode | None:
         """Return the record of a node that an earlier pass has visited or made."""
         for earlier in self._earlier:
             found = node.metadata.get(earlier._mark)

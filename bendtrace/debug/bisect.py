@@ -28,7 +28,7 @@ from bendtrace.insert.structure import assemble, take_apart
 from bendtrace.log.capture import SaveOptions, State, aligned_copy
 from bendtrace.log.entries import LayerEntry, counted, tensors_of
 from bendtrace.log.run_log import RunLog
-from bendtrace.log.validate import MISSING, Kept, Validator
+from bendtrace.log.validate import MISSING, SavedValues, Validator
 from bendtrace.module import BendedModule
 from bendtrace.python.checks import required_model, required_number
 from bendtrace.python.compare import same_bits
@@ -503,13 +503,13 @@ class Bisection:
             yield from self._first(self.first)
         if self.unseen:
             yield "The results differ only while nobody looks at the values in between."
-        told = [counted(len(self.culprits), "cause") + within]
+        counts = [counted(len(self.culprits), "cause") + within]
         if self.passing:
             pass_ = "passes" if len(self.passing) == 1 else "pass"
-            told.append(f"{counted(len(self.passing), 'op')} only {pass_} a difference on")
+            counts.append(f"{counted(len(self.passing), 'op')} only {pass_} a difference on")
         if self.unknown:
-            told.append(f"{counted(len(self.unknown), 'op')} could not be run again")
-        yield "; ".join(told)
+            counts.append(f"{counted(len(self.unknown), 'op')} could not be run again")
+        yield "; ".join(counts)
         if self.path is not None:
             yield f"Another path was taken: {self.path}"
         if len(self.culprits) > 1:
@@ -734,7 +734,7 @@ class Side:
 
 
 @dataclass
-class _Kept:
+class _RunValues:
     """Values of a run that did the same ops as one that was traced."""
 
     saved: dict[Any, Any] = field(default_factory=dict)
@@ -817,7 +817,7 @@ def _traced(model: Callable[..., Any], call: Call) -> Trace:
 # Replayed
 
 
-class _Seen(Interjection):
+class _OutputRecorder(Interjection):
     """Keeps the output of each node."""
 
     observes = True
@@ -841,7 +841,7 @@ def _replay_side(model: BendedModule, call: Call) -> Side:
         _own_call(model, call)
     with PreservedState(native, modes=True):
         output = _own_call(model, call)
-    seen = _Seen()
+    seen = _OutputRecorder()
     with model.interject(lambda candidate: True, seen):
         for _ in range(2):
             seen.values.clear()
@@ -922,15 +922,15 @@ def _item(value: Any, key: Any) -> Any:
 # Both
 
 
-def _of_same_run(log: Trace) -> _Kept:
+def _of_same_run(log: Trace) -> _RunValues:
     capture = log._capture
     assert capture is not None
     given = {key: value for key, value in capture.saved.items() if log.ops[key[0]].is_given}
     # What was read after a write is known for the traced run only.
-    return _Kept(given, {}, capture.states, capture.random, capture.grad_fns)
+    return _RunValues(given, {}, capture.states, capture.random, capture.grad_fns)
 
 
-def _with_values(log: Trace, kept: _Kept) -> RunLog:
+def _with_values(log: Trace, kept: _RunValues) -> RunLog:
     """Return a log of the same ops with other values."""
     parts = log._parts()
     names = {entry.label: entry for entry in log.entries}
@@ -972,7 +972,7 @@ class Again(Protocol):
         """Return the tensor of a state entry; None if it is not known."""
 
 
-def again_of(log: RunLog, kept: Kept | None = None) -> Again:
+def again_of(log: RunLog, kept: SavedValues | None = None) -> Again:
     """Return an object that runs the ops of a log again."""
     if isinstance(log, Trace):
         capture = kept if kept is not None else log._capture
@@ -984,7 +984,7 @@ def again_of(log: RunLog, kept: Kept | None = None) -> Again:
 class _Recorded:
     """The ops of a run that was recorded in this process."""
 
-    def __init__(self, trace: Trace, kept: Kept) -> None:
+    def __init__(self, trace: Trace, kept: SavedValues) -> None:
         self._ops = trace.ops
         places = {(e.index, e.element): e.label for e in trace.entries if e.index is not None}
         self._labels = {index: label for (index, _), label in reversed(places.items())}

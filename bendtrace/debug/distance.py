@@ -125,7 +125,7 @@ _STEPS = frozenset({"floor", "ceil", "round", "trunc"})
 _WHOLE = frozenset({"int", "long", "to", "type", "short", "index"})
 
 
-class Asked(Protocol):
+class Truth(Protocol):
     """A truth, in terms of recorded values."""
 
     @property
@@ -140,7 +140,7 @@ class Asked(Protocol):
 class Course:
     """The part of a recorded run that leads to some of its questions, to be done again."""
 
-    def __init__(self, tape: Tape, wanted: Iterable[tuple[Asked, bool]]) -> None:
+    def __init__(self, tape: Tape, wanted: Iterable[tuple[Truth, bool]]) -> None:
         self._ops = tape.ops
         self._wanted = list(wanted)
         self._strict: set[int] = set()  # ops that take no numbers in place of integers and truths
@@ -220,7 +220,7 @@ class Course:
         if op.index not in self._strict:
             try:
                 args, kwargs = self._values_for(op.args, False), self._values_for(op.kwargs, False)
-                known = self._known(op, name_of(op.target).strip("_"), args, kwargs)
+                known = self._constant_result(op, name_of(op.target).strip("_"), args, kwargs)
                 if known is not NotImplemented:
                     return known
                 args, kwargs = map_numbers(args), map_numbers(kwargs)
@@ -283,7 +283,7 @@ class Course:
                 return False
         return True
 
-    def _known(self, op: Op, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _constant_result(self, op: Op, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return the result of an op that has no useful gradient."""
         first = args[0] if args else None
         name = _COMPARED.get(name, name)

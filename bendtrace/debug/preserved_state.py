@@ -134,7 +134,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return [made for made in found.values() if isinstance(made, torch.Generator)]
 
 
-class _Held(NamedTuple):
+class _EarlierTensor(NamedTuple):
     """A tensor that existed before the run."""
 
     label: str
@@ -167,7 +167,7 @@ class ModelState:
         self.generators: list[Any] = generators
         self._drawn = [*map(restorer_of, generators)]
         self._variables = dict(os.environ)
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _EarlierTensor] = {}
         self._storages: set[int] = set()
         for environment in self._environments:
             copies = not _WRITING.isdisjoint(environment.names)
@@ -189,7 +189,9 @@ class ModelState:
 
     def _hold(self, label: str, tensor: Tensor, copies: bool) -> None:
         copy = aligned_copy(tensor.detach()) if copies and not tensor.is_meta else None
-        self._held[id(tensor)] = _Held(label, tensor, copy, tensor.detach(), tensor.requires_grad)
+        self._held[id(tensor)] = _EarlierTensor(
+            label, tensor, copy, tensor.detach(), tensor.requires_grad
+        )
         self._storages.add(storage_of(tensor))
 
     @property

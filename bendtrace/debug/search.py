@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from bendtrace.debug.calls import Call
 from bendtrace.debug.distance import (
-    Asked,
     Course,
     Formula,
     Margin,
     Recorded,
+    Truth,
     formula_of,
     latest_ops,
 )
@@ -40,7 +40,7 @@ from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import running_code, user_code
 from bendtrace.record.rank_sync import alone
 from bendtrace.record.run import Signature, record
-from bendtrace.show.outline import Answers, is_standard, sides_seen
+from bendtrace.show.outline import Answers, is_standard, observed_sides
 from bendtrace.show.walks import (
     Choice,
     PathEvents,
@@ -204,10 +204,10 @@ class Domain:
         return allowed[(value.unsqueeze(-1) - allowed).abs().argmin(-1)]
 
     def __repr__(self) -> str:
-        said = [] if self.low is None else [repr(self.low), repr(self.high)]
-        said += [] if self.values is None else [f"values={self.values!r}"]
-        said += [f"sizes={self.sizes!r}"] if self.sizes else []
-        return f"Domain({', '.join(said)})"
+        arguments = [] if self.low is None else [repr(self.low), repr(self.high)]
+        arguments += [] if self.values is None else [f"values={self.values!r}"]
+        arguments += [f"sizes={self.sizes!r}"] if self.sizes else []
+        return f"Domain({', '.join(arguments)})"
 
 
 def _is_number(value: Any) -> bool:
@@ -459,7 +459,7 @@ class _Search:
         self._space, self._subject = space, subject
         self._began = time.perf_counter()
         self._seconds, self._tries, self._runs = seconds, tries, 0
-        functions, taken, self._asked = sides_seen(tree)
+        functions, taken, self._asked = observed_sides(tree)
         subject.functions.update(dict.fromkeys(functions))
         self._taken: dict[Choice, dict[_Turn, set[bool]]] = {}
         for choice, path, iteration, side in taken:
@@ -505,7 +505,7 @@ class _Search:
             best, least = None, float("inf")
             for key, answers in self._reached.items():
                 for answer in (True, False):
-                    if not answers.get(not answer) or self._is_met(key, answer):
+                    if not answers.get(not answer) or self._is_answered(key, answer):
                         continue
                     asked = answers[not answer][0].questions.get(key)
                     is_wanted = asked is None or any(
@@ -555,7 +555,7 @@ class _Search:
                 for side in (True, False):
                     known = self._reached.get((choice, function), {}).get(not side, [])
                     if self._is_missing(choice, side) and len(known) < _BASES:
-                        if run.asked((choice, function)) is not None:
+                        if run.question_of((choice, function)) is not None:
                             answers = self._reached.setdefault((choice, function), {})
                             answers.setdefault(not side, []).append(run)
                         else:
@@ -566,7 +566,7 @@ class _Search:
         spans = choice.if_true if side else choice.if_false
         return bool(spans) and not any(side in s for s in self._taken.get(choice, {}).values())
 
-    def _is_met(self, key: Key, answer: bool) -> bool:
+    def _is_answered(self, key: Key, answer: bool) -> bool:
         """Return whether a question has been answered in some way."""
         if type(key[0]) is Choice:
             return not self._is_missing(key[0], answer)
@@ -622,7 +622,7 @@ class _Search:
         for file, function in self._subject.functions:
             for choice in choices_in(file, function):
                 is_read = choice.kind not in ("and", "or") and choice not in self._asked
-                asked = run.asked((choice, function)) if is_read else None
+                asked = run.question_of((choice, function)) if is_read else None
                 if not isinstance(asked, Formula) or not asked.is_exact or loops_around(choice):
                     continue
                 courses = {side: Course(tape, [(asked, side)]) for side in (True, False)}
@@ -661,9 +661,9 @@ class _Search:
                     else self._space.mutated(run.candidate, other)
                 )  # fmt: skip
                 moved = self._run(made)
-                if self._is_met(key, answer):
+                if self._is_answered(key, answer):
                     return
-                if moved.asked(key) is not None:
+                if moved.question_of(key) is not None:
                     run = moved
                     break
         self._descend(run, key, answer)
@@ -698,7 +698,7 @@ class _Search:
             if least == 0 or since >= 10 or (stuck > 3 and candidate is not run.candidate):
                 since = 0
                 run = self._run(candidate)
-                if self._is_met(key, answer) or run.asked(key) is None:
+                if self._is_answered(key, answer) or run.question_of(key) is None:
                     return
                 course = self._course(run, key, answer)
             elif stuck > 3:
@@ -708,10 +708,10 @@ class _Search:
 
     def _course(self, run: CandidateRun, key: Key, answer: bool) -> Course:
         """Return the way to a question, past those that it depends on."""
-        target = run.asked(key)
+        target = run.question_of(key)
         assert run.recording is not None
         assert target is not None
-        wanted: list[tuple[Asked, bool]] = [(target, answer)]
+        wanted: list[tuple[Truth, bool]] = [(target, answer)]
         for question in run.questions.values():
             if question is target or question.guard.position > max(target.roots) + 1:
                 break
@@ -1076,7 +1076,7 @@ class CandidateRun:
     formulas: dict[Key, Formula | None] = field(default_factory=dict)
     _recorded: Recorded | None = None
 
-    def asked(self, key: Key) -> Question | Formula | None:
+    def question_of(self, key: Key) -> Question | Formula | None:
         """Return a question; None if the run did not come to it."""
         if self.recording is None or type(key[0]) is not Choice:
             return self.questions.get(key)

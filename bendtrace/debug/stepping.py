@@ -15,9 +15,9 @@ from bendtrace.debug.visit import (
     Edit,
     Event,
     Frame,
-    Kept,
     Looks,
     Start,
+    ValueCache,
     Visit,
     cannot,
     require_tensor,
@@ -101,7 +101,7 @@ class SteppedRun:
         self._registry = registry
         self._global_state = GlobalState.current()
         self._start = Start(function, signature.bind(args, kwargs))
-        self._kept = Kept(budget)
+        self._kept = ValueCache(budget)
         self._edits: dict[int, Edit] = {}
         # The changes with which a question had another answer, by its number and that answer.
         self._others: dict[int, dict[str, dict[int, Edit]]] = {}
@@ -406,16 +406,16 @@ class SteppedRun:
 
     def _to_show(self, budget: int) -> dict[str, Any]:
         trace = self.trace
-        now = self._gone_through(copy.copy(self), budget, self.position)
+        now = self._record_looks(copy.copy(self), budget, self.position)
         left = budget - now.looks.size
         sides: dict[int, list[Version]] = {}
         for number, found in self._others.items():
             sides[number] = []
             for edits in found.values():
                 other = copy.copy(self)
-                other._edits, other._kept, other._events = edits, Kept(0), []
+                other._edits, other._kept, other._events = edits, ValueCache(0), []
                 other._recording = None
-                sides[number].append(self._gone_through(other, left, number))
+                sides[number].append(self._record_looks(other, left, number))
                 left -= sides[number][-1].looks.size
         data = step_data(now, trace.flow_steps, sides, budget)
         every = [now, *(side for found in sides.values() for side in found)]
@@ -423,7 +423,7 @@ class SteppedRun:
         return data
 
     @staticmethod
-    def _gone_through(run: SteppedRun, budget: int, centre: int) -> Version:
+    def _record_looks(run: SteppedRun, budget: int, centre: int) -> Version:
         """Look at each position of a copy of the run, which goes through it on its own."""
         looks = Looks(budget, centre)
         visit = run._visit(None, looks=looks)
@@ -519,8 +519,8 @@ class SteppedRun:
                 if op.kind is OpKind.STATE and not self._start.knows(op.target.label)
             ]
             if recording.error is not None:
-                said = f"the run raised {type(recording.error).__name__}"
-                reasons = [reason for reason in reasons if not reason.startswith(said)]
+                prefix = f"the run raised {type(recording.error).__name__}"
+                reasons = [reason for reason in reasons if not reason.startswith(prefix)]
             if reasons:
                 raise cannot("; ".join(reasons))
 
@@ -693,8 +693,8 @@ class _Rows:
                 del row["go"]
                 row.pop("change", None)
             elif before:
-                said = "; ".join(map(str, before))
-                row |= {key: f"{said}; {row[key]}" for key in ("go", "change") if key in row}
+                labels = "; ".join(map(str, before))
+                row |= {key: f"{labels}; {row[key]}" for key in ("go", "change") if key in row}
             found.append(row)
         return found
 
@@ -815,7 +815,7 @@ class Places:
     """Finds the events of a place in a run."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
-        self._known = _Known(function, trace)
+        self._known = _SoleRun(function, trace)
         self._trace = trace
         self._tape = trace._recording.tape
         self._events = events
@@ -939,12 +939,12 @@ class Places:
         name = name_of(place, self._known)
         if name is None:
             raise InputError(f"{place!r} is not a place in a run")
-        meant = resolve_meaning(name, self._known)
-        if meant is None or not meant.places:
+        resolution = resolve_meaning(name, self._known)
+        if resolution is None or not resolution.places:
             near = near_names(name, self._trace._run.naming.listed())
-            said = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-            raise NodePathError(f"this run has no {name!r}{said}", name, tuple(near))
-        return meant.places
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise NodePathError(f"this run has no {name!r}{hint}", name, tuple(near))
+        return resolution.places
 
 
 def _line(place: Any) -> Line | None:
@@ -955,7 +955,7 @@ def _line(place: Any) -> Line | None:
     return Line(*found) if found and found[0].endswith((".py", ">", "]")) else None
 
 
-class _Known:
+class _SoleRun:
     """The known runs of the model, for resolving names: this run alone."""
 
     def __init__(self, model: Callable[..., Any], trace: Trace) -> None:

@@ -132,7 +132,7 @@ class Visit:
     def __init__(
         self,
         start: Start,
-        kept: Kept,
+        kept: ValueCache,
         known: tuple[Sequence[Event], Sequence[Op], Sequence[Guard]],
         edits: Mapping[int, Edit],
         stop: int | None,
@@ -212,7 +212,7 @@ class Visit:
                 self.found[op.index] = self._copies(out, {})
             if self._looks is not None:
                 call_silently(self._looks.gave, (number, out), {})
-            if op.index not in self._kept and _can_be_kept(op, args, kwargs, out, memory):
+            if op.index not in self._kept and _is_storable(op, args, kwargs, out, memory):
                 if random == _random():
                     self._kept.add(op.index, out, taken)
         edit = self._edits.get(number)
@@ -358,7 +358,7 @@ def _frames_of_model(frame: FrameType | None) -> list[FrameType]:
     return own or torchs
 
 
-def _can_be_kept(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:
+def _is_storable(op: Op, args: Any, kwargs: dict[str, Any], out: Any, memory: set[int]) -> bool:
     """Return whether handing over the result of an op is all that the op does."""
     function, name = op.target, table_name(op.target)
     return (
@@ -402,7 +402,7 @@ def require_tensor(value: Any) -> Tensor:
 # Values of a run that later visits need not compute again, within a budget of memory.
 
 
-class Kept:
+class ValueCache:
     """Values by op. Where there are too many, those go that are the quickest to compute again.
 
     Attributes:
@@ -463,7 +463,7 @@ class Kept:
 class Handed(dict[int, Any]):
     """The kept values as a recorder takes them: each is copied when it is asked for."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: ValueCache) -> None:
         super().__init__()
         self._kept = kept
 
@@ -753,17 +753,17 @@ def _object_text(value: Any, kind: type) -> str:
 
 def _tensor(tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    told = f"tensor {tuple(tensor.shape)} {dtype}"
+    text = f"tensor {tuple(tensor.shape)} {dtype}"
     if tensor.device.type != "cpu":
-        told += f" {tensor.device}"
+        text += f" {tensor.device}"
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        return f"{told} {str(tensor.layout).removeprefix('torch.')}"
+        return f"{text} {str(tensor.layout).removeprefix('torch.')}"
     if tensor.is_meta or not tensor.numel():
-        return told
+        return text
     try:
-        return f"{told}: {_values(tensor.detach())}"
+        return f"{text}: {_values(tensor.detach())}"
     except RuntimeError:  # inside a transform, such as torch.vmap, and of dtypes without numbers
-        return f"{told}: its values cannot be read here"
+        return f"{text}: its values cannot be read here"
 
 
 def _values(tensor: Tensor) -> str:

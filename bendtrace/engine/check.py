@@ -28,9 +28,9 @@ from bendtrace.tape.captured import (
     Keys,
     Length,
     TensorFacts,
+    compares_by_identity,
     has_attributes,
     identical,
-    is_told_by_identity,
     read_of,
     same_keys,
     slot_of,
@@ -62,7 +62,7 @@ class CheckWriter:
         self._analysis = analysis
         self._ignored = ignored
         self._questions = GuardCode(recording, analysis)
-        self._settled = GuardClasses(recording, analysis, self._questions.marked, ignored)
+        self._classes = GuardClasses(recording, analysis, self._questions.marked, ignored)
         self._sameness = AliasGuards(recording, self._questions, ignored, ties)
         environment = recording.environment
         walked = [part for part in environment.parts if part.access is Access.FIXED]
@@ -71,7 +71,7 @@ class CheckWriter:
         hooks = list(zip(environment.hook_dicts, environment.hooks, strict=True))
         self._hooked = [(table, items) for table, items in hooks if items]
         self._unhooked = [table for table, items in hooks if not items]
-        self._empty = [part.value for part in self._settled.counted if not part.size]
+        self._empty = [part.value for part in self._classes.counted if not part.size]
         self._empty += self._unhooked
         self._codes = [
             function
@@ -82,7 +82,7 @@ class CheckWriter:
             environment.watched_objects and not environment.leaves_watched_objects
         )
         self._end_of_model = 0  # of the words that are versions of the model's own dicts
-        self._words = self._found_words()
+        self._words = self._word_reader()
 
     @property
     def checks(self) -> list[Check]:
@@ -96,14 +96,14 @@ class CheckWriter:
             version=version_of, chain=chain.from_iterable, getitem=operator.getitem,
             is_=operator.is_,
         )  # fmt: skip
-        self._sameness.write_held(source)
-        self._write_comparison(source, "model", self._settled.of_model)
-        self._write_comparison(source, "spaces", self._settled.of_spaces)
+        self._sameness.write_distinct(source)
+        self._write_comparison(source, "model", self._classes.of_model)
+        self._write_comparison(source, "spaces", self._classes.of_spaces)
         self._write_function(source, "look()", self._in_tables(CaptureKind.TENSOR))
-        self._write_function(source, "in_classes()", self._settled.in_classes)
-        self._write_function(source, "in_spaces()", self._settled.simple)
+        self._write_function(source, "in_classes()", self._classes.in_classes)
+        self._write_function(source, "in_spaces()", self._classes.simple)
         source.begin("measure()")
-        for part in (*self._settled.counted, *self._settled.hollow):
+        for part in (*self._classes.counted, *self._classes.hollow):
             self._questions.ask(source, part)
         if self._unhooked:
             source.names["unhooked"] = self._unhooked
@@ -123,7 +123,7 @@ class CheckWriter:
             self._ask_for_words(source, self._words)
         else:
             self._ask_for_model(source)
-        if self._settled.of_spaces:
+        if self._classes.of_spaces:
             self._ask_for_versions(source, "spaces", "map(version, spaces_dicts)")
         self._ask_for_contents(source)
         self._ask_for_each(source)
@@ -138,17 +138,17 @@ class CheckWriter:
         source.line("return None")
         return source
 
-    def _found_words(self) -> Reader | None:
+    def _word_reader(self) -> Reader | None:
         """Return a reader of the memory words for all that `ask` checks; None if some have none."""
-        environment, settled = self._recording.environment, self._settled
+        environment, classes = self._recording.environment, self._classes
         places = offsets()
         if places is None:
             return None
         words = Words(places)
         try:
-            for part, _ in settled.of_model:
+            for part, _ in classes.of_model:
                 words.add_version(part.value)
-                if (module := settled.module_of.get(id(part.value))) is not None:
+                if (module := classes.module_of.get(id(part.value))) is not None:
                     words.add_attributes(module.value, part.value)
             self._end_of_model = words.end_of_versions
             for table in self._empty:
@@ -158,12 +158,12 @@ class CheckWriter:
                     words.add_class(part.value, part.type)
             for namespace, _ in environment.namespaces.values():
                 words.add_version(namespace)
-            for part in settled.in_classes:
+            for part in classes.in_classes:
                 if part.parent is not None:
                     words.add_version(part.parent.value)
             for function in self._codes:
                 words.add_written(function)
-            for part in settled.in_cells:
+            for part in classes.in_cells:
                 if part.parent is not None:
                     words.add_content(part.parent.value, part.value)
             if self._asks_for_world:
@@ -194,8 +194,8 @@ class CheckWriter:
         source.line("else:")
         source.line("    number = ask(A)")
         source.line("    if number is not None: return number")
-        if self._settled.tables:
-            tables = [table.value for table in self._settled.tables]
+        if self._classes.tables:
+            tables = [table.value for table in self._classes.tables]
             kinds = [part.type for part in self._in_tables()]
             source.names["entries"] = Entries(tables, kinds, self._ranks())
             source.line("    entries.read()")
@@ -210,8 +210,8 @@ class CheckWriter:
         self._ask_for_classes(source)
         self._ask_for_namespaces(source)
         self._ask_for_code(source)
-        self._ask_for_simple(source, "in_classes", self._settled.in_classes)
-        for part in self._settled.in_cells:
+        self._ask_for_simple(source, "in_classes", self._classes.in_classes)
+        for part in self._classes.in_cells:
             self._questions.ask(source, part)
 
     def _ask_for_attributes(self, source: Source) -> None:
@@ -229,12 +229,12 @@ class CheckWriter:
 
     def _ask_for_contents(self, source: Source) -> None:
         """Check together everything within reach that no word shows."""
-        settled = self._settled
-        if settled.hollow:
-            hosts = [part.parent.value for part in settled.hollow if part.parent is not None]
-            source.names.update(hosts=hosts, hollow=[part.key for part in settled.hollow])
+        classes = self._classes
+        if classes.hollow:
+            hosts = [part.parent.value for part in classes.hollow if part.parent is not None]
+            source.names.update(hosts=hosts, hollow=[part.key for part in classes.hollow])
             self._ask_in_doubt(source, "any(map(getitem, hosts, hollow))", "measure()")
-        full = [part for part in settled.counted if part.size]
+        full = [part for part in classes.counted if part.size]
         if full:
             lengths = [part.size.number for part in full if isinstance(part.size, Length)]
             source.names.update(mappings=[part.value for part in full], lengths=lengths)
@@ -242,12 +242,12 @@ class CheckWriter:
         for part in full:
             self._ask_for_order(source, part)
         self._ask_for_missing(source)
-        self._ask_for_simple(source, "in_spaces", settled.simple)
-        if settled.tables and self._words is not None:
+        self._ask_for_simple(source, "in_spaces", classes.simple)
+        if classes.tables and self._words is not None:
             self._ask_in_doubt(source, "not entries.are_same()", "look()")
-        elif settled.tables:
+        elif classes.tables:
             source.names.update(
-                tables=[dict.values(table.value) for table in settled.tables],
+                tables=[dict.values(table.value) for table in classes.tables],
                 kinds=[part.type for part in self._in_tables()],
             )
             self._ask_in_doubt(source, "list(map(type, chain(tables))) != kinds", "look()")
@@ -353,7 +353,7 @@ class CheckWriter:
 
     def _ask_for_order(self, source: Source, part: Captured) -> None:
         """Check the order of a dict's entries, since forward may iterate over them."""
-        children = self._settled.children.get(part.index, ())
+        children = self._classes.children.get(part.index, ())
         if len(children) < 2 and not any(type(child.key) is not str for child in children):
             return
         moved = self._questions.note(f"what {part.label} has is in another order")
@@ -367,7 +367,7 @@ class CheckWriter:
 
     def _ask_for_each(self, source: Source) -> None:
         """Ask of what is left, one by one."""
-        covered = self._settled.covered()
+        covered = self._classes.covered()
         for part in self._recording.environment.parts:
             first = part.value if part.kind is CaptureKind.ALIAS else part
             if id(part) not in covered and self._ignored.isdisjoint((part, first)):
@@ -383,7 +383,7 @@ class CheckWriter:
     def _ask_for_caches(self, source: Source) -> None:
         environment = self._recording.environment
         if environment.read_caches:
-            source.names.update(cached=environment.read_caches, all_kept=_all_kept)
+            source.names.update(cached=environment.read_caches, all_kept=_are_cached)
             cleared = self._questions.note(
                 "a cache does not hold any more what the run took from it"
             )
@@ -432,8 +432,8 @@ class CheckWriter:
 
     def _in_tables(self, *kinds: CaptureKind) -> list[Captured]:
         """Return what is in the tables of parameters and buffers, of some kinds or of all."""
-        children = self._settled.children
-        inside = [part for table in self._settled.tables for part in children[table.index]]
+        children = self._classes.children
+        inside = [part for table in self._classes.tables for part in children[table.index]]
         return [part for part in inside if not kinds or part.kind in kinds]
 
     def _write_function(self, source: Source, head: str, parts: list[Captured]) -> None:
@@ -447,8 +447,8 @@ class CheckWriter:
         self, source: Source, name: str, versioned: list[tuple[Captured, list[Captured]]]
     ) -> None:
         """Write what is asked of dicts that were written to since they were asked last."""
-        settled, questions = self._settled, self._questions
-        found = (settled.module_of.get(id(part.value)) for part, _ in versioned)
+        classes, questions = self._classes, self._questions
+        found = (classes.module_of.get(id(part.value)) for part, _ in versioned)
         owners = [part.value for part in found if part is not None]  # they come first
         source.names.update({
             f"{name}_seen": [[None] * len(versioned)], f"{name}_owners": owners,
@@ -456,7 +456,7 @@ class CheckWriter:
             "attributes": operator.attrgetter("__dict__"),  # takes less time than `vars`
         })  # fmt: skip
         hollow: dict[int, list[Captured]] = {}
-        for part in settled.hollow:
+        for part in classes.hollow:
             if part.parent is not None:
                 hollow.setdefault(part.parent.index, []).append(part)
         source.begin(f"{name}(now, A)")
@@ -469,8 +469,8 @@ class CheckWriter:
                 questions.ask(source, holder)
                 self._ask_for_order(source, holder)
                 self._ask_for_tables(source, holder)
-                if holder in settled.tables:
-                    keys = source.bound({part.key for part in settled.children[holder.index]})
+                if holder in classes.tables:
+                    keys = source.bound({part.key for part in classes.children[holder.index]})
                     lost = questions.note(f"{holder.label} has gained or lost attributes", holder)
                     source.line(f"if {source.part(holder)}.keys() != {keys}: return {lost}")
             for part in parts:
@@ -484,7 +484,7 @@ class CheckWriter:
 
     def _ask_for_tables(self, source: Source, part: Captured) -> None:
         """Ask whether a module has the very dicts that were walked."""
-        module = self._settled.module_of.get(id(part.value))
+        module = self._classes.module_of.get(id(part.value))
         if module is None:
             return
         tables = tuple(item for item in part.value.items() if id(item[1]) in self._known)
@@ -527,7 +527,7 @@ def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def _all_kept(cached: list[tuple[Any, Any]]) -> bool:
+def _are_cached(cached: list[tuple[Any, Any]]) -> bool:
     return all(any(kept is tensor for kept in cached_results(cache)) for cache, tensor in cached)
 
 
@@ -971,7 +971,7 @@ class AliasGuards:
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
 
-    def write_held(self, source: Source) -> None:
+    def write_distinct(self, source: Source) -> None:
         """Write `distinct(A)`: whether the things that the model holds are still as many.
 
         Tied ones are known as such. That others have become one and the same is asked when a dict
@@ -1041,7 +1041,7 @@ class AliasGuards:
             part
             for part in given
             if part.kind is CaptureKind.OBJECT
-            and (environment.compares_identity or is_told_by_identity(part.type))
+            and (environment.compares_identity or compares_by_identity(part.type))
         ]
         what = "an argument is now what the model holds itself"
         if objects:

@@ -27,7 +27,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
-from bendtrace.tape.structure import Instance, Made, existing_in
+from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
 from bendtrace.watch.direct_calls import ENTRIES, Call, cheapest, plain_values
 
@@ -297,7 +297,7 @@ class RunWriter:
         source, direct = self.source, self._direct.get(op.index)
         call = source.call(op) if direct is None else source.direct(direct)
         statement = call if gives_nothing(op) else f"v{op.index} = {call}"
-        if op.index not in self.schedule.tried:
+        if op.index not in self.schedule.catchable:
             source.line(statement, op.index)
             return
         raised = source.bound(functools.partial(describe_raised, op))
@@ -329,7 +329,7 @@ def _repeats_in(value: Any) -> frozenset[int]:
     def count(item: Any) -> None:
         if isinstance(item, (tuple, list, dict)):
             counts[id(item)] += 1
-        if isinstance(item, (Instance, Made)):
+        if isinstance(item, (Instance, Construction)):
             item = list(item.inside())
         for inner in _items_of(item):
             count(inner)
@@ -438,13 +438,13 @@ class SegmentWriter(RunWriter):
     def _departure(self, number: int, guard: Guard, answer: str) -> str:
         """Return an expression for how a segment is left; for a condition, created in advance."""
 
-        def made(value: bool) -> str:
+        def constant(value: bool) -> str:
             name = f"leave_{number}_{value}".lower()
             self.source.names[name] = Departure(number, value, {})
             return name
 
         if answer in ("True", "False"):
-            return made(answer == "True")
+            return constant(answer == "True")
         if isinstance(guard, TruthGuard):
-            return f"{made(True)} if v{guard.index} else {made(False)}"
+            return f"{constant(True)} if v{guard.index} else {constant(False)}"
         return f"Departure({number}, {answer}, {{}})"

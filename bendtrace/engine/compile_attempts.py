@@ -239,13 +239,13 @@ class Failed:
         inner = getattr(error, "inner_exception", None) or error
         lines = str(inner).strip().splitlines()
         why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
-        said = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
-        self.reason: str = f"{type(inner).__name__}: {said}"
+        message = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
+        self.reason: str = f"{type(inner).__name__}: {message}"
         self.advice: str = ""
-        if "data-dependent expression" in said:
+        if "data-dependent expression" in message:
             self.reason = "torch.compile would have to know a number that depends on values"
             self.advice = _ADVICE
-        elif said.startswith("Runtime assertion failed"):
+        elif message.startswith("Runtime assertion failed"):
             self.reason = "sizes that depend on values differ in a way that torch.compile rules out"
         elif why and "fake tensor" in lines[0]:
             self.reason = f"torch.compile has no rule for one of its ops, and raises {why[0]}"
@@ -525,11 +525,13 @@ def _hook(needed: dict[int, set[int]]) -> Callable[..., Any]:
     def without_zeros(gradients: Sequence[Any], given: Sequence[Any]) -> Any:
         if not any(given[number] is None for number in needed):
             return None
-        there: set[int] = set()
+        nonzero: set[int] = set()
         for number, slots in needed.items():
             if given[number] is not None:
-                there |= slots
-        return tuple(gradient if slot in there else None for slot, gradient in enumerate(gradients))
+                nonzero |= slots
+        return tuple(
+            gradient if slot in nonzero else None for slot, gradient in enumerate(gradients)
+        )
 
     return without_zeros
 

@@ -28,10 +28,10 @@ from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch, current_context
 from bendtrace.tape.structure import (
+    Construction,
     Existing,
     Fixed,
     Instance,
-    Made,
     Opaque,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, is_handled
@@ -168,7 +168,7 @@ class _Probe:
     def _carry_out(self, op: Op, switch: ContextSwitch, mode: _Watch) -> None:
         if op.kind is OpKind.CALL:
             switch.to(op.context)
-        args, kwargs = self._given(op.args), self._given(op.kwargs)
+        args, kwargs = self._actual(op.args), self._actual(op.kwargs)
         mode.dynamic = False
         splice = self._splices.get(op.index)
         if splice is not None:
@@ -212,19 +212,19 @@ class _Probe:
                 raise Refusal("gradients may be asked for of what an insertion keeps")
             if type(values[slot]) not in _PLAIN:
                 raise Refusal("what is inserted makes something else of a tensor")
-        return splice.given(values)
+        return splice.gate_result(values)
 
-    def _given(self, value: Any) -> Any:
+    def _actual(self, value: Any) -> Any:
         if isinstance(value, Ref):
             return self._values[value.index]
         if isinstance(value, Instance):  # a tuple of some kind: see `eligible`
-            return tuple(map(self._given, value.items))
+            return tuple(map(self._actual, value.items))
         if isinstance(value, (tuple, list)):
-            return type(value)(map(self._given, value))
+            return type(value)(map(self._actual, value))
         if isinstance(value, dict):
-            return {key: self._given(item) for key, item in value.items()}
+            return {key: self._actual(item) for key, item in value.items()}
         if isinstance(value, slice):
-            return slice(*map(self._given, (value.start, value.stop, value.step)))
+            return slice(*map(self._actual, (value.start, value.stop, value.step)))
         return value
 
     def _note(self, index: int, value: Tensor) -> None:
@@ -683,7 +683,7 @@ def _objects_in(value: Any) -> Iterable[Any]:
         yield from _objects_in(value.items)
     elif isinstance(value, Array):
         yield "an array of numpy"
-    elif isinstance(value, (Existing, Fixed, Instance, Made, Opaque)):
+    elif isinstance(value, (Existing, Fixed, Instance, Construction, Opaque)):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:

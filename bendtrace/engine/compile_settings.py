@@ -159,10 +159,13 @@ def settings_of(
 def _check(settings: Settings, given: dict[str, Any]) -> Settings:
     if settings.dynamic not in _DYNAMIC:
         raise InputError(f"dynamic has to be True, False or None, not {settings.dynamic!r}")
-    for name, least, said in ("max_paths", 1, "positive"), ("max_segments", 0, "non-negative"):
+    for name, least, requirement in (
+        ("max_paths", 1, "positive"),
+        ("max_segments", 0, "non-negative"),
+    ):
         most = getattr(settings, name)
         if type(most) is not int or most < least:
-            raise InputError(f"{name} has to be a {said} int, not {most!r}")
+            raise InputError(f"{name} has to be a {requirement} int, not {most!r}")
     for name in ("drop_slower", "cuda_graphs"):
         if type(given.get(name, True)) is not bool:
             raise InputError(f"{name} has to be True or False, not {given[name]!r}")
@@ -256,7 +259,7 @@ class Artefacts:
         code = hashlib.sha256(text.encode()).hexdigest()
         name = f"path-{hashlib.sha256(f'{code}{self._facts}'.encode()).hexdigest()[:16]}"
         with _one_at_a_time, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-            known = self._taken(name, code, own)
+            known = self._copy_entry(name, code, own)
             with _inductor_in(own, is_new=known is None):
                 yield
             found = _files_in(own)
@@ -268,7 +271,7 @@ class Artefacts:
         while self._unusable:
             warnings.warn(CompileWarning(self._unusable.pop(0)), stacklevel=users_level())
 
-    def _taken(self, name: str, code: str, own: str) -> set[str] | None:
+    def _copy_entry(self, name: str, code: str, own: str) -> set[str] | None:
         """Copy an entry; return the names of its files, or None if no entry is complete."""
         entry = os.path.join(self.directory, name)
         if not os.path.lexists(entry):
@@ -292,9 +295,11 @@ class Artefacts:
         except (LoadError, OSError, KeyError, AttributeError) as error:
             for item in os.listdir(own):
                 shutil.rmtree(os.path.join(own, item), ignore_errors=True)
-            said = str(error).strip("'\"")
-            self.notes.append(f"{name}: compiled again, since what was kept cannot be used: {said}")
-            self._unusable.append(f"what was kept in {entry} is not used, and made anew: {said}")
+            cause = str(error).strip("'\"")
+            self.notes.append(
+                f"{name}: compiled again, since what was kept cannot be used: {cause}"
+            )
+            self._unusable.append(f"what was kept in {entry} is not used, and made anew: {cause}")
             return None
         self.notes.append(f"{name}: taken from {self.directory}")
         return set(files)

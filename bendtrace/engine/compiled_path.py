@@ -52,7 +52,7 @@ from bendtrace.watch.host_io import environ
 from bendtrace.watch.writes import storage_of
 
 # The path that a call took, and the key of its splices.
-Taken = tuple[Stretch | None, Hashable]
+PathKey = tuple[Stretch | None, Hashable]
 
 _WINDOW = 16
 _STEADY = 2  # calls in which an insertion has changed its value, and is taken to go on so
@@ -143,7 +143,7 @@ class CompiledPath(CompiledFunction):
         self.lacked_by: Spliced | None = None
         self.state = State.REFUSED
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
-        self.window: deque[Taken] = deque(maxlen=_WINDOW)
+        self.window: deque[PathKey] = deque(maxlen=_WINDOW)
         self._admitting = home
         self._entry = home.global_state.context
         self._sizes: dict[Any, bool] = {}
@@ -250,7 +250,7 @@ class CompiledPath(CompiledFunction):
             gathered_now = self._gather(arguments)
             self._sizes = {self._sizes_of(gathered_now): True} if self._needs_sizes else {}
             try:
-                with _capturing(self._is_dynamic), self.settings.keeping(self._said()):
+                with _capturing(self._is_dynamic), self.settings.keeping(self._cache_key()):
                     first = self.attempt(arguments, spliced, raises=True)
                 break
             except Refusal:
@@ -266,7 +266,7 @@ class CompiledPath(CompiledFunction):
         self.recent.clear()
         self.failures = 0
 
-    def _said(self) -> str:
+    def _cache_key(self) -> str:
         """Return the source, with the metadata of its inputs."""
         metas = [op.meta for op in self.recording.tape.ops if op.is_given]
         return f"{self.text}{metas}"
@@ -278,9 +278,9 @@ class CompiledPath(CompiledFunction):
         """
         guards = self.recording.tape.guards
         compared = {guard.index for guard in guards if isinstance(guard, SameGuard)}
-        told_apart = {guard.index for guard in guards if isinstance(guard, OtherGuard)}
+        distinct = {guard.index for guard in guards if isinstance(guard, OtherGuard)}
         findings = self._findings
-        matters = told_apart | (compared if findings.writes else compared & set(leaves))
+        matters = distinct | (compared if findings.writes else compared & set(leaves))
         for index in matters & findings.dynamic:
             if name_of(self.recording.tape.ops[index].target) not in _BY_TYPE:
                 raise Refusal("whether a tensor is copied depends on a size that depends on values")
@@ -356,7 +356,7 @@ class CompiledPath(CompiledFunction):
         if result.graph not in self._confirmed:
             known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
             known = list({id(item): item for item in known}.values())
-            return Unchecked(output, result, known, self._both_kept(given, made))
+            return Unchecked(output, result, known, self._observed_values(given, made))
         self.hits += 1
         self.recent.append(True)
         if spliced is None:
@@ -387,7 +387,7 @@ class CompiledPath(CompiledFunction):
             and not (made[slot].is_inference() or made[slot].is_conj() or made[slot].is_neg())
         )
 
-    def _both_kept(self, given: Sequence[Any], made: Sequence[Tensor]) -> tuple[Any, Any]:
+    def _observed_values(self, given: Sequence[Any], made: Sequence[Tensor]) -> tuple[Any, Any]:
         """Return the observed values, and the same values computed without a compiler."""
         if len(made) == self._leaves:
             return (), ()
@@ -710,7 +710,7 @@ class Straight(Expressions):
             if next(self._functions) not in self._silent:
                 flag = self._new(f"{self.constant(differs)}({before}, {values[slot]})")
                 self._changed.append(flag)
-        result = splice.given(values)
+        result = splice.gate_result(values)
         items = (
             [item if type(item) is str else repr(item) for item in result]
             if type(result) is tuple

@@ -518,7 +518,7 @@ class Dispatcher:
         self.stats.traces += 1
         self.stats.live += program.live_only
         self._mismatch = mismatch
-        return self._kept(recording, program)
+        return self._remember(recording, program)
 
     def _passes(self, recording: Recording) -> bool:
         """Return whether a run could not be repeated, although later ones may; note why."""
@@ -545,7 +545,7 @@ class Dispatcher:
         if leaves is not None:
             before, now = live.recording, recording.tape.guards[leaves[0]].answer
             self._mismatch = functools.partial(explain.explain_guard, before, leaves[0], now)
-        return self._kept(recording, program)
+        return self._remember(recording, program)
 
     def _record_lifted(self, call: _Call, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
@@ -559,7 +559,7 @@ class Dispatcher:
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
         call.tree.lift(program, recording, lifting)
-        return self._kept(recording, program)
+        return self._remember(recording, program)
 
     def _traced(
         self,
@@ -610,7 +610,7 @@ class Dispatcher:
             self._mismatch = self._mismatch()
         return self._mismatch
 
-    def _kept(self, recording: Recording, program: Program) -> Any:
+    def _remember(self, recording: Recording, program: Program) -> Any:
         """Remember a run as the latest, but not its output, which is only the caller's."""
         output, recording.result = recording.result, None
         self.latest_run = recording
@@ -649,7 +649,7 @@ class Dispatcher:
         self.stats.traces += 1
         self.stats.live += bool(recording.tape.blockers)
         call.tree.grow(program, recording, divergence)
-        return self._kept(recording, program)
+        return self._remember(recording, program)
 
 
 def _reason_of_mode(mode: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.growing import know_states, unread_in
-from bendtrace.engine.schedule import Schedule, Unlinked, same_as_given
+from bendtrace.engine.schedule import Schedule, Unlinked, returned_inputs
 from bendtrace.engine.source import Code, Splice
 from bendtrace.engine.stretches import Exit, Node, Piece, Trip
 from bendtrace.errors import NondeterminismError
@@ -396,8 +396,8 @@ def _are_alike(one: Any, other: Any, ours: Names, theirs: Names) -> bool:
     if kind is not type(other):
         return False
     if kind is Ref:
-        name = ours.known(one.index)
-        return name is not None and name == theirs.known(other.index)
+        name = ours.short_name_of(one.index)
+        return name is not None and name == theirs.short_name_of(other.index)
     if kind is tuple or kind is list:
         return len(one) == len(other) and all(
             _are_alike(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
@@ -448,7 +448,7 @@ class Names:
         start = tape.guards[after].position if after >= 0 else 0
         self._names: dict[int, Any] = {
             index: tape.ops[given].target.named
-            for index, given in same_as_given(tape, after).items()
+            for index, given in returned_inputs(tape, after).items()
         }
         self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
         following = (tape.ops[index] for index in range(start, len(tape.ops)))
@@ -463,7 +463,7 @@ class Names:
         """Return the arguments of an op, in these names, as text."""
         return repr(map_refs((op.args, op.kwargs), lambda ref: self.name(ref.index)))
 
-    def known(self, index: int) -> Any:
+    def short_name_of(self, index: int) -> Any:
         """Return the name of a value if it is a short one; None for others."""
         name = self._names.get(index)
         if name is None and (op := self._ops[index]).is_given:

@@ -284,8 +284,8 @@ def _state_after(tape: Tape, number: int) -> State:
         (guard.name, type(guard.answer).__name__, str(guard.answer))
         for guard in tape.guards[max(before, 0) : number]
     ]
-    said = repr((known.key, between, tape.guards[number].name)).encode("utf-8", "replace")
-    key = hashlib.blake2b(said, digest_size=20).digest()
+    content = repr((known.key, between, tape.guards[number].name)).encode("utf-8", "replace")
+    key = hashlib.blake2b(content, digest_size=20).digest()
     return State(key, known.holes + computed, known.kept)
 
 

@@ -445,7 +445,7 @@ class Program:
                 if side.target is not None:
                     waiting.append((side.target, stretch))
 
-    def taken(self, finished: Finished) -> Stretch | None:
+    def path_end(self, finished: Finished) -> Stretch | None:
         """Return the end of the run that a replay followed throughout.
 
         It is None if a replay has gone along parts that no single run combined in this way.

@@ -153,7 +153,7 @@ class Schedule:
             available=() if is_first else tape.states[after].holes,
             held={n: tape.states[n].holes for n in guards if n in tape.states},
             growths=growths,
-            same=same_as_given(tape, after),
+            same=returned_inputs(tape, after),
             splices=(splice for splice in splices if splice.lies_in(after, stop)),
             blocks=[
                 block
@@ -211,10 +211,10 @@ class Schedule:
             for splice in spliced
             if block.begin < (position, splice.guards) <= block.end
         ]
-        return Portion([op for op in ops if op is not None], passages, self.tried, write)
+        return Portion([op for op in ops if op is not None], passages, self.catchable, write)
 
     @cached_property
-    def tried(self) -> frozenset[int]:
+    def catchable(self) -> frozenset[int]:
         """The ops whose errors the model might go on after."""
         guards = (guard for listed in self.guards.values() for _, guard in listed)
         return frozenset(guard.index for guard in guards if isinstance(guard, ErrorGuard))
@@ -322,7 +322,7 @@ class Schedule:
             yield from self._parts_of(operand)
 
 
-def same_as_given(tape: Tape, last: int) -> dict[int, int]:
+def returned_inputs(tape: Tape, last: int) -> dict[int, int]:
     """Return the ops that gave back an argument or state before a given guard, with that.
 
     A state knows such a tensor as what it was before the run, and by no op.

@@ -31,10 +31,10 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.contexts import Context, ContextSwitch, forget_casts
 from bendtrace.tape.guards import kind_of
 from bendtrace.tape.structure import (
+    Construction,
     Existing,
     Fixed,
     Instance,
-    Made,
     build,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
@@ -205,8 +205,8 @@ class Source:
             return self.part(value.part)
         if kind is Instance:
             return self._instance(value)
-        if kind is Made:
-            return self._made(value)
+        if kind is Construction:
+            return self._construction(value)
         if kind is Fixed:
             return self.bound(value.value)
         if kind is Array:
@@ -241,7 +241,7 @@ class Source:
                 self.line(f"{name}.flags.writeable = False")
         return name
 
-    def _made(self, made: Made) -> str:
+    def _construction(self, made: Construction) -> str:
         name = self._built.get(id(made))
         if name is None:
             args = ", ".join(map(self.value, made.args))

@@ -23,7 +23,7 @@ from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.compile_attempts import CompiledFunction, Failed, Quiet, Result, State, now
 from bendtrace.engine.compile_probing import why_not_op, why_not_under
 from bendtrace.engine.compile_settings import Settings
-from bendtrace.engine.compiled_path import FAILED, CompiledPath, Served, Taken, Unchecked
+from bendtrace.engine.compiled_path import FAILED, CompiledPath, PathKey, Served, Unchecked
 from bendtrace.engine.expressions import Expressions
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed
@@ -94,11 +94,11 @@ class Speculation:
         self.settings = settings
         self._lock = threading.Lock()
         self._warned = False
-        self._paths: dict[Taken, CompiledPath] = {}
+        self._paths: dict[PathKey, CompiledPath] = {}
         # Exchanged, never changed, so that threads can read them without the lock.
         self._leaders: dict[_Calls, tuple[CompiledPath, ...]] = {}
         # Programs come and go with the paths that the trace tree keeps.
-        self._windows: WeakKeyDictionary[Program, deque[Taken]] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[Program, deque[PathKey]] = WeakKeyDictionary()
         self._segments = CompiledSegments(settings)
         self._calls = 0  # that were no path
 
@@ -181,7 +181,7 @@ class Speculation:
             finished: how it ended.
             arguments: the arguments.
         """
-        stretch, inserted = program.taken(finished), guess.inserted
+        stretch, inserted = program.path_end(finished), guess.inserted
         calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
         path = guess.path
@@ -231,7 +231,7 @@ class Speculation:
             () if artefacts is None else tuple(artefacts.notes), self._segments.reason,
         )  # fmt: skip
 
-    def _is_refused(self, took: Taken) -> bool:
+    def _is_refused(self, took: PathKey) -> bool:
         known = self._paths.get(took)
         return known is not None and known.state is State.REFUSED
 
@@ -249,7 +249,7 @@ class Speculation:
                     for body in filter(lambda body: body.is_unusable, bodies):
                         self._warn(body.reason)
 
-    def _window(self, program: Program) -> deque[Taken]:
+    def _window(self, program: Program) -> deque[PathKey]:
         window = self._windows.get(program)
         if window is None:
             window = self._windows.setdefault(program, deque(maxlen=_WINDOW))
@@ -262,7 +262,7 @@ class Speculation:
         self,
         calls: _Calls,
         program: Program,
-        took: Taken,
+        took: PathKey,
         spliced: Spliced | str | None,
         finished: Finished,
         arguments: tuple[Any, ...],
@@ -721,7 +721,7 @@ class CompiledWriter(SegmentWriter):
                 ops.pop()
             if not ops or not _gives_tensors(ops[0]):
                 return None
-            again = self._asked_again(ops)
+            again = self._later_sizes(ops)
             later = {op.index for op in ops if self._is_used_after(op.index, ops)}
             later.update(index for op in again for index in op.operands)
             # Several tensors in a tuple are taken apart within a body, or made outside.
@@ -774,7 +774,7 @@ class CompiledWriter(SegmentWriter):
     def _is_used_after(self, index: int, ops: list[Op]) -> bool:
         return self.schedule.last_use.get(index, -1) > 2 * ops[-1].index + 1
 
-    def _asked_again(self, ops: list[Op]) -> list[Op]:
+    def _later_sizes(self, ops: list[Op]) -> list[Op]:
         """Return the reads of sizes that are used both in a body and after it."""
         found: list[Op] = []
         wanted: set[int] = set()

@@ -58,7 +58,7 @@ class Splice:
         """The other tensors that the functions of all steps need."""
         return tuple(tensor for step in self.steps for tensor in step.tensors)
 
-    def given(self, values: Sequence[Any]) -> Any:
+    def gate_result(self, values: Sequence[Any]) -> Any:
         """Return the result of the gate for the final values."""
         given = [values[slot] for slot in self.exchanged]
         if self.in_place is not None:

@@ -314,7 +314,7 @@ class Suffix:
                 (op.raised is not None or is_handled(op.scope, op.site))
                 and op.kind is OpKind.CALL
                 and op.index not in self.needed
-                and not self._is_settled(op.scope)
+                and not self._is_decided(op.scope)
                 and (not self._lacking[op.index] or op.index >= self._begin)
             ):
                 self._need(op.index, 0, None, -1)
@@ -335,7 +335,7 @@ class Suffix:
             return False
         if guard.index in self.needed or guard.index in self.available:
             return True
-        if self._is_settled(scope):
+        if self._is_decided(scope):
             return False
         # What cannot be asked any more is taken to have come out as it did, before the rest.
         return not self._lacks(guard.index, position, scope) or position >= self._begin
@@ -345,7 +345,7 @@ class Suffix:
         guards = self.recording.tape.guards
         return {id(g): kind for g, kind in zip(guards, self._analysis.kinds, strict=True)}
 
-    def _is_settled(self, scope: ModuleCall) -> bool:
+    def _is_decided(self, scope: ModuleCall) -> bool:
         """Return whether the decisions there are over, and can only have led to known values."""
         for call in self._around(scope):
             if (

@@ -41,7 +41,7 @@ from bendtrace.watch.functions import name_of
 # Calls in a row without a change after which a value is taken to change no more. Of those that
 # come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
 # value which comes round again does not look the same.
-_SETTLED, _WAITED = 16, 4
+_STABLE, _WAITED = 16, 4
 # How often calls are live before they are recorded again: each power of 2 up to the first number,
 # then not the next one, and at the latest after the second number.
 _OFTEN, _RARELY = 16, 2048
@@ -117,7 +117,7 @@ class TraceTree:
         self._indices: dict[tuple[str, ...], ProgramIndex] = {}
         # What was another one when a program, or a value, did not fit any more.
         self._outdated: dict[tuple[tuple[str, ...], str], set[Any]] = {}
-        self._settled: Counter[tuple[str, ...]] = Counter()  # how often that did not last
+        self._relapses: Counter[tuple[str, ...]] = Counter()  # how often that did not last
         self._ties = False  # whether a call was given what the model holds
         self._inputs: frozenset[str] = frozenset()  # the numbers and containers that are inputs
         self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
@@ -442,10 +442,10 @@ class TraceTree:
             program.latest, program.same = now, 0
             return False
         program.same += _WAITED if has_waited else 1
-        if program.same < _SETTLED << min(self._settled[names], _MOST_WHILES):
+        if program.same < _STABLE << min(self._relapses[names], _MOST_WHILES):
             return False
         with self._lock:
-            self._settled[names] += 1
+            self._relapses[names] += 1
             listed = self._programs.get(names, ())
             self._drop(names, *(program for program in listed if program.ignored))
             for key in [key for key in self._outdated if key[0] == names]:
@@ -557,7 +557,7 @@ class TraceTree:
         while isinstance(result, Divergence) and not result.known_live:
             if splicer is not None and result.held is None:
                 break  # nothing may be done again
-            known = self._known_elsewhere(names, program, result, arguments)
+            known = self._find_elsewhere(names, program, result, arguments)
             if known is None:
                 break
             with self._lock:
@@ -571,7 +571,7 @@ class TraceTree:
             self._keep_to_limit()
         return result
 
-    def _known_elsewhere(
+    def _find_elsewhere(
         self, names: tuple[str, ...], program: Program, divergence: Divergence,
         arguments: tuple[Any, ...],
     ) -> Recording | None:  # fmt: skip

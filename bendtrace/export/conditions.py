@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export.graph_signature import InputKind
 
 from bendtrace.errors import ExportError
-from bendtrace.export.machine import DTYPES, told
+from bendtrace.export.machine import DTYPES, cite
 from bendtrace.log.capture import lazily_copied
 from bendtrace.python.internals import pytree
 from bendtrace.python.usage import compares_identity as asks
@@ -169,7 +169,7 @@ def fact_of(op: Op) -> Fact | None:
     raise ExportError(
         f"it asks for {name} of a tensor, which exported programs do not know: leave the "
         "question out",
-        told(op),
+        cite(op),
     )
 
 

@@ -42,7 +42,7 @@ from bendtrace.export.conditions import (
     sizes_of_one,
 )
 from bendtrace.export.insertions import Insertions
-from bendtrace.export.machine import Machine, lengths_in, parameters_in, refuse, told
+from bendtrace.export.machine import Machine, cite, lengths_in, parameters_in, refuse
 from bendtrace.export.writer import BODY, Unseen, Written, write
 from bendtrace.log.entries import counted
 from bendtrace.python.internals import TorchDispatchMode, internal, pytree
@@ -301,10 +301,10 @@ def _export(
     except ExportError as error:
         longer = machine.first_longer()
         if longer is not None and "same metadata" in str(error):
-            raise ExportError(f"{_LONGER} ({error})", told(longer)) from error
+            raise ExportError(f"{_LONGER} ({error})", cite(longer)) from error
         raise
     inputs = dict(zip(head, (*args, *kwargs.values()), strict=True))
-    notes = written.told
+    notes = written.notes
     if is_fixed:
         notes += ("sizes that all inputs have are fixed: torch.export refuses to leave them open",)
     if fixed := sizes_of_one(program, inputs):
@@ -326,7 +326,7 @@ def _export(
         compare(made, calls, recordings, tell=tell)
     except ExportError as error:
         if varying is not None and "Runtime assertion failed for expression u" in str(error):
-            raise ExportError(f"{_VARYING} ({error})", told(varying)) from error
+            raise ExportError(f"{_VARYING} ({error})", cite(varying)) from error
         raise
     if to is None:
         return made
@@ -606,7 +606,7 @@ def _explain(error: BaseException, written: Written, file: str) -> tuple[str, st
                 )
             if isinstance(seen, _Unmet):
                 what = str(seen)
-            return what, told(record)
+            return what, cite(record)
         seen = seen.__cause__ or seen.__context__
     return f"torch.export refuses it: {type(error).__name__}: {error}", ""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import separate_copies_of
-from bendtrace.export.machine import told
+from bendtrace.export.machine import cite
 from bendtrace.export.ops import refusal_of
 from bendtrace.insert.gates import Gate, running
 from bendtrace.insert.inserter import LiveInserter, Spot
@@ -101,7 +101,7 @@ class Insertions:
             raise ExportError(f"{name} can only run live: {reason}")
         for op in tape.ops[span.ops]:
             if refusal := refusal_of(op):
-                raise ExportError(f"in {name}, {refusal}", told(op))
+                raise ExportError(f"in {name}, {refusal}", cite(op))
             for index in op.operands:
                 part = tape.ops[index].target if tape.ops[index].is_given else None
                 if isinstance(part, Captured) and not part.is_argument:

@@ -313,7 +313,7 @@ class AnalysedRun:
                 continue
             state = tape.states.get(number)
             if state is None:
-                raise ExportError(f"the state at {told(guard)} was not read", told(guard))
+                raise ExportError(f"the state at {cite(guard)} was not read", cite(guard))
             this = state.key, state.holes, guard.key
             if this != before:
                 yield number
@@ -328,7 +328,7 @@ class AnalysedRun:
             return self.numbers.has_varying_length(guard.index)
         return self.numbers.kinds.get(guard.index) in (Kind.VALUE, Kind.SIZE)
 
-    def ranks_asked(self, guard: Guard) -> list[Op]:
+    def rank_sources(self, guard: Guard) -> list[Op]:
         """Return the ops that decide by sizes how many dimensions a guard finds, as `squeeze` does.
 
         torch.export takes it for granted that open sizes are not 1.
@@ -354,9 +354,9 @@ class AnalysedRun:
             if varies or not is_squeeze or list(refs_in([op.args[1:], op.kwargs])):
                 raise ExportError(
                     f"how many dimensions {name_of(op.target)} gives depends on "
-                    f"{'values' if varies else 'sizes'}, and {told(guard)} asks for it: reshape "
+                    f"{'values' if varies else 'sizes'}, and {cite(guard)} asks for it: reshape "
                     "the tensor, or leave the question out",
-                    told(guard),
+                    cite(guard),
                 )
             found.append(op)
         return found
@@ -405,7 +405,7 @@ class Question:
     @property
     def place(self) -> str:
         """The question, and where it is asked."""
-        return told(self.guard)
+        return cite(self.guard)
 
     @property
     def is_on_size(self) -> bool:
@@ -461,7 +461,7 @@ def shape_of(meta: Any) -> tuple[int, ...]:
     return tuple(getattr(meta, "shape", (meta,)))
 
 
-def told(record: Any) -> str:
+def cite(record: Any) -> str:
     """Return the source text of a guard or an op, with its place."""
     if record.site is None:
         return "a place that is not known"
@@ -480,7 +480,7 @@ def is_fixed(guard: Guard) -> bool:
         return True
     if kind in (TruthGuard, ValueGuard, LengthGuard):
         return False
-    raise ExportError(f"an exported program cannot test {guard.subject}", told(guard))
+    raise ExportError(f"an exported program cannot test {guard.subject}", cite(guard))
 
 
 class Machine:
@@ -726,12 +726,12 @@ def refuse(recording: Recording) -> None:
             raise ExportError(
                 f"{name_of(op.target)} raises an error that the model handles: test for the case "
                 "before, instead of catching the error",
-                told(op),
+                cite(op),
             )
         for written in (tape.ops[index] for index in op.writes):
             if written.is_given:
                 is_norm = str(getattr(written.target, "label", "")).endswith(_STATISTICS)
-                raise ExportError(_UPDATES if is_norm else _WRITES, told(op))
+                raise ExportError(_UPDATES if is_norm else _WRITES, cite(op))
     if recording.writes_outside:
         raise ExportError(_WRITES, "")
     if recording.changes:

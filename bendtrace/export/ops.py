@@ -27,10 +27,10 @@ from bendtrace.export.machine import (
     Static,
     Tensors,
     Value,
+    cite,
     gives_rows,
     leaves,
     rebuilt,
-    told,
 )
 from bendtrace.record.effects import makes_anew
 from bendtrace.tape.structure import Existing, Instance
@@ -156,7 +156,7 @@ class SegmentOps(Expressions):
         op = self._ops[index]
         if index in self.known:
             if is_outdated(self.known[index]):
-                raise ExportError(USED_LATE, told(op))
+                raise ExportError(USED_LATE, cite(op))
             return self.known[index]
         if op.is_given:
             found = self._part(op.target, op)
@@ -168,7 +168,7 @@ class SegmentOps(Expressions):
         if not is_pure:
             raise ExportError(
                 f"{display_name(op.target)} gives something that the question before does not hold",
-                told(op),
+                cite(op),
             )
         self.emit(op)
         return self.known[index]
@@ -183,7 +183,7 @@ class SegmentOps(Expressions):
         """Write an op."""
         reason = refusal_of(op)
         if reason is not None:
-            raise ExportError(reason, told(op))
+            raise ExportError(reason, cite(op))
         kind = self._run.numbers.kinds.get(op.index)
         if op.kind is OpKind.SCALAR and op.target is operator.getitem:
             self._emit_element(op)
@@ -210,11 +210,11 @@ class SegmentOps(Expressions):
             name = self._define(f"{owner.name}.index_select(0, {row}).select(0, 0)", op)
             own = self._memory(op)  # the model has a view
             self.names["__picked__"] |= own - owner.memory
-            self.known[op.index] = self._taken_apart(name, op.meta, own | owner.memory, op)
+            self.known[op.index] = self._unpack(name, op.meta, own | owner.memory, op)
         elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
         else:
-            raise ExportError(f"an element {key!r} of {display_name(op.target)} is used", told(op))
+            raise ExportError(f"an element {key!r} of {display_name(op.target)} is used", cite(op))
 
     def _emit_static(self, op: Op, varies: bool) -> None:
         self.names["__facts__"].add(fact_of(op))
@@ -244,13 +244,13 @@ class SegmentOps(Expressions):
             raise ExportError(
                 "Python makes a text of a tensor, and an exported program has no texts: leave the "
                 "text out, or compute with the tensor",
-                told(op),
+                cite(op),
             )
         if kind not in DTYPES:
             raise ExportError(
                 f"{display_name(op.target)} takes something out of a tensor other than a number: "
                 "keep to tensors, or to ints, floats and bools",
-                told(op),
+                cite(op),
             )
         if op.kind is OpKind.CALL:
             text = self._out_of(op, kind)
@@ -263,10 +263,10 @@ class SegmentOps(Expressions):
         tensor = self.value_of(index)
         meta = self._ops[index].meta
         if not isinstance(tensor, Tensors) or index in self._run.numbers.varying:
-            raise ExportError("a list of numbers is as long as values say: keep a tensor", told(op))
+            raise ExportError("a list of numbers is as long as values say: keep a tensor", cite(op))
         wide = wide_dtype(meta.dtype)
         if wide is None or math.prod(meta.shape) > _LONGEST:
-            raise ExportError("a long list of numbers is taken out of a tensor", told(op))
+            raise ExportError("a long list of numbers is taken out of a tensor", cite(op))
         kind = next(k for k, dtype in DTYPES.items() if dtype is wide)
         self._scope.add(f"require(tuple({tensor.name}.shape) == {tuple(meta.shape)})", op)
 
@@ -332,7 +332,7 @@ class SegmentOps(Expressions):
         if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
             held = self._text(self._part(constant, op))
             name = self._define(f"{held}.clone()", op)
-            self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
+            self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
         if self._run.numbers.has_varying_length(op.index) and gives_rows(op):
             self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
@@ -340,7 +340,7 @@ class SegmentOps(Expressions):
         text = self._gathered(op)
         if text is not None and op.target is not Tensor.__setitem__:
             name = self._define(text, op)
-            self.known[op.index] = self._taken_apart(name, op.meta, self._memory(op), op)
+            self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
         is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__) and text is None
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
@@ -371,9 +371,9 @@ class SegmentOps(Expressions):
                 if isinstance(owner, Tensors):
                     self.known[op.index] = owner
                     return
-        self.known[op.index] = self._taken_apart(name, op.meta, memory, op)
+        self.known[op.index] = self._unpack(name, op.meta, memory, op)
 
-    def _taken_apart(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
+    def _unpack(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
         if isinstance(meta, TensorMeta):
             self.names["__memory_of__"][name] = memory
             return Tensors(name, memory)
@@ -381,13 +381,13 @@ class SegmentOps(Expressions):
             items = []
             for place, item in enumerate(meta):
                 inner = self._define(f"{name}[{place}]", op)
-                items.append(self._taken_apart(inner, item, memory, op))
+                items.append(self._unpack(inner, item, memory, op))
             return Several(tuple(items))
         if meta is None:
             return Constant(None)
         raise ExportError(
             f"{display_name(op.target)} does not return a tensor: leave the question out",
-            told(op),
+            cite(op),
         )
 
     def _memory(self, op: Op) -> frozenset[int]:
@@ -411,7 +411,7 @@ class SegmentOps(Expressions):
         for target in written_to if copied else ():
             written = memory_of(self.value_of(target))
             if written & copied and not is_stored_back(op, self._ops):
-                raise ExportError(WRITTEN, told(op))
+                raise ExportError(WRITTEN, cite(op))
             for index, value in self.known.items():
                 self.known[index] = mark_outdated(value, written, copied)
 
@@ -518,9 +518,9 @@ class SegmentOps(Expressions):
         """Return an expression for a number as a tensor without dimensions, or a plain number."""
         if type(value) is not Ref:
             if type(value) is int and abs(value) >= _EXACT:
-                raise ExportError(f"it computes with {value}, which is too large", told(op))
+                raise ExportError(f"it computes with {value}, which is too large", cite(op))
             if type(value) not in (bool, int, float):
-                raise ExportError(f"a number out of a tensor meets {value!r}", told(op))
+                raise ExportError(f"a number out of a tensor meets {value!r}", cite(op))
             return self.constant(value)
         return self.lifted(self.value_of(value.index), op)
 
@@ -534,7 +534,7 @@ class SegmentOps(Expressions):
             return value.text
         if isinstance(value, Constant) and type(value.value) in (bool, int, float):
             return self.constant(value.value)
-        raise ExportError("a tensor is used as a number", "" if op is None else told(op))
+        raise ExportError("a tensor is used as a number", "" if op is None else cite(op))
 
     def _out_of(self, op: Op, kind: type) -> str:
         name, first = name_of(op.target), op.args[0] if op.args else None
@@ -545,12 +545,12 @@ class SegmentOps(Expressions):
                 return f"torch.isclose({', '.join(given)}).all()"
             one, other = (self._ops[index].meta for index in op.operands)
             if one.shape != other.shape or not self._run.numbers.varying.isdisjoint(op.operands):
-                raise ExportError("tensors of different sizes are compared", told(op))
+                raise ExportError("tensors of different sizes are compared", cite(op))
             return f"({given[0]} == {given[1]}).all()"
         if op.target is Tensor.__contains__ and not self._numbers(op.args[1:]):
             return f"({self.value(op.args[1])} == {self.value(first)}).any()"
         if len(op.args) != 1 or type(first) is not Ref:
-            raise ExportError(f"{display_name(op.target)} takes more than a tensor", told(op))
+            raise ExportError(f"{display_name(op.target)} takes more than a tensor", cite(op))
         tensor, dtype = self.name(first.index), self._ops[first.index].meta.dtype
         if op.target is Tensor.__bool__:
             text = f"{tensor}.clone()" if dtype is torch.bool else f"({tensor} != 0)"
@@ -560,7 +560,7 @@ class SegmentOps(Expressions):
             raise ExportError(
                 f"{display_name(op.target)} of a tensor of {dtype} is asked for: compute it with "
                 "tensors",
-                told(op),
+                cite(op),
             )
         return f"{tensor}.reshape(()).to({wide}, copy=True)"
 
@@ -609,7 +609,7 @@ class SegmentOps(Expressions):
         raise ExportError(
             f"{display_name(target)} of numbers out of tensors is computed in Python: compute it "
             "with tensors",
-            told(op),
+            cite(op),
         )
 
     def _bound(self, op: Op, kinds: list[type]) -> None:
@@ -620,12 +620,12 @@ class SegmentOps(Expressions):
                 if isinstance(number, Number):
                     name = number.name
                     within = f"(({name} < {_SMALL}) & ({name} > -{_SMALL}))"
-                    self._demand(self._scope, within, f"an integer in {told(op)} is too large")
+                    self._demand(self._scope, within, f"an integer in {cite(op)} is too large")
 
     def _nonzero(self, op: Op, text: str) -> None:
         if type(op.args[1]) is Ref:
             self._demand(
-                self._scope, f"torch.as_tensor({text} != 0)", f"division by zero in {told(op)}"
+                self._scope, f"torch.as_tensor({text} != 0)", f"division by zero in {cite(op)}"
             )
 
     def _instance(self, instance: Instance) -> str:

@@ -41,13 +41,13 @@ from bendtrace.export.machine import (
     Value,
     View,
     Way,
+    cite,
     gives_rows,
     is_fixed,
     leaves,
     parameters_in,
     rebuilt,
     shape_of,
-    told,
 )
 from bendtrace.export.ops import Scope, SegmentOps
 from bendtrace.record.effects import makes_anew
@@ -129,7 +129,7 @@ class Functions:
         self._prelude: list[str] = []
         self._tensors: dict[str, Tensor] = {}
         self._unseen: dict[Any, Unseen] = {}
-        self._told: list[str] = []
+        self._notes: list[str] = []
 
     # Names
 
@@ -168,7 +168,7 @@ class Functions:
         if isinstance(part, Tensor):
             return self._state_of(part)
         if not isinstance(part, Captured):
-            raise ExportError("a tensor came from nowhere", "" if op is None else told(op))
+            raise ExportError("a tensor came from nowhere", "" if op is None else cite(op))
         if part.kind is CaptureKind.ALIAS:
             part = part.value
         if part.is_argument:
@@ -177,7 +177,7 @@ class Functions:
                 raise ExportError(
                     f"the model hands on {part.label}, which is not a tensor or number: make a new "
                     f"{part.type.__name__} of what is in it",
-                    "" if op is None else told(op),
+                    "" if op is None else cite(op),
                 )
             if key not in self._parts:
                 name = self._new("a" if part.kind is CaptureKind.TENSOR else "k")
@@ -191,7 +191,7 @@ class Functions:
             return self._parts[key]
         tensor = part.read(())
         if not isinstance(tensor, Tensor):
-            raise ExportError(f"{part.label} is not a tensor", "" if op is None else told(op))
+            raise ExportError(f"{part.label} is not a tensor", "" if op is None else cite(op))
         return self._state_of(tensor)
 
     def _state_of(self, tensor: Tensor) -> Value:
@@ -216,7 +216,7 @@ class Functions:
             taken = {*self._tensors, *self._state.values()}
             return next(name for name in names if name not in taken)
         if _GENERATED.match(path):
-            self._told.append(f"{path} is called own_{path} in the program")
+            self._notes.append(f"{path} is called own_{path} in the program")
             return f"own_{path}"
         return path
 
@@ -370,7 +370,7 @@ class Functions:
         found: list[str] = []
         taken: set[int] = set()
         for value, kind in zip(values, kinds, strict=True):
-            text = self._made(side, value, kind)
+            text = self._result_text(side, value, kind)
             if isinstance(value, Tensors) and not text.endswith(".clone()"):
                 if not taken.isdisjoint(value.memory):
                     text = f"{text}.clone()"
@@ -378,7 +378,7 @@ class Functions:
             found.append(text)
         return found
 
-    def _made(self, side: Scope, value: Value, kind: type | None) -> str:
+    def _result_text(self, side: Scope, value: Value, kind: type | None) -> str:
         """Return an expression for a value as the tensor that a side returns."""
         if isinstance(value, Tensors):
             is_new = value.name in side.own and len(value.memory) == 1
@@ -508,7 +508,7 @@ class Written:
         records: for each line, the op or guard that it comes from.
         tensors: state, by the name of the attribute path in the module.
         unseen: the sides that no input took.
-        told: notes for the user.
+        notes: notes for the user.
         facts: the properties of tensors that the model asks for.
     """
 
@@ -517,7 +517,7 @@ class Written:
     records: dict[int, Any]
     tensors: dict[str, Tensor]
     unseen: tuple[Unseen, ...]
-    told: tuple[str, ...]
+    notes: tuple[str, ...]
     facts: frozenset[Fact]
 
 
@@ -568,7 +568,7 @@ class _Writer(Functions):
             self._demand(scope, f"({holds})", required)
         env = self._follow(scope, machine.begin, (), view)
         env = self._go(scope, machine.begin.target, env, END, view)
-        output = write_output(env[0], self._names, self._told)
+        output = write_output(env[0], self._names, self._notes)
         if self._flagged:
             output = f"{output}, {scope.flag}"
         scope.add(f"return {output}")
@@ -589,7 +589,7 @@ class _Writer(Functions):
         records = {n: record for n, (_, record) in enumerate(lines, 1) if record is not None}
         names = {k: v for k, v in self._names.items() if k not in OWN}
         return Written(
-            text, names, records, self._tensors, tuple(self._unseen.values()), tuple(self._told),
+            text, names, records, self._tensors, tuple(self._unseen.values()), tuple(self._notes),
             frozenset(self._names["__facts__"]),
         )  # fmt: skip
 
@@ -776,7 +776,7 @@ class _Writer(Functions):
             if op is not None and position < schedule.end and op.index not in ops.known:
                 ops.emit(op)
         if way.stop is None:
-            return (output_of(run.recording.root.output, ops, self._part, self._told),)
+            return (output_of(run.recording.root.output, ops, self._part, self._notes),)
         return tuple(ops.handed(hole) for hole in tape.states[way.stop].holes)
 
     def _require_ranks(self, scope: Scope, ops: SegmentOps, run: AnalysedRun, number: int) -> None:
@@ -785,7 +785,7 @@ class _Writer(Functions):
         guard = tape.guards[number]
         if run.analysis.kinds[number] is not GuardKind.DATA:
             return
-        for op in run.ranks_asked(guard):
+        for op in run.rank_sources(guard):
             given = op.args[0]
             assert isinstance(given, Ref)
             meta = tape.ops[given.index].meta
@@ -856,7 +856,7 @@ class _Writer(Functions):
             return
         if tensor.name[1] in "ap":
             if op.writes and ops.op(op.writes[0]).is_given:
-                raise ExportError("the model writes to what was there before", told(op))
+                raise ExportError("the model writes to what was there before", cite(op))
             return
         others = {
             leaf.name
@@ -870,7 +870,7 @@ class _Writer(Functions):
             raise ExportError(
                 "a tensor that shares memory with another one is written to in place behind a "
                 "question: write to a copy, or by torch.where",
-                told(op),
+                cite(op),
             )
         if scope.depth == 0:
             return
@@ -966,7 +966,7 @@ class _Writer(Functions):
             scope.add(f"{first_go} = torch.ones((), dtype=torch.bool)")
             inits.append(first_go)
             assert go is not None
-            given.append(self._made(body, go, bool))
+            given.append(self._result_text(body, go, bool))
             condition = flag
         if body.flag is not None:
             flag = self._new("q")
@@ -1042,20 +1042,20 @@ def _flat(value: Any) -> list[Any]:
 Given: TypeAlias = Callable[[Any, Op | None], Value]
 
 
-def output_of(value: Any, ops: SegmentOps, part: Given, told: list[str]) -> Value:
+def output_of(value: Any, ops: SegmentOps, part: Given, notes: list[str]) -> Value:
     """Return what a run gives, with its structure."""
     kind = type(value)
     if kind is Ref:
         return ops.value_of(value.index)
     if kind in (tuple, list):
-        return Several(tuple(output_of(item, ops, part, told) for item in value), (), kind)
+        return Several(tuple(output_of(item, ops, part, notes) for item in value), (), kind)
     if kind is dict:
-        items = tuple(output_of(item, ops, part, told) for item in value.values())
+        items = tuple(output_of(item, ops, part, notes) for item in value.values())
         return Several(items, tuple(value), dict)
     if kind is Existing:
         return part(value.part, None)
     if kind is Instance:
-        return _instance(value, ops, part, told)
+        return _instance(value, ops, part, notes)
     if kind is Fixed:
         return Constant(value.value)
     if value is None or kind in (bool, int, float, str):
@@ -1067,7 +1067,7 @@ def output_of(value: Any, ops: SegmentOps, part: Given, told: list[str]) -> Valu
     )
 
 
-def _instance(value: Instance, ops: SegmentOps, part: Given, told: list[str]) -> Value:
+def _instance(value: Instance, ops: SegmentOps, part: Given, notes: list[str]) -> Value:
     name, kind = value.cls.__name__, value.cls
     given: Mapping[Any, Any]
     if issubclass(kind, tuple):
@@ -1082,13 +1082,13 @@ def _instance(value: Instance, ops: SegmentOps, part: Given, told: list[str]) ->
                 "its return",
             )
     note = f"in place of a {name} it returns a {'tuple' if kind is tuple else 'dict'}"
-    if note not in told:
-        told.append(note)
-    inner = tuple(output_of(item, ops, part, told) for item in given.values())
+    if note not in notes:
+        notes.append(note)
+    inner = tuple(output_of(item, ops, part, notes) for item in given.values())
     return Several(inner, () if kind is tuple else tuple(given), kind)
 
 
-def write_output(value: Value, names: dict[str, Any], told: list[str]) -> str:
+def write_output(value: Value, names: dict[str, Any], notes: list[str]) -> str:
     """Return an expression for what the program returns."""
     note = "numbers that it returns are tensors without dimensions"
 
@@ -1096,8 +1096,8 @@ def write_output(value: Value, names: dict[str, Any], told: list[str]) -> str:
         if isinstance(value, Tensors):
             return value.name
         is_number = isinstance(value, Constant) and type(value.value) in DTYPES
-        if (is_number or isinstance(value, (Number, Static))) and note not in told:
-            told.append(note)
+        if (is_number or isinstance(value, (Number, Static))) and note not in notes:
+            notes.append(note)
         if isinstance(value, Number):
             return value.name
         if isinstance(value, Static):

@@ -84,14 +84,14 @@ class Activations(dict[str, Any]):
 
     def __missing__(self, key: Any) -> Any:
         if not isinstance(key, str):
-            said = f"activations are found by name, not by {key!r}: write one of {list(self)}"
-            raise NodePathError(said, str(key), tuple(self))
-        meant = self._names.get(key, [])
-        if len(meant) == 1:
-            return self[meant[0]]
+            message = f"activations are found by name, not by {key!r}: write one of {list(self)}"
+            raise NodePathError(message, str(key), tuple(self))
+        matches = self._names.get(key, [])
+        if len(matches) == 1:
+            return self[matches[0]]
         if key.endswith(":1") and key[:-2] in self:
             return self[key[:-2]]
-        several = meant or [name for name in self if name.startswith(f"{key}:")]
+        several = matches or [name for name in self if name.startswith(f"{key}:")]
         if several:
             listed = ", ".join(map(repr, several))
             raise NodePathError(f"{key!r} is {listed}: name one", key, tuple(several))
@@ -303,9 +303,9 @@ def _gather(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
         named = any(target.passes is not None for target in insertion.targets)
         rows = observer.rows(named)
         values.update(rows)
-        said = item._path if isinstance(item, Node) else item
-        if isinstance(said, str):
-            names[said] = list(rows)
+        key = item._path if isinstance(item, Node) else item
+        if isinstance(key, str):
+            names[key] = list(rows)
     return Activations(values, names)
 
 

@@ -17,9 +17,9 @@ from bendtrace.insert.interjection import (
     Inputs,
     Interjection,
     NodePass,
-    as_given,
     chain_effects,
     depends_on,
+    keep_unchanged,
 )
 from bendtrace.insert.structure import contents, with_items
 from bendtrace.log.nodes import identifier
@@ -182,7 +182,7 @@ class CallbackChain(Bend):
     @depends_on("callbacks")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what they do together, if that is known of each."""
-        made = Effect(as_given, (), ())
+        made = Effect(keep_unchanged, (), ())
         for callback in self.callbacks:
             one = callback.effect(at, like)
             if not isinstance(one, Effect):
@@ -428,10 +428,10 @@ class Operation(Expression):
 
     def __repr__(self) -> str:
         sign = OPERATORS[self.name][0]
-        shown = [self._shown(operand, place) for place, operand in enumerate(self.operands)]
+        shown = [self._operand_text(operand, place) for place, operand in enumerate(self.operands)]
         return f" {sign} ".join(shown) if len(shown) == 2 else f"{sign}{shown[0]}"
 
-    def _shown(self, operand: Any, place: int) -> str:
+    def _operand_text(self, operand: Any, place: int) -> str:
         text = repr(operand)
         if isinstance(operand, BendingParameter):
             return operand.name

@@ -19,11 +19,11 @@ from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,
     NodePass,
-    as_given,
     as_number,
     chain_effects,
     depends_on,
     effect_of_value,
+    keep_unchanged,
 )
 from bendtrace.insert.purity import effect_of_function
 from bendtrace.python.checks import refuse_without_arguments
@@ -190,7 +190,7 @@ class DrawingBend(Bend):
         self.entropy = os.urandom(16)
         self._numbers, self._shapes = {}, {}
 
-    def kept(self, tensor: Tensor, at: NodePass, draw: Draw) -> Tensor:
+    def numbers_of(self, tensor: Tensor, at: NodePass, draw: Draw) -> Tensor:
         """Return the numbers of a node, broadcastable to a tensor; they are drawn the first time.
 
         Args:
@@ -406,7 +406,7 @@ class Mask(DrawingBend):
 
     def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return which elements are kept, in a shape that broadcasts to the tensor."""
-        numbers = self.kept(tensor, at, _uniform)
+        numbers = self.numbers_of(tensor, at, _uniform)
         kept: Tensor = numbers < fraction("prob", self.prob, self, at)
         return kept
 
@@ -456,7 +456,7 @@ class OrderedMask(Mask):
 
     def mask(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return which elements are kept, in a shape that broadcasts to the tensor."""
-        order = self.kept(tensor, at, random_order)
+        order = self.numbers_of(tensor, at, random_order)
         share = float(fraction("prob", self.prob, self, at))
         kept: Tensor = order < round(share * order.numel())
         return kept
@@ -586,7 +586,7 @@ class Normal(DrawingBend):
             number = self._times[at.path] = self._times.get(at.path, 0) + 1
             noise = self.once(tensor, at, draw, number)
         else:
-            noise = self.kept(tensor, at, draw)
+            noise = self.numbers_of(tensor, at, draw)
         scaled: Tensor = noise.to(tensor.dtype) * fit_to_tensor(self.std, tensor)
         return tensor + scaled if self.op == "add" else tensor * scaled
 
@@ -627,7 +627,7 @@ class Permute(DrawingBend):
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor with its channels in the other order."""
-        order = self.kept(tensor, at, random_order)
+        order = self.numbers_of(tensor, at, random_order)
         return tensor.index_select(self.dim, order.reshape(-1))
 
     @depends_on("dim", "_numbers")
@@ -687,7 +687,7 @@ class ThresholdPermute(DrawingBend):
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor with some of its channels permuted."""
         share = fraction("threshold", self.threshold, self, at)
-        rank = self.kept(tensor, at, random_order).reshape(-1)
+        rank = self.numbers_of(tensor, at, random_order).reshape(-1)
         chosen = choose_by_score(tensor, share, self.dim, self.invert, self, at)
         places = chosen.indices.sort(dim=-1).values
         sources = places.gather(-1, rank[places].argsort(dim=-1))
@@ -739,7 +739,7 @@ class InterpolateActivation(Bend):
         """Return what it does to a tensor."""
         weights = value_of(self.interp_weights)
         if weights is None:
-            return Effect(as_given, (), InterpolateActivation)
+            return Effect(keep_unchanged, (), InterpolateActivation)
         if not isinstance(weights, Tensor):
             return "its weights are not a tensor"
         softmax = self.softmax

@@ -238,7 +238,7 @@ def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Ac
             yield Activation(path, "call_module", None, None, level, names)
 
 
-def kept(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
+def passes_filter(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
     """Return whether something that has some names passes a filter.
 
     Args:
@@ -348,7 +348,7 @@ class Catalogue:
 
     def inputs(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[NodePath]:
         """Return the selected inputs."""
-        return [NodePath(a.name) for a in self._meant(spec, without) if a.op == "placeholder"]
+        return [NodePath(a.name) for a in self._select(spec, without) if a.op == "placeholder"]
 
     def weights(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[str]:
         """Return the selected parameters and buffers."""
@@ -357,11 +357,11 @@ class Catalogue:
 
     def keys(self, spec: BendSpec, without: frozenset[str] = _NOTHING) -> list[str]:
         """Return the names of everything selected."""
-        found = [a.name for a in self._meant(spec, without)]
+        found = [a.name for a in self._select(spec, without)]
         found += [name for name in map(describe_where, spec.others) if name not in without]
         return found + self.weights(spec, without)
 
-    def _meant(self, spec: BendSpec, without: frozenset[str]) -> list[Activation]:
+    def _select(self, spec: BendSpec, without: frozenset[str]) -> list[Activation]:
         selector = self.selector(spec, without)
         return [
             found
@@ -384,9 +384,11 @@ class Catalogue:
         for item in spec.where:
             known = not isinstance(item, str) or _means(compile_pattern(item), seen)
             if not known and not weights_named(self.model, (compile_pattern(item),), spec.weights):
-                meant = resolve_meaning(item, self._known)
-                if meant is not None and meant.kind == "layer":
-                    where += [Node(Tree(root), node, chosen) for root, node, chosen in meant.places]
+                resolution = resolve_meaning(item, self._known)
+                if resolution is not None and resolution.kind == "layer":
+                    where += [
+                        Node(Tree(root), node, chosen) for root, node, chosen in resolution.places
+                    ]
                     continue
             where.append(item)
         return replace(spec, where=tuple(where))

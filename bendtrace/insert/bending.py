@@ -35,7 +35,7 @@ from bendtrace.insert.bend_catalogue import (
     activation_table,
     compile_pattern,
     is_bendable_dtype,
-    kept,
+    passes_filter,
     weight_table,
 )
 from bendtrace.insert.insertion import Insertion
@@ -641,7 +641,7 @@ class Bending:
             for found in self._catalogue.activations()
             if found.level == "whole"
             and found.shape is not None
-            and kept(found.names, flt, exclude)
+            and passes_filter(found.names, flt, exclude)
         ]
 
     def print_activations(
@@ -665,7 +665,9 @@ class Bending:
             out: a file to write the table to instead, or its path.
         """
         listed = self._catalogue.parameters().items()
-        return written(weight_table(item for item in listed if kept((item[0],), flt, exclude)), out)
+        return written(
+            weight_table(item for item in listed if passes_filter((item[0],), flt, exclude)), out
+        )
 
     # Configurations
 
@@ -801,22 +803,22 @@ class Bending:
 
     # Copies of the model
 
-    def _kept(self, memo: dict[int, Any] | None) -> Any:
+    def _copyable_state(self, memo: dict[int, Any] | None) -> Any:
         """Return the part of the bends' state that a copy of the model needs.
 
         Args:
             memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
-        state = self.versions, self.configs, self._sources.kept()
+        state = self.versions, self.configs, self._sources.copyable_state()
         if memo is None:
             return state
         for source in self._sources:
             memo.update((id(item), item) for item in source.spec.where if isinstance(item, Node))
         return copy.deepcopy(state, memo)
 
-    def _restore(self, kept: Any) -> None:
-        """Restore the result of `kept`, once the insertions of the copy exist again."""
-        self.versions, self.configs, sources = kept
+    def _restore(self, state: Any) -> None:
+        """Restore the result of `_copyable_state`, once the insertions of the copy exist again."""
+        self.versions, self.configs, sources = state
         self._sources = Sources(self._owner, self._catalogue, self.versions)
         self._sources.restore(sources)
 
@@ -889,7 +891,7 @@ class Sources:
     def __iter__(self) -> Iterator[Source]:
         return iter(self._sources)
 
-    def kept(self) -> Any:
+    def copyable_state(self) -> Any:
         """Return the part of their state that a copy of the model needs."""
         numbers = {id(made): number for number, made in enumerate(self._owner.insertions)}
         version = None if self._version is None else numbers[id(self._version)]
@@ -902,9 +904,9 @@ class Sources:
         ]  # fmt: skip
         return version, self._held, rows
 
-    def restore(self, kept: Any) -> None:
-        """Restore the result of `kept`, if the same insertions exist."""
-        version, self._held, rows = kept
+    def restore(self, state: Any) -> None:
+        """Restore the result of `copyable_state`, if the same insertions exist."""
+        version, self._held, rows = state
         every = self._owner.insertions
         self._version = None if version is None else every[version]
         sources = []
@@ -1106,7 +1108,7 @@ class Versions(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Return the weight of the version in use."""
-        held = {name: self._held(name, at.path, output) for name in self.mixture}
+        held = {name: self._stored_weight(name, at.path, output) for name in self.mixture}
         if len(held) == 1:
             return next(iter(held.values()))
         mixed: Any = None
@@ -1115,7 +1117,7 @@ class Versions(Interjection):
             mixed = part if mixed is None else mixed + part
         return mixed
 
-    def _held(self, version: str, name: str, own: Tensor) -> Tensor:
+    def _stored_weight(self, version: str, name: str, own: Tensor) -> Tensor:
         weights = self._weights.get(version, {})
         tensor = weights.get(name)
         if tensor is None:

@@ -323,7 +323,7 @@ class SplicedTurns:
         if self._known is not None and self._reset is Tally.latest_reset:
             return self._known
         reset, flags, number, is_known = Tally.latest_reset, None, -1, True
-        told = (number for number in range(len(self._all)) if number not in silent)
+        numbers = (number for number in range(len(self._all)) if number not in silent)
         found: list[bool] = []
         for turn, effect in self._all:
             number += effect is not None
@@ -331,7 +331,7 @@ class SplicedTurns:
             if has_changed and not turn.entry.insertion.is_known_to_change(turn.at.path):
                 if flags is None:
                     assert changed is not None
-                    flags = dict(zip(told, changed.tolist(), strict=False))
+                    flags = dict(zip(numbers, changed.tolist(), strict=False))
                 has_changed, is_known = flags[number], False
             found.append(has_changed)
         changes = tuple(found)
@@ -404,15 +404,15 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
 
 def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Recording) -> Any:
     what = entry.what
-    said = f"{what.label} at {gate.at.path or 'the whole model'}"
+    subject = f"{what.label} at {gate.at.path or 'the whole model'}"
     if entry.insertion.passes.is_asked:
-        raise _Refused(f"of {said} a function says which passes count")
+        raise _Refused(f"of {subject} a function says which passes count")
     at = gate.at
     if isinstance(gate, AfterGate):
         if not entry.after:
             return None
         if entry.wants_inputs:
-            raise _Refused(f"{said} is given the inputs of the node as well")
+            raise _Refused(f"{subject} is given the inputs of the node as well")
         shape = part_of(gate.shape, entry.dig)
         if entry.dig or isinstance(gate, StateGate):
             at = replace(at, path=entry.place.shown or at.path)
@@ -422,23 +422,23 @@ def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Reco
     else:
         if not entry.before:
             return None
-        return _looking(_Turn(entry, at, shape=gate.shape, look=_of_inputs(what, at)), args, said,
-                        recording)  # fmt: skip
+        turn = _Turn(entry, at, shape=gate.shape, look=_of_inputs(what, at))
+        return _looking(turn, args, subject, recording)
     if shape is None:
         return None
     if what.observes:
         look = functools.partial(what.after, at, NO_INPUTS)
-        return _looking(_Turn(entry, at, shape=shape, look=look), args, said, recording)
+        return _looking(_Turn(entry, at, shape=shape, look=look), args, subject, recording)
     if type(shape) is not Leaf or shape.kind is not Tensor:
-        raise _Refused(f"{said} changes a value that is no single tensor")
+        raise _Refused(f"{subject} changes a value that is no single tensor")
     like = recording.tape.ops[args[shape.number].index].meta
     return _Turn(entry, at, shape.number, like, shape)
 
 
-def _looking(turn: _Turn, args: Any, said: str, recording: Recording) -> _Turn:
+def _looking(turn: _Turn, args: Any, subject: str, recording: Recording) -> _Turn:
     """Return the turn of an observer, with the tensors that it observes."""
     if not (turn.entry.what.observes and turn.entry.what.deferrable):
-        raise _Refused(_undeferrable(said))
+        raise _Refused(_undeferrable(subject))
     slots: list[int] = []
     for leaf in leaves_of_shape(turn.shape):
         if leaf.number < 0:
@@ -446,16 +446,16 @@ def _looking(turn: _Turn, args: Any, said: str, recording: Recording) -> _Turn:
         given = args[leaf.number]
         if isinstance(given, Ref):
             if not isinstance(recording.tape.ops[given.index].meta, TensorMeta):
-                raise _Refused(f"{said} looks at numbers that depend on values or sizes")
+                raise _Refused(f"{subject} looks at numbers that depend on values or sizes")
             slots.append(leaf.number)
         elif type(given) not in PLAIN_TYPES:
-            raise _Refused(f"{said} looks at objects that are no tensors")
+            raise _Refused(f"{subject} looks at objects that are no tensors")
     is_alone = type(turn.shape) is Leaf and slots == [turn.shape.number]
     return turn._replace(slots=tuple(slots), values=tuple(args), is_alone=is_alone)
 
 
-def _undeferrable(said: str) -> str:
-    return f"{said} is not known to do without being called while the model runs"
+def _undeferrable(subject: str) -> str:
+    return f"{subject} is not known to do without being called while the model runs"
 
 
 def _counting_turn(gate: CountGate, entry: Entry) -> _Turn:

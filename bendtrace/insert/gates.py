@@ -168,8 +168,8 @@ def collect_returned(shape: Any, result: Any, found: list[Any], at: NodePass, en
         part, hint = f"{at.path}{'' if at.module is None else '.output'}|sub_0".lstrip("."), ""
         if isinstance(shape, Shape) and shape.kind in (tuple, list):
             hint = f"; to change one part of it, name the part: {part!r}"
-        said = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
-        raise InterjectionError(f"{said} the node's value: {error}{hint}", at.path) from None
+        text = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
+        raise InterjectionError(f"{text} the node's value: {error}{hint}", at.path) from None
 
 
 def changed(
@@ -703,9 +703,9 @@ class AfterGate(Gate):
         self.writes = writes
         self._count = count_of(shape)
         self.exchanged: tuple[int, ...] = exchangeable(shape)
-        self._is_told = any("backward" in slot.forms for slot in slots)
+        self._has_receivers = any("backward" in slot.forms for slot in slots)
         self._is_simple = (
-            shape == Leaf(Tensor, 0) and given is None and not (writes or self._is_told)
+            shape == Leaf(Tensor, 0) and given is None and not (writes or self._has_receivers)
         )
 
     def __call__(self, *values: Any) -> Any:
@@ -764,7 +764,7 @@ class AfterGate(Gate):
         """Call the insertions; return the tensors and numbers of the new value."""
         found = list(values[: self._count])
         through: _Watching = (None, None)
-        if self._is_told:
+        if self._has_receivers:
             through = _local.through.pop((at.path, at.number), through)
         of_hooks, of_others = through if torch.is_grad_enabled() else (None, None)
         if of_others is not None:
@@ -946,8 +946,8 @@ class BeforeGate(Gate):
                 )
         if entry.slot in self.places:
             if type(shape) is Shape:
-                settled = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
-                result = settled[0]
+                results = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
+                result = results[0]
         elif result is None:
             result, _local.containers.are_kept = value, True
         else:  # the tuple of arguments and the dict of keywords are new in each call
@@ -990,9 +990,9 @@ class EntryGate(Gate):
     def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
         """Return the tensors that the node is given."""
         found = list(values)
-        told = [entry for entry in entries if entry.backward]
-        if told and torch.is_grad_enabled():
-            _exchange_tensors(found, lambda tensors: self._watched(told, tensors, at))
+        receivers = [entry for entry in entries if entry.backward]
+        if receivers and torch.is_grad_enabled():
+            _exchange_tensors(found, lambda tensors: self._watched(receivers, tensors, at))
         if self.written is not None:
             # The original gets the value at the end: what autograd keeps for the op, and the
             # aliases, must not be written to.
@@ -1001,7 +1001,7 @@ class EntryGate(Gate):
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
 
-    def _watched(self, told: list[Entry], tensors: list[Tensor], at: NodePass) -> list[Tensor]:
+    def _watched(self, receivers: list[Entry], tensors: list[Tensor], at: NodePass) -> list[Tensor]:
         """Watch the gradients for insertions; return the inputs of the node."""
         watching: list[CallGradients | None] = []
         # Ops under autocast share one cast of each weight, which an alias would not have.
@@ -1009,7 +1009,7 @@ class EntryGate(Gate):
         for of_hooks in (True, False):  # if they only watch, one tensor stays one for the node
             calls = [
                 (entry.what, at, entry.insertion.fired_backward)
-                for entry in told
+                for entry in receivers
                 if isinstance(entry.what, ChecksGradients) is of_hooks
             ]
             gradients = None

@@ -45,7 +45,7 @@ from bendtrace.tape.tape import meta_of
 _engine = internal("torch.autograd.Variable._execution_engine")
 
 
-Told = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
+Receiver = tuple[Interjection, NodePass, Callable[[NodePass], object] | None]
 
 
 class ChecksGradients(Interjection):
@@ -73,8 +73,8 @@ class CallGradients:
     """Manages the gradients of one call of a module, from before the call to all backward passes.
 
     Args:
-        told: interjections whose `backward` is called, the node pass that each sees, and a callback
-            for afterwards.
+        receivers: interjections whose `backward` is called, the node pass that each sees, and a
+            callback for afterwards.
         inputs: the input tensors of the node.
         writes: whether the node may change them in place; if not, torch refuses it.
         apart: whether a tensor that is passed in several positions has a separate gradient for
@@ -82,21 +82,21 @@ class CallGradients:
         keeps_casts: whether to leave tensors alone of which autocast keeps a cast.
 
     Attributes:
-        of_hooks: whether all of `told` are hooks: then the gradients of outputs are those of the
-            values that forward hooks returned.
+        of_hooks: whether all of `receivers` are hooks: then the gradients of outputs are those of
+            the values that forward hooks returned.
     """
 
     def __init__(
         self,
-        told: Sequence[Told],
+        receivers: Sequence[Receiver],
         inputs: list[Tensor],
         writes: bool = True,
         apart: bool = False,
         keeps_casts: bool = False,
     ) -> None:
-        self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in told)
-        self._told = told
-        self._backwards = [what._backward_of_call() for what, _, _ in told]
+        self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in receivers)
+        self._receivers = receivers
+        self._backwards = [what._backward_of_call() for what, _, _ in receivers]
         self._writes = writes
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._inputs = inputs
@@ -201,7 +201,7 @@ class CallGradients:
             if can_step and leave_in_place(self, places, tensor):
                 continue
             if not self._writes:  # what is recorded goes on with the node's own tensor, as it is
-                tensor.register_hook(functools.partial(self.left, places))
+                tensor.register_hook(functools.partial(self.output_gradient, places))
                 continue
             view = leave_as_view(self, places, tensor)
             for place in places:
@@ -219,7 +219,7 @@ class CallGradients:
 
     # Backward passes
 
-    def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
+    def output_gradient(self, places: Sequence[int], gradient: Tensor | None) -> None:
         """Record the gradient of an output; called in a backward pass."""
         task = torch._C._current_graph_task_id()
         found = self._passes.get(task)
@@ -240,7 +240,7 @@ class CallGradients:
         except RuntimeError:  # the outputs do not depend on inputs, and the node is gone
             return False
 
-    def entered(self, gradients: Gradients) -> Gradients:
+    def input_gradients(self, gradients: Gradients) -> Gradients:
         """Return the gradients to pass on for the inputs; called in a backward pass."""
         found = self._passes.get(torch._C._current_graph_task_id())
         if found is not None:  # else gradients of gradients, which do not reach the outputs
@@ -265,7 +265,7 @@ class CallGradients:
         before, grad_out = tuple(grad_in), tuple(found.gradients)
         passing = () if entered is None else (one for places in self._places for one in places)
         after, can_change = before, frozenset(passing)
-        for (what, at, note), backward in zip(self._told, self._backwards, strict=True):
+        for (what, at, note), backward in zip(self._receivers, self._backwards, strict=True):
             result = backward(at, after, grad_out)
             if result is not None:
                 after = self._checked(what, at, result, after, can_change)
@@ -343,7 +343,7 @@ class CallGradients:
 
     @property
     def _name(self) -> str:
-        return self._told[0][1].path
+        return self._receivers[0][1].path
 
 
 class _BackwardPass:
@@ -478,10 +478,10 @@ NOT_NUMBERED = 2**64 - 1  # the sequence number of what accumulates the gradient
 class Traffic(Protocol):
     """Receives gradients in backward passes."""
 
-    def left(self, places: Sequence[int], gradient: Tensor | None) -> None:
+    def output_gradient(self, places: Sequence[int], gradient: Tensor | None) -> None:
         """Record the gradient of an output."""
 
-    def entered(self, gradients: Gradients) -> Gradients:
+    def input_gradients(self, gradients: Gradients) -> Gradients:
         """Return the gradients to pass on for inputs."""
 
 
@@ -505,23 +505,23 @@ def enter(
 
 def leave_in_place(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> bool:
     """Add a step to a tensor's own history; return False if torch refuses that."""
-    _made.exits.append((traffic, places))
+    _creation.exits.append((traffic, places))
     try:
         _in_place(_Exit, tensor)
     except RuntimeError:  # several views that were made at once cannot be changed in place
         return False
     finally:
-        _made.exits.pop()
+        _creation.exits.pop()
     return True
 
 
 def leave_as_view(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> Tensor:
     """Return a view that comes after a step; autograd refuses to change it in place."""
-    _made.exits.append((traffic, places))
+    _creation.exits.append((traffic, places))
     try:
         view: Tensor = _ExitView.apply(tensor)
     finally:
-        _made.exits.pop()
+        _creation.exits.pop()
     return view
 
 
@@ -534,14 +534,14 @@ def rebase(tensor: Tensor, other: Tensor) -> None:
     _in_place(_Rebase, tensor, other)
 
 
-class _Made(threading.local):
+class _StepCreation(threading.local):
     """Marks the step that is being created: as an argument, a recorder would record it."""
 
     def __init__(self) -> None:
         self.exits: list[tuple[Traffic, Sequence[int]]] = []
 
 
-_made = _Made()
+_creation = _StepCreation()
 
 
 class _Entry(Function):
@@ -556,7 +556,7 @@ class _Entry(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         traffic: Traffic | None = ctx.traffic()
-        return gradients if traffic is None else traffic.entered(gradients)
+        return gradients if traffic is None else traffic.input_gradients(gradients)
 
 
 class _ReadOnlyEntry(Function):
@@ -573,12 +573,12 @@ class _Exit(Function):
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(tensor)
-        ctx.traffic, ctx.places = _made.exits[-1]
+        ctx.traffic, ctx.places = _creation.exits[-1]
         return tensor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        ctx.traffic.left(ctx.places, gradient)
+        ctx.traffic.output_gradient(ctx.places, gradient)
         return gradient
 
 
@@ -586,7 +586,7 @@ class _ExitView(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.traffic, ctx.places = _made.exits[-1]
+        ctx.traffic, ctx.places = _creation.exits[-1]
         return tensor.view_as(tensor)
 
     backward = staticmethod(_Exit.backward)

@@ -425,8 +425,8 @@ registered: 'layer1'
     def __missing__(self, name: object) -> NoReturn:
         near = tuple(similar(name, self))
         known = near or tuple(self)[:5]
-        there = f"registered: {', '.join(map(repr, known))}" if known else "nothing is registered"
-        raise HookNameError(f"no {self._what} is registered as {name!r}; {there}", name, near)
+        choices = f"registered: {', '.join(map(repr, known))}" if known else "nothing is registered"
+        raise HookNameError(f"no {self._what} is registered as {name!r}; {choices}", name, near)
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)

@@ -82,8 +82,8 @@ class Spot:
     """A node of the run, and the slots at it."""
 
     __slots__ = (
-        "after", "before", "candidate", "inputs", "instead", "number", "place", "seen", "slots",
-        "told",
+        "after", "before", "candidate", "inputs", "instead", "number", "place", "receivers", "seen",
+        "slots",
     )  # fmt: skip
 
     def __init__(self, candidate: Candidate, plan: Plan, scope: ModuleCall | None) -> None:
@@ -100,16 +100,16 @@ class Spot:
         self.inputs: tuple[Slot, ...] = (
             plan.slots_at("input", candidate) if candidate.function is None else ()
         )
-        told = _with(self.slots, "backward")
-        self.told: tuple[Slot, ...] = () if candidate.function in OF_AUTOGRAD else told
+        receivers = _with(self.slots, "backward")
+        self.receivers: tuple[Slot, ...] = () if candidate.function in OF_AUTOGRAD else receivers
         self.before: tuple[Slot, ...] = _with(self.slots, "before")
         self.instead: tuple[Slot, ...] = _with(self.slots, "instead")
-        forms = ("after", "backward") if self.told else ("after",)
+        forms = ("after", "backward") if self.receivers else ("after",)
         self.after: tuple[Slot, ...] = _with(self.slots, *forms)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor that the node works on in place, if the insertions need it."""
-        if not (self.before or self.told or self.instead) and all(
+        if not (self.before or self.receivers or self.instead) and all(
             "observes" in slot.forms for slot in self.after
         ):
             return None
@@ -250,7 +250,7 @@ class LiveInserter:
         try:
             if spot.before or spot.inputs:
                 args, kwargs = self._before(spot, scope, args, kwargs, frame)
-            if spot.told or written is not None:
+            if spot.receivers or written is not None:
                 args, kwargs = self._enter(spot, args, kwargs, frame, written, undo)
             before = self._inputs_before(spot, args, kwargs, frame)
             self.pending.append(self._needed_after(spot, *before, written))
@@ -337,7 +337,7 @@ class LiveInserter:
         try:
             if spot.before:
                 args, kwargs = self._before(spot, scope, args, kwargs, frame)
-            if spot.told or copied is not None:
+            if spot.receivers or copied is not None:
                 args, kwargs = self._enter(spot, args, kwargs, frame, copied, undo)
             before = self._inputs_before(spot, args, kwargs, frame)
             self.pending.append(self._needed_after(spot, *before, written))
@@ -497,7 +497,7 @@ class LiveInserter:
         if self._path_of is None:
             lookup.settle(recording)
         else:
-            lookup.require_found()
+            lookup.require_names()
 
     def _spot(self, path: str, base: str, scope: ModuleCall) -> Spot:
         outer = scope.parent
@@ -559,11 +559,11 @@ class LiveInserter:
             written: the tensor that it works on in place, if that has to be copied.
             undo: receives what puts the former tensors back into lists and dicts.
         """
-        if not spot.told and written is None:
+        if not spot.receivers and written is None:
             return args, kwargs
         shape, values = take_apart((args, kwargs), objects=False)
         number = next((i for i, value in enumerate(values) if value is written), None)
-        gate = EntryGate(self.at(spot, spot.number - 1), spot.told, shape, self.plan, number)
+        gate = EntryGate(self.at(spot, spot.number - 1), spot.receivers, shape, self.plan, number)
         given = self._through(gate, shape, (args, kwargs), values, values, frame)
         if given is None:
             return args, kwargs
@@ -1097,7 +1097,7 @@ def refuse_reading(plan: Plan, method: MethodType) -> None:
             )
 
 
-def is_meant_within(plan: Plan, module: nn.Module, within: Within) -> bool:
+def may_apply_within(plan: Plan, module: nn.Module, within: Within) -> bool:
     """Return whether insertions of a plan may apply to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher

@@ -257,7 +257,7 @@ class Insertion:
 
     def fired_backward(self, at: NodePass) -> None:
         """Record that it received gradients."""
-        self._tally.told(at)
+        self._tally.count_gradients(at)
 
     def ran(self, recording: Recording) -> None:
         """Record that a call took a path while it was active."""
@@ -447,7 +447,7 @@ class Tally:
                 row.passes[at.number] = row.passes.get(at.number, 0) + times
                 row.changed += changed * times
 
-    def told(self, at: NodePass) -> None:
+    def count_gradients(self, at: NodePass) -> None:
         """Count gradients that were received."""
         with self._lock:
             row = self._row(at.path)

@@ -86,12 +86,12 @@ class NodePass:
     qualified_name: str = field(default="", compare=False, repr=False)
 
     def __repr__(self) -> str:
-        said = [f"path={self.path!r}", f"number={self.number}"]
+        fields = [f"path={self.path!r}", f"number={self.number}"]
         if self.module is not None:
-            said.append(f"module={type(self.module).__name__}")
+            fields.append(f"module={type(self.module).__name__}")
         if self.function is not None:
-            said.append(f"function={getattr(self.function, '__name__', self.function)}")
-        return f"NodePass({', '.join(said)})"
+            fields.append(f"function={getattr(self.function, '__name__', self.function)}")
+        return f"NodePass({', '.join(fields)})"
 
 
 class Interjection:
@@ -439,5 +439,5 @@ def can_cast(source: torch.dtype, target: torch.dtype) -> bool:
     return source is torch.bool or target is not torch.bool
 
 
-def as_given(tensor: Tensor) -> None:
+def keep_unchanged(tensor: Tensor) -> None:
     """Keep a tensor as it is."""

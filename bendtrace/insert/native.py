@@ -270,12 +270,12 @@ class _Call:
     def watch(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Watch the gradients of the call; return the inputs for the module."""
         entries = self.station.entries
-        told = [(one.what, self.at(one), None) for one in entries if one.backward]
-        if not told or not torch.is_grad_enabled():
+        receivers = [(one.what, self.at(one), None) for one in entries if one.backward]
+        if not receivers or not torch.is_grad_enabled():
             return given
         with _unseen():
             inputs = tensors_of(given)
-            self.gradients = CallGradients(told, inputs)
+            self.gradients = CallGradients(receivers, inputs)
             inside = self.gradients.enter()
             self.exchange = Exchange(dict(zip(map(id, inputs), inside, strict=True)))
             watched: tuple[Any, ...] = self.exchange.into(given)
@@ -344,7 +344,7 @@ def _leave(
             given = with_tensors(given, call.gradients.inside_of(tensors_of(given), call.same))
     value, gradients = output, None if call is None else call.gradients
     if gradients is not None and not gradients.of_hooks:
-        value = _left(gradients, value)
+        value = _watch_outputs(gradients, value)
     for one in entries:
         if one.after:
             at = one.at(module) if call is None else call.at(one)
@@ -354,11 +354,11 @@ def _leave(
             if result is not None and result is not value:
                 value = _check(one.what, at, value, result)
     if gradients is not None and gradients.of_hooks:  # those of what forward hooks returned
-        value = _left(gradients, value)
+        value = _watch_outputs(gradients, value)
     return None if value is output else value  # so that the containers are the module's own
 
 
-def _left(gradients: CallGradients, value: Any) -> Any:
+def _watch_outputs(gradients: CallGradients, value: Any) -> Any:
     with _unseen():
         return with_tensors(value, gradients.leave(tensors_of(value)))
 

@@ -266,8 +266,8 @@ class PatchContext(ContextDecorator):
     def __repr__(self) -> str:
         placed: dict[str, list[Interjection]] = {}
         for where, patch in self._placed:
-            said = where if isinstance(where, str) else describe_where(where).strip("'")
-            placed.setdefault(said, []).append(patch)
+            place = where if isinstance(where, str) else describe_where(where).strip("'")
+            placed.setdefault(place, []).append(patch)
         state = "active" if self._entered else "active within `with`"
         return f"PatchContext({placed!r}, {state})"
 
@@ -298,8 +298,8 @@ def _patches_of(where: Any, given: Any) -> Iterator[Patch[Any]]:
 
 def _parameter(known: Knowledge, where: Where) -> Where:
     """Return the node for a path of a parameter: here it selects one call, not all uses."""
-    if isinstance(where, str) and (meant := resolve_meaning(where, known)) is not None:
-        for tree in known.trees() if meant.is_whole_state else ():
+    if isinstance(where, str) and (resolution := resolve_meaning(where, known)) is not None:
+        for tree in known.trees() if resolution.is_whole_state else ():
             try:
                 return Node(tree, *find(tree.data, where))
             except NodePathError:
@@ -342,11 +342,11 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
     text = name_of(where, known)
     places = _places(known, where, text)
     for root, node, chosen in places:
-        said = describe_where(where).strip("'")
+        name = describe_where(where).strip("'")
         output = node.children.get("output")
         if node.kind == "graph" and output is not None and node is not root:
-            node, said = output, f"{said}.output"  # a module stands for its output
-        require_leaf(root, (node, chosen), said)
+            node, name = output, f"{name}.output"  # a module stands for its output
+        require_leaf(root, (node, chosen), name)
     board.make(where, Patch())
     has_run = any(True for _ in known.trees())
     if has_run and not places and text and text in modules_in(known.model):
@@ -364,11 +364,11 @@ def _places(
         return [
             place for path in known.select(where) for place in _find_node(trees, NodePath(path))
         ]
-    meant = resolve_meaning(text, known) if isinstance(where, str) else None
-    if meant is not None and meant.kind == "layer":
-        return meant.places
+    resolution = resolve_meaning(text, known) if isinstance(where, str) else None
+    if resolution is not None and resolution.kind == "layer":
+        return resolution.places
     found = _find_node(known.trees(), text)
-    return found if found or meant is None else meant.places
+    return found if found or resolution is None else resolution.places
 
 
 def _find_node(trees: Iterable[Tree], path: str) -> list[tuple[TreeNode, TreeNode, Chosen]]:
@@ -580,7 +580,7 @@ def _check_shape(part: Tensor, value: Tensor) -> None:
         del sizes[0]  # as in `part[...] = value`
     wanted = part.shape[part.dim() - len(sizes) :]
     if len(sizes) > part.dim() or any(
-        size not in (1, there) for size, there in zip(sizes, wanted, strict=True)
+        size not in (1, expected) for size, expected in zip(sizes, wanted, strict=True)
     ):
         raise PatchError(
             f"the value has to be {_of_shape(part.shape)}, or broadcast to that, but is "

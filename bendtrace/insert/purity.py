@@ -216,7 +216,7 @@ class _Lifting:
             self._inside.pop()
 
     def _of_object(self, thing: Any, kind: type) -> tuple[Any, Hashable]:
-        if _is_known(thing):
+        if _is_trusted(thing):
             return ("constant", thing), thing
         if kind is types.FunctionType:
             return self._of_function(thing)
@@ -362,7 +362,7 @@ class _Lifting:
                 function = getattr(member, "__func__", member)
                 if isinstance(function, types.FunctionType):
                     keys.append((name, self._of_function(function)[1]))
-                elif _is_plain(member) or _is_known(member):
+                elif _is_plain(member) or _is_trusted(member):
                     keys.append((name, self.of(member)[1]))
                 else:
                     raise _Impure(f"{base.__name__}.{name} is a {type(member).__name__}")
@@ -418,7 +418,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _is_known(thing: Any) -> bool:
+def _is_trusted(thing: Any) -> bool:
     """Return whether something belongs to torch or Python, and only computes."""
     if isinstance(thing, types.ModuleType):
         return thing in _MODULES
@@ -479,7 +479,7 @@ def _maker(code: types.CodeType, defaults: int, named: tuple[str, ...]) -> types
 
 
 # What a dtype, a device or a layout tells, which a compiled function is compiled for.
-_TOLD = (LengthGuard, IdentityGuard)
+_STATIC_GUARDS = (LengthGuard, IdentityGuard)
 
 
 def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
@@ -497,7 +497,9 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
         return f"what is inserted sets {recording.changes[0].label}"
     entry = current_context()
     guards = recording.tape.guards  # on how many things an op gives, or what the path tells
-    if any(guard.use is not Use.METADATA and not isinstance(guard, _TOLD) for guard in guards):
+    if any(
+        guard.use is not Use.METADATA and not isinstance(guard, _STATIC_GUARDS) for guard in guards
+    ):
         return "what is inserted is branching: it takes other ways for other sizes or values"
     for op in recording.tape.ops:
         reason = why_not_op(op, entry)

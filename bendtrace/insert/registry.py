@@ -51,7 +51,7 @@ _OF_NODE = gates.InsteadGate._node.__code__
 _MOST_NOTES = 16  # on why something was not called; more would not be read
 
 # Where, what, and in which passes.
-Kept = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
+InsertionRow = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
 
 
 class InsertionRegistry:
@@ -134,7 +134,7 @@ class InsertionRegistry:
             for target in targets
         )
         insertion.is_checked = (
-            allow_none or exact or self._is_met(insertion, self._model.candidates())
+            allow_none or exact or self._is_matched(insertion, self._model.candidates())
         )
         return insertion
 
@@ -172,22 +172,23 @@ class InsertionRegistry:
 
     # Copies
 
-    def kept(self, memo: dict[int, Any] | None) -> list[Kept]:
+    def copyable_rows(self, memo: dict[int, Any] | None) -> list[InsertionRow]:
         """Return the insertions for a copy of the model.
 
         Args:
             memo: the objects copied so far, for a deep copy; None when everything is pickled.
         """
-        found: list[Kept] = []
+        found: list[InsertionRow] = []
         for insertion in self._insertions:
-            targets = tuple(target.said_in_words() for target in insertion.targets)
-            said = LocationText(describe_where(insertion.where))
-            row: Kept = said, targets, insertion.what, insertion.passes, insertion.allow_none
+            targets = tuple(target.without_nodes() for target in insertion.targets)
+            location = LocationText(describe_where(insertion.where))
+            options = insertion.passes, insertion.allow_none
+            row: InsertionRow = location, targets, insertion.what, *options
             found.append(row if memo is None else copy.deepcopy(row, memo))
         return found
 
-    def restore(self, *insertions: Kept) -> None:
-        """Restore the result of `kept`."""
+    def restore(self, *insertions: InsertionRow) -> None:
+        """Restore the result of `copyable_rows`."""
         self.add(*(Insertion(self, *kept) for kept in insertions))
 
     # What runs need
@@ -220,7 +221,7 @@ class InsertionRegistry:
         run = None
         if looks_ahead and (run := self._model.foreseen(args, kwargs)) is None:
             raise InputError(_AHEAD.format(looks_ahead[0]))
-        plan = self._made(insertions, run, is_open)
+        plan = self._build_plan(insertions, run, is_open)
         if not looks_ahead and not is_open:
             self._plan = insertions, plan
         return plan
@@ -254,10 +255,10 @@ class InsertionRegistry:
                     targets = [
                         found
                         for target in insertion.targets
-                        for found in self._found(insertion, target)
+                        for found in self._find_targets(insertion, target)
                     ]
                     insertion.targets = tuple(targets)
-                insertion.is_checked = insertion.is_checked or self._is_met(
+                insertion.is_checked = insertion.is_checked or self._is_matched(
                     insertion, self._model.candidates()
                 )
 
@@ -270,8 +271,8 @@ class InsertionRegistry:
             unknown = unknown or insertion.passes.needs_total
             for target in insertion.targets:
                 place = target.place
-                if place is None and target.is_open and target.said in modules:
-                    module = modules[target.said]
+                if place is None and target.is_open and target.original in modules:
+                    module = modules[target.original]
                     assert module is not None
                     place = Location("node", OfModule(module))
                 if place is None:
@@ -293,8 +294,8 @@ class InsertionRegistry:
 
     def _hints(self, insertion: Insertion) -> tuple[str, ...]:
         """Return hints on where modules may be called that no known run has reached."""
-        meant = {id(self._module_of(target)) for target in insertion.targets}
-        names = [node.module_path for node in self._model.modules() if id(node.module) in meant]
+        modules = {id(self._module_of(target)) for target in insertion.targets}
+        names = [node.module_path for node in self._model.modules() if id(node.module) in modules]
         return tuple(dict.fromkeys(filter(None, map(self._model.hint, names))))
 
     def _module_of(self, target: Target) -> nn.Module | None:
@@ -332,13 +333,13 @@ class InsertionRegistry:
             if not passes:
                 return why
             times = "one pass" if passes == 1 else f"{passes} passes"
-            said = f"{path!r} had {times}, none of which is selected ({insertion.passes}, from 0)"
-            return f"{said}: {why}" if why else said
+            text = f"{path!r} had {times}, none of which is selected ({insertion.passes}, from 0)"
+            return f"{text}: {why}" if why else text
         if not forms_of(insertion.what) & {"before", "instead", "after"}:
             return f"no backward pass reached {path!r}"
         return ""
 
-    def _made(
+    def _build_plan(
         self, insertions: tuple[Insertion, ...], run: Run | None, is_open: bool
     ) -> Plan:  # fmt: skip
         entries = []
@@ -350,32 +351,32 @@ class InsertionRegistry:
                     place = target.ahead(run.candidates)
                     if not place.matcher.paths and not insertion.allow_none:
                         raise NodePathError(
-                            f"{describe_where(target.said)} selects no node of this run; "
+                            f"{describe_where(target.original)} selects no node of this run; "
                             + near_misses("", list(run.candidates.nodes)),
-                            repr(target.said),
+                            repr(target.original),
                         )
                 if place is not None:
                     entries.append(Entry(insertion, insertion.what, place))
         lookup = None
         if is_open:
-            lookup = Lookup(self._model, insertions, _check, self._is_met)
+            lookup = Lookup(self._model, insertions, _check, self._is_matched)
         totals = None
         if run is not None:
             totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
         return Plan(entries, totals, lookup)
 
-    def _found(self, insertion: Insertion, target: Target) -> tuple[Target, ...]:
+    def _find_targets(self, insertion: Insertion, target: Target) -> tuple[Target, ...]:
         """Look a name up in the known runs; return it as it is if there are none."""
         if not target.is_open:
             return (target,)
-        targets = targets_of(target.said, self._model, lenient=insertion.allow_none)
+        targets = targets_of(target.original, self._model, lenient=insertion.allow_none)
         for found in targets:
             _check(insertion, found)
             if found.passes is not None:
                 insertion.passes = Passes(found.passes)
         return targets
 
-    def _is_met(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
+    def _is_matched(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
         """Return whether everything requested matches a node.
 
         Args:
@@ -394,13 +395,15 @@ class InsertionRegistry:
                 continue
             if nodes is None:
                 return False
-            is_pattern = isinstance(target.said, re.Pattern)
-            text = target.said.pattern if is_pattern else getattr(target.said, "__name__", "")
+            is_pattern = isinstance(target.original, re.Pattern)
+            text = (
+                target.original.pattern if is_pattern else getattr(target.original, "__name__", "")
+            )
             raise NodePathError(
-                f"{describe_where(target.said)} selects no known node; "
+                f"{describe_where(target.original)} selects no known node; "
                 + near_misses(text, [node.path for node in nodes if node.path])
                 + " (allow_none=True waits for a later run)",
-                describe_where(target.said),
+                describe_where(target.original),
             )
         return True
 
@@ -523,7 +526,7 @@ class Lookup:
         known: the model.
         insertions: all insertions of the run, in order.
         check: raises for an interjection that is not possible at its location.
-        is_met: raises if a pattern matches none of some nodes, and returns whether it does.
+        is_matched: raises if a pattern matches none of some nodes, and returns whether it does.
 
     Raises:
         InputError: a name can only be resolved after a run.
@@ -534,11 +537,11 @@ class Lookup:
         known: Knowledge,
         insertions: Sequence[Insertion],
         check: Check,
-        is_met: Callable[[Insertion, Sequence[Candidate]], bool],
+        is_matched: Callable[[Insertion, Sequence[Candidate]], bool],
     ) -> None:
         self._known = known
         self._check = check
-        self._is_met = is_met
+        self._is_matched = is_matched
         self._order = {id(insertion): number for number, insertion in enumerate(insertions)}
         self._unchecked = [insertion for insertion in insertions if not insertion.is_checked]
         self._names = [
@@ -601,7 +604,7 @@ class Lookup:
             entry
             for name in self._names
             if name.layer == layer and not name.found
-            for entry in self._found(name, (Target(name.text, place),))
+            for entry in self._place_insertions(name, (Target(name.text, place),))
         ]
         if not self._may_lead_to(path, base):
             return made
@@ -649,16 +652,16 @@ class Lookup:
                 targets = targets_named(name.stem, known)
             except NodePathError:
                 continue  # which the complete tree shows as well
-            made += self._found(name, targets)
+            made += self._place_insertions(name, targets)
         return made
 
-    def _found(self, name: _Name, targets: Sequence[Target]) -> list[Entry]:
+    def _place_insertions(self, name: _Name, targets: Sequence[Target]) -> list[Entry]:
         """Take what a name has turned out to mean; return what is inserted there."""
         for target in targets:
             self._check(name.insertion, target)
         if name.chosen is not None and targets:
             name.insertion.passes = Passes(name.chosen)
-        name.found = tuple(Target(name.target.said, t.place, name.chosen) for t in targets)
+        name.found = tuple(Target(name.target.original, t.place, name.chosen) for t in targets)
         places = [target.place for target in targets if target.place is not None]
         return [Entry(name.insertion, name.insertion.what, place) for place in places]
 
@@ -706,12 +709,12 @@ class Lookup:
         """
         run = self._known.run(recording)
         known = OneRun(self._known, run.tree, run.naming)
-        settled: dict[int, tuple[Insertion, list[Target]]] = {}
+        updates: dict[int, tuple[Insertion, list[Target]]] = {}
         for name in self._names:
             insertion, target = name.insertion, name.target
             with blaming(insertion, self._order[id(insertion)]):
                 try:
-                    targets = targets_of(target.said, known)
+                    targets = targets_of(target.original, known)
                 except NodePathError:
                     if insertion.allow_none and not name.found:
                         continue
@@ -725,18 +728,18 @@ class Lookup:
                     "inserted there in this call. Write that, or call the model once before",
                     name.text,
                 )
-            _, chosen = settled.setdefault(id(insertion), (insertion, list(insertion.targets)))
+            _, chosen = updates.setdefault(id(insertion), (insertion, list(insertion.targets)))
             for number in [i for i, other in enumerate(chosen) if other is target]:
                 chosen[number : number + 1] = targets  # unless another thread has been faster
         for insertion in self._unchecked:
             with blaming(insertion, self._order[id(insertion)]):
-                self._is_met(insertion, [*run.nodes.candidates.values(), *self._ops])
-        for insertion, chosen in settled.values():
+                self._is_matched(insertion, [*run.nodes.candidates.values(), *self._ops])
+        for insertion, chosen in updates.values():
             insertion.targets = tuple(chosen)
         for insertion in self._unchecked:
             insertion.is_checked = True
 
-    def require_found(self) -> None:
+    def require_names(self) -> None:
         """Raise if a run of a method has not shown a name.
 
         Raises:
@@ -748,7 +751,7 @@ class Lookup:
 
 
 def _name_of(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
-    text = name_of(target.said, known)
+    text = name_of(target.original, known)
     assert text is not None
     named = _PASS.fullmatch(text)
     stem, chosen = text, None
@@ -871,11 +874,11 @@ class InsertionGroup:
         self.insertions.append(made)
         return made
 
-    def put_in(self, *order: Insertion) -> None:
+    def insert_all(self, *order: Insertion) -> None:
         """Insert all together, in the order `order` if there is one."""
         self._board.add(*(order or self.insertions))
 
-    def put_around(self, first: list[Insertion], last: list[Insertion]) -> None:
+    def surround(self, first: list[Insertion], last: list[Insertion]) -> None:
         """Insert some before, and others after, all existing insertions."""
         others = self._board.insertions
         self._board.remove(*others)
@@ -896,7 +899,7 @@ class InsertionGroup:
         self._board.add()
 
     def __enter__(self) -> Self:
-        self.put_in()
+        self.insert_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -909,7 +912,7 @@ class InsertionHandle:
     def __init__(self, model: Any, group: InsertionGroup) -> None:
         self.model = model
         self._group = group
-        group.put_in()
+        group.insert_all()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""

@@ -93,7 +93,7 @@ def name_of(where: Any, known: Runs) -> str | None:
 
 
 @dataclass(frozen=True)
-class Meant:
+class Resolution:
     """The result of resolving a string.
 
     Attributes:
@@ -124,7 +124,7 @@ class Meant:
         return list(dict.fromkeys(found))
 
 
-def resolve_meaning(text: str, known: Runs) -> Meant | None:
+def resolve_meaning(text: str, known: Runs) -> Resolution | None:
     """Resolve a string in a model; return None if nothing known has this name.
 
     Raises:
@@ -158,7 +158,7 @@ def resolve_meaning(text: str, known: Runs) -> Meant | None:
         for _, meaning in chosen:
             if meaning.kind == "node":
                 _require_same(text, meaning.places[0][0], [names.tree for names in known.names()])
-    return Meant(chosen[0][1].kind, text, None, tuple(_places(chosen))) if chosen else None
+    return Resolution(chosen[0][1].kind, text, None, tuple(_places(chosen))) if chosen else None
 
 
 def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
@@ -220,18 +220,20 @@ def _place(node: TreeNode) -> str:
     return f"`{place.text}` at {place_text(place.file, place.line)}"
 
 
-def _own_part(text: str, known: Runs) -> Meant | None:
+def _own_part(text: str, known: Runs) -> Resolution | None:
     """Return the parameter, buffer or module with a name, which can have underscores for dots."""
     if not text:
         return None
     if text in dict(states_of(known.model)):
-        return Meant("state", text, is_owned=True)
+        return Resolution("state", text, is_owned=True)
     modules = modules_in(known.model)
     named = [text] if text in modules else [n for n in modules if n.replace(".", "_") == text]
-    return Meant("module", named[0], modules[named[0]], is_owned=True) if len(named) == 1 else None
+    if len(named) != 1:
+        return None
+    return Resolution("module", named[0], modules[named[0]], is_owned=True)
 
 
-def _is_of(owned: Meant, names: Names, meaning: Meaning) -> bool:
+def _is_of(owned: Resolution, names: Names, meaning: Meaning) -> bool:
     """Return whether the meaning of a string in a run is the module or state that it names."""
     if meaning.kind == owned.kind:
         return True
@@ -251,7 +253,7 @@ def _places(found: Iterable[tuple[Names, Meaning]]) -> Iterator[tuple[TreeNode, 
 
 
 def _refusal(
-    text: str, meanings: list[tuple[Names, Meaning]], owned: Meant | None = None
+    text: str, meanings: list[tuple[Names, Meaning]], owned: Resolution | None = None
 ) -> NodePathError:
     message, clear = ambiguity(text, meanings)
     if owned is not None and owned.module is not None:  # which no run has called
@@ -286,28 +288,28 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
     for where, value in activations.items():
-        said, path = describe_where(where), _path_of(model, where)
+        label, path = describe_where(where), _path_of(model, where)
         if path in found:
-            raise InputError(f"{said} is given twice, as a path and as a node or by another name")
+            raise InputError(f"{label} is given twice, as a path and as a node or by another name")
         found[path] = value
         node = node_of_name(model, path)
         if node is None:
             stem, _, part = path.rpartition(".")
             module = modules_in(model._known.model).get(stem) if stem else None
             if module is not None and part in ("input", *dict(parameters_of(module))):
-                raise InputError(_INPUT.format(said))
+                raise InputError(_INPUT.format(label))
             continue
-        meant = _Value.of(node)
-        if meant.role == "state":
-            raise InputError(_STATE.format(said))
-        if meant.role == "input" and meant.scope:
-            raise InputError(_INPUT.format(said))
+        node_value = _Value.of(node)
+        if node_value.role == "state":
+            raise InputError(_STATE.format(label))
+        if node_value.role == "input" and node_value.scope:
+            raise InputError(_INPUT.format(label))
         for other, before in values:
-            if meant.overlaps(before):
+            if node_value.overlaps(before):
                 raise InputError(
-                    f"{other} and {said} select the same value, or overlapping parts of it"
+                    f"{other} and {label} select the same value, or overlapping parts of it"
                 )
-        values.append((said, meant))
+        values.append((label, node_value))
     return found
 
 
@@ -317,7 +319,7 @@ def _path_of(model: Any, where: Any) -> str:
     Raises:
         InputError: it is not the value of one node.
     """
-    known, said = model._known, describe_where(where)
+    known, label = model._known, describe_where(where)
     try:
         text = name_of(where, known)
         if isinstance(text, NodePath):
@@ -327,20 +329,20 @@ def _path_of(model: Any, where: Any) -> str:
                 raise InputError(f"activations have to be given by node path, not by {where!r}")
             paths = known.select(where)
             if not paths:
-                raise InputError(f"{said} selects no known node")
-        elif (meant := resolve_meaning(text, known)) is None:
+                raise InputError(f"{label} selects no known node")
+        elif (resolution := resolve_meaning(text, known)) is None:
             return text
-        elif meant.is_whole_state:
-            raise InputError(_STATE.format(said))
+        elif resolution.is_whole_state:
+            raise InputError(_STATE.format(label))
         else:
-            paths = meant.paths()
+            paths = resolution.paths()
             if text in paths:  # of the calls of a module, the one with this name in the tree
                 return NodePath(text)
     except NodePathError as error:
         raise InputError(str(error)) from None
     if len(paths) > 1:
         listed = " and ".join(map(repr, paths))
-        raise InputError(f"{said} is ambiguous: it matches {listed}. Write one of these")
+        raise InputError(f"{label} is ambiguous: it matches {listed}. Write one of these")
     return NodePath(paths[0]) if paths else str(text)
 
 
@@ -733,7 +735,7 @@ class Knowledge:
         runs: returns the runs without insertions, the latest first.
         inserted: returns those with insertions.
         coverage: lists the branches with a side that was not seen.
-        settled: returns the run without insertions that the inputs will repeat, if that is certain.
+        predict: returns the run without insertions that the inputs will repeat, if that is certain.
     """
 
     def __init__(
@@ -743,7 +745,7 @@ class Knowledge:
         runs: Callable[[], list[Recording]],
         inserted: Callable[[], list[Recording]],
         coverage: Callable[[], Coverage],
-        settled: Callable[[tuple[Any, ...], dict[str, Any]], Recording | None],
+        predict: Callable[[tuple[Any, ...], dict[str, Any]], Recording | None],
     ) -> None:
         self.model = model
         self.registry = registry
@@ -751,7 +753,7 @@ class Knowledge:
         self._runs = runs
         self._inserted = inserted
         self._coverage = coverage
-        self._settled = settled
+        self._predict = predict
         self._of_examples: dict[int, Names] = {}  # which are kept, as the examples are
         self._views: dict[int, Run] = {}  # by the identity of their recordings
 
@@ -811,7 +813,7 @@ class Knowledge:
             )
         found: dict[str, None] = {}
         for recording in runs:
-            nodes = naming.nodes_meant(what, self.run(recording).candidates)
+            nodes = naming.find_nodes(what, self.run(recording).candidates)
             found.update(dict.fromkeys(node.path for node in nodes))
         return list(found)
 
@@ -902,7 +904,7 @@ class Knowledge:
 
     def foreseen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run | None:
         """Return a run without insertions that a call will repeat; None if that is not certain."""
-        recording = self._settled(args, kwargs)
+        recording = self._predict(args, kwargs)
         return None if recording is None else self.run(recording)
 
     def run(self, recording: Recording) -> Run:

@@ -61,7 +61,7 @@ from bendtrace.watch.functions import is_gate
 
 
 @dataclass(eq=False)
-class Left:
+class Deviation:
     """A rest that has left the path of the run that it followed.
 
     Attributes:
@@ -90,14 +90,14 @@ class Left:
         return op.index + (op.kind is OpKind.CALL)
 
     @property
-    def done(self) -> frozenset[int]:
+    def finished_ops(self) -> frozenset[int]:
         """The ops that were carried out."""
         rest, code, position = self.prepared.rest, self.prepared.code, self.position
         assert code is not None
         return rest.available | {i for i in code.code.emitted if i < position}
 
     @property
-    def tests_made(self) -> set[Any]:
+    def tests(self) -> set[Any]:
         """The tests that the rest has made."""
         rest = self.prepared.rest
         return {guard.key for n, guard in rest.guards.items() if self._is_before(n, guard)}
@@ -137,7 +137,7 @@ class Left:
             random: the states of the random generators at its start, if it may draw.
         """
         has_drawn = random is None or random.differ()
-        return has_drawn or self.prepared.rest.memory.has_effects(self.done)
+        return has_drawn or self.prepared.rest.memory.has_effects(self.finished_ops)
 
     @property
     def can_be_resumed(self) -> bool:
@@ -161,11 +161,11 @@ class Left:
                     )
                 ):
                     return False
-        return not self.prepared.rest.disturbs(self.done, position)
+        return not self.prepared.rest.disturbs(self.finished_ops, position)
 
     def script(self, hold: Hold) -> Script:
         """Return the ops that the model's Python need not run again."""
-        tape, done = self.prepared.recording.tape, self.done
+        tape, done = self.prepared.recording.tape, self.finished_ops
         held = {i: value for i, value in values_in(self.values).items() if i in done}
         held.update((i, None) for i in done if gives_nothing(tape.ops[i]))
         held.update((cut.index, self.slots[f"s{cut.slot}"]) for cut in self.prepared.cuts)
@@ -317,7 +317,7 @@ class _Run:
                 elif prepared.code is not None:
                     hold = Hold()
                     try:
-                        return self._gone_through(run, prepared, hold, tree, plan)
+                        return self._follow_paths(run, prepared, hold, tree, plan)
                     finally:
                         hold.release()
         return self._live()
@@ -393,7 +393,7 @@ class _Run:
 
     # Carrying it out
 
-    def _gone_through(
+    def _follow_paths(
         self,
         run: KnownRun,
         prepared: Prepared,
@@ -409,26 +409,28 @@ class _Run:
         seen: set[tuple[int, int]] = set()
         while True:
             left = self._carry_out(run, prepared, dict(values), hold)
-            if not isinstance(left, Left):
+            if not isinstance(left, Deviation):
                 if plan is not None:
                     plan.ran(prepared.recording)
                 return left
-            passed |= left.tests_made
+            passed |= left.tests
             known, following = left.other_run(), None
             if known is not None and (id(known), left.position) not in seen:
                 seen.add((id(known), left.position))
                 other = KnownRun(run.program, known, run.arguments, run.missing)
-                following = self._following(other, left.position, left.done, frozenset(passed))
+                following = self._following(
+                    other, left.position, left.finished_ops, frozenset(passed)
+                )
             if following is None:
                 left.slots = slots
-                return self._gone_on(left, random, hold, tree, plan)
+                return self._explore(left, random, hold, tree, plan)
             slots = {**self._rests.values_for(following), **slots}
             run, prepared, values = other, following, {**slots, **left.values}
 
     def _carry_out(
         self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold
     ) -> Any:
-        """Run the code of a rest; return its result, or a `Left` if it follows another path."""
+        """Run a rest; return its result, or a `Deviation` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
         if not needs_agreement(model, run.program.recording.tape):
             return self._result(run, prepared, values, hold)
@@ -436,7 +438,7 @@ class _Run:
             if joint is not None:
                 joint.follows(tape)
             result = self._result(run, prepared, values, hold)
-            if joint is not None and isinstance(result, Left):
+            if joint is not None and isinstance(result, Deviation):
                 joint.leaves(result)
             elif joint is not None:
                 joint.ends(result)
@@ -461,7 +463,7 @@ class _Run:
         if type(result) is not Departure:
             return result
         outcome = copy.deepcopy(result.outcome) if type(result.outcome) is list else result.outcome
-        return Left(run, prepared, result.stop, outcome, {**values, **result.values})
+        return Deviation(run, prepared, result.stop, outcome, {**values, **result.values})
 
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
@@ -478,9 +480,9 @@ class _Run:
 
     # Where no recorded run goes
 
-    def _gone_on(
+    def _explore(
         self,
-        left: Left,
+        left: Deviation,
         random: RandomStates | None,
         hold: Hold,
         tree: TraceTree,
@@ -516,7 +518,7 @@ class _Run:
             )
         return self._live()
 
-    def _resumed(self, left: Left, hold: Hold, tree: TraceTree, plan: Plan | None) -> Any:
+    def _resumed(self, left: Deviation, hold: Hold, tree: TraceTree, plan: Plan | None) -> Any:
         """Continue with the model's own Python, and keep the path that it takes."""
         model, script = self._model, left.script(hold)
         try:
@@ -593,7 +595,7 @@ def call_with(
         where = text if node is None else node
         insertion = board.make(where, _Replacement(text, value, bended))
         if node is not None:
-            _require_there(text, node, insertion)
+            _refuse_alias(text, node, insertion)
         made.append(insertion)
     board.remove(*others)
     board.add(*made, *others)
@@ -611,7 +613,7 @@ def call_with(
     return output
 
 
-def _require_there(text: str, node: Node, insertion: Insertion) -> None:
+def _refuse_alias(text: str, node: Node, insertion: Insertion) -> None:
     """Raise for a path that is an alias of another node in another run."""
     for target in insertion.targets:
         place = target.place
@@ -774,8 +776,8 @@ class Suffixes:
         found, _ = find(tree.data, path_in(tree, text))
         if is_named(found, text):
             return
-        meant = node_of_name(self._model, text)
-        if meant is not None and is_named(meant._data, text):
+        other = node_of_name(self._model, text)
+        if other is not None and is_named(other._data, text):
             raise NodePathError(
                 f"no node {text!r} in this run: {found.path!r} is a different node",
                 text,
@@ -818,15 +820,15 @@ class Suffixes:
                 user = index
                 break
             source = index
-        said = [_op_text(tree, recording, index) for index in (user, source) if index is not None]
-        if not said:
+        texts = [_op_text(tree, recording, index) for index in (user, source) if index is not None]
+        if not texts:
             need = "the output of the model, or a condition, depends on it"
         elif user is None:
-            need = f"the rest uses {said[0]}, which is computed from it"
+            need = f"the rest uses {texts[0]}, which is computed from it"
         elif source is None:
-            need = f"{said[0]} uses it"
+            need = f"{texts[0]} uses it"
         else:
-            need = f"{said[0]} uses {said[1]}, which is computed from it"
+            need = f"{texts[0]} uses {texts[1]}, which is computed from it"
         return f"the argument {shown} is needed as well: {need}. Pass it, or an activation between"
 
 

@@ -155,10 +155,10 @@ def _(what: Any) -> NodeSelector:
     return what[0] if len(what) == 1 else Combined("|", tuple(map(as_selector, what)))
 
 
-def nodes_meant(what: Any, graph: CandidateGraph) -> list[Candidate]:
+def find_nodes(what: Any, graph: CandidateGraph) -> list[Candidate]:
     """Return the nodes of a run that a selector, or a value for one, selects, in order."""
-    meant = as_selector(what).select(graph)
-    return [node for node in graph if node.path in meant]
+    paths = as_selector(what).select(graph)
+    return [node for node in graph if node.path in paths]
 
 
 def select_nodes(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:

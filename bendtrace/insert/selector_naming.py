@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized as _is_parametrized
 from bendtrace.errors import InputError
 from bendtrace.insert.selector_algebra import Selector
 from bendtrace.insert.selector_algebra import as_selector as as_selector
-from bendtrace.insert.selector_algebra import nodes_meant as nodes_meant
+from bendtrace.insert.selector_algebra import find_nodes as find_nodes
 from bendtrace.log.path_views import Candidate, CandidateGraph, Node, NodeSelector, dug
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.watch.code_facts import codes_in

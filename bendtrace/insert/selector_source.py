@@ -450,9 +450,9 @@ def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
     """Return the number of decisions that two runs have in common, and the second's next guard."""
     depth = 0
     for (_, mine), (number, theirs) in zip(_decisions(one), _decisions(other), strict=False):
-        here = None if mine.site is None else mine.site.identity
-        there = None if theirs.site is None else theirs.site.identity
-        if here != there:
+        own_site = None if mine.site is None else mine.site.identity
+        other_site = None if theirs.site is None else theirs.site.identity
+        if own_site != other_site:
             break
         if not identical(mine.answer, theirs.answer):
             return depth, number

@@ -20,7 +20,7 @@ from bendtrace.errors import InputError, NodePathError, PatchError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 from bendtrace.insert.plan import Location, State
-from bendtrace.insert.resolver import Meant, Runs, name_of, resolve_meaning
+from bendtrace.insert.resolver import Resolution, Runs, name_of, resolve_meaning
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode, dotted
@@ -749,7 +749,7 @@ class Selected:
         return repr(self.selector)
 
 
-class Known(Runs, Protocol):
+class ModelRuns(Runs, Protocol):
     """The runs of a model that insertions are placed in."""
 
     def trees(self) -> Iterable[Tree]:
@@ -773,35 +773,39 @@ class Target:
     """One location, as the user gave it.
 
     Attributes:
-        said: as given.
+        original: as the user wrote it.
         place: the resolved location, if it can be resolved without a run.
         passes: the passes that it names, counted from 0; None for all.
     """
 
-    said: Any
+    original: Any
     place: Location | None = None
     passes: tuple[int, ...] | None = None
 
     @property
     def is_ahead(self) -> bool:
         """Return whether a run without insertions has to resolve it, each time."""
-        return isinstance(self.said, NodeSelector) and self.said.looks_ahead
+        return isinstance(self.original, NodeSelector) and self.original.looks_ahead
 
     @property
     def is_open(self) -> bool:
         """Return whether it has to be looked up in the first run."""
         return self.place is None and not self.is_ahead
 
-    def said_in_words(self) -> Target:
+    def without_nodes(self) -> Target:
         """Return the same without tree nodes, which belong to one model."""
-        return replace(self, said=self.said._path) if isinstance(self.said, Node) else self
+        return (
+            replace(self, original=self.original._path) if isinstance(self.original, Node) else self
+        )
 
     def ahead(self, graph: CandidateGraph) -> Location:
         """Return the location of a selector in a run."""
-        return Location("node", AtPaths(frozenset(self.said.select(graph))))
+        return Location("node", AtPaths(frozenset(self.original.select(graph))))
 
 
-def targets_of(where: Where | State, known: Known, *, lenient: bool = False) -> tuple[Target, ...]:
+def targets_of(
+    where: Where | State, known: ModelRuns, *, lenient: bool = False
+) -> tuple[Target, ...]:
     """Parse a location.
 
     Args:
@@ -827,7 +831,7 @@ def targets_of(where: Where | State, known: Known, *, lenient: bool = False) -> 
         return (Target(where),)
 
 
-def _targets(where: Any, known: Known) -> tuple[Target, ...]:
+def _targets(where: Any, known: ModelRuns) -> tuple[Target, ...]:
     if isinstance(where, Node):
         _require_own(where, known)
     name = name_of(where, known)
@@ -857,7 +861,7 @@ def _targets(where: Any, known: Known) -> tuple[Target, ...]:
     return (Target(where, Location("node", Selected(naming.as_selector(where), is_broad))),)
 
 
-def _require_own(node: Node, known: Known) -> None:
+def _require_own(node: Node, known: ModelRuns) -> None:
     """Raise for a node of a tree if its path in this model belongs to something else.
 
     Raises:
@@ -901,15 +905,15 @@ def _place_label(node: TreeNode) -> str:
     return f"{place_text(place.file, place.line)} `{place.text}`"
 
 
-def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
+def _resolve_name(text: str, known: ModelRuns, original: Any) -> tuple[Target, ...]:
     """Resolve a string.
 
     The qualified name of a module selects all its calls, a parameter's name all its uses; other
     names select one place in the source, or the places of a layer.
     """
-    meant = resolve_meaning(text, known)
-    if meant is not None:
-        return _targets_meant(meant, text, said)
+    resolution = resolve_meaning(text, known)
+    if resolution is not None:
+        return _resolved_targets(resolution, text, original)
     errors: list[NodePathError] = []
     for tree in known.trees():
         try:
@@ -917,35 +921,35 @@ def _resolve_name(text: str, known: Known, said: Any) -> tuple[Target, ...]:
         except NodePathError as error:
             errors.append(error)
     if not errors:  # the first run shows it (see `registry.py`)
-        return (Target(said),)
+        return (Target(original),)
     path = known.mirror_path(text)
     near = near_names(text, (name for names in known.names() for name in names.listed()))
     at_root = all("." not in path for error in errors for path in error.completions)
     if near and at_root and not path and not any("did you mean" in str(error) for error in errors):
-        said = ", ".join(map(repr, near))
+        similar = ", ".join(map(repr, near))
         raise NodePathError(
-            f"no node {text!r} in the model; similar names: {said}", text, tuple(near)
+            f"no node {text!r} in the model; similar names: {similar}", text, tuple(near)
         )
     hint = f"the mirror has a node {text!r}: pass {path!r}, or NodeRef({text!r})" if path else ""
     raise _astray(errors, hint or _foreign(text) or known.hint(text))
 
 
-def targets_named(text: str, known: Known) -> tuple[Target, ...]:
+def targets_named(text: str, known: ModelRuns) -> tuple[Target, ...]:
     """Resolve a string in the known part of a run; return nothing if it has no such name.
 
     Raises:
         NodePathError: the string is ambiguous, or names something without a value.
     """
-    meant = resolve_meaning(text, known)
-    return () if meant is None else _targets_meant(meant, text, text)
+    resolution = resolve_meaning(text, known)
+    return () if resolution is None else _resolved_targets(resolution, text, text)
 
 
-def _targets_meant(meant: Meant, text: str, said: Any) -> tuple[Target, ...]:
-    if meant.is_whole_state:
-        return (Target(said, Location("state", State(meant.name), shown=meant.name)),)
-    if meant.module is not None:
-        return (Target(said, Location("node", OfModule(meant.module))),)
-    if not meant.places:
+def _resolved_targets(resolution: Resolution, text: str, original: Any) -> tuple[Target, ...]:
+    if resolution.is_whole_state:
+        return (Target(original, Location("state", State(resolution.name), shown=resolution.name)),)
+    if resolution.module is not None:
+        return (Target(original, Location("node", OfModule(resolution.module))),)
+    if not resolution.places:
         raise NodePathError(
             f"{text!r} is a layer without a node in the tree: nothing can be inserted there; "
             "choose a node that uses it",
@@ -953,10 +957,10 @@ def _targets_meant(meant: Meant, text: str, said: Any) -> tuple[Target, ...]:
         )
     return tuple(
         Target(
-            said, _place(root, node),
+            original, _place(root, node),
             None if chosen is None or node.role == "state" else tuple(chosen),
         )
-        for root, node, chosen in meant.places
+        for root, node, chosen in resolution.places
     )  # fmt: skip
 
 
@@ -982,22 +986,22 @@ def _astray(errors: Sequence[NodePathError], hint: str) -> NodePathError:
         for path in error.completions
         if path not in furthest.completions and path.rpartition(".")[0] in level
     )
-    said = [str(furthest)]
+    messages = [str(furthest)]
     if more:
         names = ", ".join(repr(path.rpartition(".")[2]) for path in itertools.islice(more, 8))
-        said.append(f"in other runs there {'is' if len(more) == 1 else 'are'} {names}")
-    message = "; ".join([*said, hint] if hint else said)
+        messages.append(f"in other runs there {'is' if len(more) == 1 else 'are'} {names}")
+    message = "; ".join([*messages, hint] if hint else messages)
     return NodePathError(message, furthest.path, (*furthest.completions, *more))
 
 
 def _nearness(error: NodePathError) -> tuple[int, float]:
     """Return how far a path got, and how similar the existing names are."""
-    said = re.split(r"[.|:]", error.path)
+    words = re.split(r"[.|:]", error.path)
     names = [path.split(".") for path in error.completions]
     alike = [
-        SequenceMatcher(None, name[-1], said[len(name) - 1]).ratio()
+        SequenceMatcher(None, name[-1], words[len(name) - 1]).ratio()
         for name in names
-        if len(name) <= len(said)
+        if len(name) <= len(words)
     ]
     return max(map(len, names), default=0), max(alike, default=0.0)
 

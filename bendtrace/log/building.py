@@ -382,12 +382,12 @@ class _Builder:
             self.log.step_labels.append(label)
 
     def _arguments(self, op: Op) -> str:
-        def shown(ref: Ref) -> _Word:
+        def word_of(ref: Ref) -> _Word:
             keys = self._values(ref)
             names = [self.log.places[key].label for key in keys]
             return _Word(names[0] if len(names) == 1 else f"({', '.join(names)})")
 
-        args, kwargs = map_refs((op.args, op.kwargs), shown)
+        args, kwargs = map_refs((op.args, op.kwargs), word_of)
         parts = [_text(value) for value in args]
         parts += [f"{name}={_text(value)}" for name, value in kwargs.items()]
         return f"({', '.join(parts)})"

@@ -222,9 +222,9 @@ class Capture:
             output = None if weak is None else weak()
             if (self.chosen.from_the_end(position, count) or met) and output is not None:
                 if given[0] in rewritten:
-                    self.reread[end, given[0]] = self._kept(f"{given[0]}@{end}", output)
+                    self.reread[end, given[0]] = self._store_copy(f"{given[0]}@{end}", output)
                 else:
-                    self._save_given_out(output)
+                    self._save_output(output)
 
     @property
     def is_exact(self) -> bool:
@@ -233,7 +233,7 @@ class Capture:
 
     # What a run shows
 
-    def given(self, op: Op, tensor: Tensor) -> None:
+    def argument(self, op: Op, tensor: Tensor) -> None:
         """Keep an argument."""
         self._fixed.add(storage_of(tensor))
         self._take(op, (), tensor)
@@ -310,7 +310,7 @@ class Capture:
         """Keep the content of a tensor that an op has written to."""
         self._take(op, (), tensor)
 
-    def entered(
+    def module_starts(
         self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
     ) -> None:
         """Keep the inputs of a module that differ from the results of ops."""
@@ -319,7 +319,7 @@ class Capture:
                 wanted = self.chosen is True or self._waiting is not None
                 self._pass(call.start, tensor, rewritten(tensor), wanted)
 
-    def left(
+    def module_ends(
         self, call: ModuleCall, output: Any, rewritten: Callable[[Tensor], int | None]
     ) -> None:
         """Keep the output of a module, or end the run, if requested."""
@@ -332,7 +332,7 @@ class Capture:
             index = rewritten(tensor)
             self._pass(call.stop, tensor, index, wanted)
             if index is None and picked:
-                self._save_given_out(tensor)
+                self._save_output(tensor)
         if self._keys is None:
             return
         if self.stop is not None and self.stop.module(call.module, names):
@@ -397,7 +397,7 @@ class Capture:
     def _ask_functions(self, selection: Selection, entry: LayerEntry) -> Any:
         """Return the results of a selection's functions for an entry; end the run if one raises."""
         try:
-            return selection.made_of(entry)
+            return selection.apply_functions(entry)
         except Exception as error:
             self.error = error  # kept from the model's own handlers
             why = f"because a user function raised {type(error).__name__}"
@@ -407,14 +407,14 @@ class Capture:
     def _pass(self, position: int, tensor: Tensor, index: int | None, wanted: bool) -> None:
         """Keep a value that a module passes on, if it was written to since op `index`."""
         if index is not None and self.passed.get((position, index)) is None:
-            kept = self._kept(f"{index}@{position}", tensor) if wanted else None
+            kept = self._store_copy(f"{index}@{position}", tensor) if wanted else None
             self.passed[position, index] = kept
 
-    def _kept(self, name: str, tensor: Tensor) -> Any:
+    def _store_copy(self, name: str, tensor: Tensor) -> Any:
         value = self._copy(tensor)
         return value if self._store is None else self._store.add(name, value)
 
-    def _save_given_out(self, tensor: Tensor) -> None:
+    def _save_output(self, tensor: Tensor) -> None:
         known = None if self._keys is None else self._keys.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] not in self.saved:
             self._save(known[1], tensor)
@@ -731,7 +731,7 @@ class Selection:
                 want.met = found = True
         return found
 
-    def made_of(self, entry: LayerEntry) -> Any:
+    def apply_functions(self, entry: LayerEntry) -> Any:
         """Return the results of the functions for an entry: True for the value, None for nothing.
 
         They do not advance the random numbers of the run, and are not recorded.

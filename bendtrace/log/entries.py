@@ -415,7 +415,7 @@ class Namer:
             if self.torchlens:
                 same = map_refs((op.args, op.kwargs), lambda ref: ref.index in self._links or ref)
                 link = kind, op.scope.path, repr(same)
-                layer = layer or self._taken(op, link)
+                layer = layer or self._shared_layer(op, link)
         if layer is None:
             number = self._of_type[kind] = self._of_type.get(kind, 0) + 1
             takes_none = self.torchlens and kind == "input"
@@ -433,7 +433,7 @@ class Namer:
         known = self._links.get(ref.index)
         return -1 - ref.index if known is None else id(known[1])
 
-    def _taken(self, op: Op, link: Any) -> Layer | None:
+    def _shared_layer(self, op: Op, link: Any) -> Layer | None:
         """Return the layer of an alike call whose result an op takes; None if it takes none."""
         for ref in refs_in((op.args, op.kwargs)):
             known = self._links.get(ref.index)

@@ -36,7 +36,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import KINDS, ErrorGuard
-from bendtrace.tape.structure import Existing, Fixed, Instance, Made, Opaque, build
+from bendtrace.tape.structure import Construction, Existing, Fixed, Instance, Opaque, build
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, map_refs, refs_in
 from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.owners import is_leaf_module
@@ -213,7 +213,7 @@ class _Writer:
             return self.nodes[value.name]
         if isinstance(value, Instance):
             return self._built(value)
-        if isinstance(value, (Existing, Fixed, Made, Opaque)):
+        if isinstance(value, (Existing, Fixed, Construction, Opaque)):
             raise ConversionError(f"{value} is an object of the model, not a value of the graph")
         return value
 
@@ -533,7 +533,7 @@ def _last_users(recording: Recording) -> dict[int, int]:
 
 
 def _has_opaque(value: Any) -> bool:
-    if isinstance(value, (Opaque, Instance, Made)):
+    if isinstance(value, (Opaque, Instance, Construction)):
         return True
     if isinstance(value, (tuple, list)):
         return any(map(_has_opaque, value))

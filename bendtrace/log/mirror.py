@@ -116,8 +116,8 @@ class Graph(MultiDiGraph):
     def __repr__(self) -> str:
         data, control = len(list(self.data_edges())), len(list(self.control_edges()))
         counts = {"node": len(self), "data edge": data, "control edge": control}
-        told = (f"{n} {what}" if n == 1 else f"{n} {what}s" for what, n in counts.items())
-        return f"<Graph: {', '.join(told)}>"
+        parts = (f"{n} {what}" if n == 1 else f"{n} {what}s" for what, n in counts.items())
+        return f"<Graph: {', '.join(parts)}>"
 
     def __str__(self) -> str:
         lines = ["graph():"]
@@ -543,7 +543,7 @@ def to_dot(graph: Graph, *, modules: bool = True, control: bool = True) -> str:
         '  edge [fontname="Helvetica", fontsize=9];',
         *root.lines("  "),
     ]
-    said: set[Any] = set()
+    listed: set[Any] = set()
     for source, target, data in graph.edges(data=True):
         ends = f"{_id(str(source))} -> {_id(str(target))}"
         if data.get("kind") != "control":
@@ -554,10 +554,10 @@ def to_dot(graph: Graph, *, modules: bool = True, control: bool = True) -> str:
             look = {"style": "dashed", "color": "gray40"}
             if step is not None:
                 words = f"{step.kind} {step.text}: {step.value}"
-                if number not in said:
+                if number not in listed:
                     look["label"] = _label(words)
                 look["tooltip"] = _label(words)
-            said.add(number)
+            listed.add(number)
             lines.append(f"  {ends} {_attributes(look)};")
     return "\n".join([*lines, "}"]) + "\n"
 

@@ -254,8 +254,8 @@ def near_names(text: str, names: Iterable[str], most: int = 6) -> list[str]:
     First the names that end with it (`transformer.h.1` for `h.1`), then those with almost the same
     spelling, then those whose last part has almost the same spelling.
     """
-    said, text = text, re.sub(r":\d+$", "", text)
-    listed = list(dict.fromkeys(name for name in names if name and name != said))
+    original, text = text, re.sub(r":\d+$", "", text)
+    listed = list(dict.fromkeys(name for name in names if name and name != original))
     ends = [name for name in listed if text and name.endswith((f".{text}", f"_{text}"))]
     close = similar(text, listed, most)
     by_last: dict[str, str] = {}
@@ -284,12 +284,13 @@ def ambiguity(text: str, meanings: list[tuple[Names, Meaning]]) -> tuple[str, tu
     runs = list({id(names): names for names, _ in meanings}.values())
     found = [(meaning, names.clear(meaning, runs)) for names, meaning in meanings]
     clear = tuple(dict.fromkeys(name for _, name in found if name != text))
-    said = " and ".join(
+    listing = " and ".join(
         _KINDS[meaning.kind].format(meaning.label or meaning.text)
         + (f" ({name!r})" if name != text else "")
         for meaning, name in found
     )
-    return f"{text!r} is ambiguous: it matches {said}. Write {' or '.join(map(repr, clear))}", clear
+    choice = " or ".join(map(repr, clear))
+    return f"{text!r} is ambiguous: it matches {listing}. Write {choice}", clear
 
 
 _KINDS = {

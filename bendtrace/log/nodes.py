@@ -123,7 +123,7 @@ class Events:
         return used
 
     @cached_property
-    def held(self) -> dict[int, list[Captured]]:
+    def argument_parts(self) -> dict[int, list[Captured]]:
         """The parts of each argument that contain values of the run."""
         inputs = {op.target.index for op in self.ops if op.kind is OpKind.INPUT}
         found: dict[int, dict[int, Captured]] = defaultdict(dict)
@@ -282,7 +282,7 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
     if isinstance(value, Instance):
         return _items_of_instance(value)
     if isinstance(value, Existing):
-        held = events.held.get(value.part.index)
+        held = events.argument_parts.get(value.part.index)
         if held is None or value.part.kind is CaptureKind.TENSOR:
             return None
         return [

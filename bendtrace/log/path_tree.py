@@ -34,7 +34,7 @@ from bendtrace.python.sites import Site
 from bendtrace.record import numbers, recorder, scopes, texts
 from bendtrace.record.names import base_name, target_name
 from bendtrace.tape.captured import Captured
-from bendtrace.tape.structure import Existing, Instance, Made, existing_in
+from bendtrace.tape.structure import Construction, Existing, Instance, existing_in
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.watch.functions import is_gate, name_of
 
@@ -169,7 +169,7 @@ class Builder:
             part = self.events.real(value.part)
             index = self.events.input_of.get(part.index)
             return Existing(part) if index is None else Ref(index)
-        if isinstance(value, Made):
+        if isinstance(value, Construction):
             refs = list(refs_in(value))
             return refs[0] if value.maker.__name__ == "tagged" and refs else value
         return value
@@ -539,7 +539,7 @@ def value_text(value: Any, name: Name) -> str:
         return f"slice({', '.join(value_text(part, name) for part in _bounds(value))})"
     if kind is Instance:
         return _instance_text(value, name)
-    if kind is Made:
+    if kind is Construction:
         refs = list(refs_in(value))
         return name(refs[0]) if len(refs) == 1 else f"<{value.maker.__name__}>"
     if kind is Existing:

@@ -577,8 +577,11 @@ def _pass_text(passes: tuple[int, ...]) -> str:
 
 
 def _without_place(node: TreeNode) -> str:
-    said = {"input": "an argument", "state": "a parameter, buffer or other tensor of the model"}
-    text = said.get(node.role, "given out" if node.role == "output" else "")
+    descriptions = {
+        "input": "an argument",
+        "state": "a parameter, buffer or other tensor of the model",
+    }
+    text = descriptions.get(node.role, "given out" if node.role == "output" else "")
     return f"{node.path}: {describe(node)}, {text}" if text else node.path
 
 

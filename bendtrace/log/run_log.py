@@ -982,8 +982,8 @@ class Lookup:
             node = NodePath(path) if path else self._tree.root
             found.update(dict.fromkeys(self.all(node)))
         if not found:
-            said = f"the module {type(key).__name__}" if isinstance(key, nn.Module) else repr(key)
-            raise LayerKeyError(f"{said} selects no node of this run", key)
+            label = f"the module {type(key).__name__}" if isinstance(key, nn.Module) else repr(key)
+            raise LayerKeyError(f"{label} selects no node of this run", key)
         entries = list(found)
         return entries[0] if len(entries) == 1 else Entries(entries)
 

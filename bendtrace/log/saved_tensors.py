@@ -76,7 +76,7 @@ class Layout:
         return tuple(d for d, (size, stride) in enumerate(pairs) if stride == 0 and size > 1)
 
     @property
-    def kept(self) -> tuple[int, ...]:
+    def stored_shape(self) -> tuple[int, ...]:
         """The shape before it was expanded."""
         expanded = self.expanded
         return tuple(1 if d in expanded else size for d, size in enumerate(self.shape))
@@ -85,7 +85,7 @@ class Layout:
     def nbytes(self) -> int:
         """The number of bytes that are stored."""
         count = self.dtype.itemsize
-        for size in self.kept:
+        for size in self.stored_shape:
             count *= size
         return count
 
@@ -130,7 +130,7 @@ def code_of(dtype: torch.dtype) -> str:
 
 def shape_in_file(layout: Layout) -> tuple[int, ...]:
     """Return the shape in the file: complex numbers are pairs, unknown types single bytes."""
-    kept = layout.kept
+    kept = layout.stored_shape
     if layout.dtype.is_complex:
         return (*kept, 2)
     return kept if layout.dtype in _CODES else (*kept, layout.dtype.itemsize)
@@ -164,7 +164,7 @@ def bits_of(tensor: Tensor, layout: Layout) -> Iterator[memoryview]:
 
 def tensor_of(layout: Layout, stored: Tensor) -> Tensor:
     """Return the tensor that stored bytes (uint8 of one dimension) are the content of."""
-    kept = layout.kept
+    kept = layout.stored_shape
     plain = stored.view(layout.dtype).reshape(kept)
     strides = tuple(
         plain.stride(d) if d in layout.expanded else stride

@@ -55,15 +55,15 @@ class Validation:
         return not self.wrong
 
     def __str__(self) -> str:
-        told = [
+        lines = [
             f"{counted(self.ops, 'op')} recomputed: "
             + ("bitwise equal" if not self.wrong else f"wrong: {listed(self.wrong)}"),
             f"{counted(self.edges, 'edge')} tried"
             + (f", {len(self.idle)} without effect: " if self.idle else "")
             + listed([f"{parent} -> {child}" for parent, child in self.idle]),
         ]
-        told += [f"not recomputed: {label} ({why})" for label, why in self.skipped.items()]
-        return "\n".join(told)
+        lines += [f"not recomputed: {label} ({why})" for label, why in self.skipped.items()]
+        return "\n".join(lines)
 
 
 def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
@@ -81,7 +81,7 @@ def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
     return Validator(trace.ops, capture, labels, seed).run()
 
 
-class Kept(Protocol):
+class SavedValues(Protocol):
     """The values of a run that were kept, by op: see `Capture`."""
 
     saved: dict[Any, Any]
@@ -94,7 +94,9 @@ class Kept(Protocol):
 class Validator:
     """Recomputes ops, one by one, from the saved values."""
 
-    def __init__(self, ops: list[Op], capture: Kept, labels: dict[Any, str], seed: int) -> None:
+    def __init__(
+        self, ops: list[Op], capture: SavedValues, labels: dict[Any, str], seed: int
+    ) -> None:
         self._ops = ops
         self._capture = capture
         self._labels = labels

@@ -169,8 +169,8 @@ _SIMPLE = ("LOAD_", "PUSH_NULL", "CACHE", "COPY_FREE", "NOP")
 def catches_all(code: CodeType) -> bool:
     """Return whether code has a handler that names no class of errors; not code inside it."""
     return any(
-        there == "POP_TOP" and before == "PUSH_EXC_INFO"
-        for (before, _), (there, _) in itertools.pairwise(steps_of(code))
+        current == "POP_TOP" and before == "PUSH_EXC_INFO"
+        for (before, _), (current, _) in itertools.pairwise(steps_of(code))
     )
 
 

@@ -80,8 +80,8 @@ def required_arguments(
         )
     wrong = [key for key in kwargs or () if not isinstance(key, str)]
     if wrong:
-        said = f"{names[1]} holds keyword arguments by name, but {wrong[0]!r} is not a name"
-        raise InputError(said)
+        message = f"{names[1]} holds keyword arguments by name, but {wrong[0]!r} is not a name"
+        raise InputError(message)
     return tuple(args), dict(kwargs or {})
 
 

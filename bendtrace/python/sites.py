@@ -363,9 +363,9 @@ def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:
             continue
         # The body begins after the first copy of the test; the second one ends in this jump.
         before = instructions[: index[jump.argval]]
-        there = {instruction.positions for instruction in before}
+        positions = {instruction.positions for instruction in before}
         repeated = []
-        while position >= 0 and instructions[position].positions in there:
+        while position >= 0 and instructions[position].positions in positions:
             repeated.append(instructions[position])
             position -= 1
         here = {instruction.positions for instruction in repeated}

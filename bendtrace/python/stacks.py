@@ -418,7 +418,7 @@ def _where(rows: list[list[int]], held: list[int]) -> int | None:
     return None
 
 
-class _Asked:
+class _FrameProbe:
     """Looks at the frame that led to it."""
 
     def __init__(self, places: Layout) -> None:
@@ -459,19 +459,19 @@ def _leaves(places: Layout) -> bool:
     return bool(compared.is_left if compared > places else False)
 
 
-def _looping(asked: _Asked, one: object) -> Iterator[bool]:
+def _looping(asked: _FrameProbe, one: object) -> Iterator[bool]:
     for _ in (one,):
         yield asked.step()
 
 
 def _fits(places: Layout) -> bool:
     """Return whether a layout finds the known objects in some frames."""
-    asked, first, second = _Asked(places), object(), object()
+    asked, first, second = _FrameProbe(places), object(), object()
     made = []
     for one in (first,):
         for two, _ in zip((second,), (first,), strict=True):
             made = [one, two, 1 if asked else 0, asked.step()]
-    made.append([*map(_Asked.step, (asked,))])
+    made.append([*map(_FrameProbe.step, (asked,))])
     generator: Any = _looping(asked, first)
     next(generator)
     in_condition, in_call, in_map, in_generator = asked.seen

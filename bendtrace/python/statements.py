@@ -86,7 +86,7 @@ def generator_iterable(place: Place) -> Span | None:
 
 
 @functools.cache
-def part_taken(place: Place) -> str:
+def subscript_text(place: Place) -> str:
     """Return the source of the subscript around `place`: `x.shape[0]` for `x.shape`."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)

@@ -35,8 +35,8 @@ def compares_identity(code: CodeType) -> bool:
         asks = not _IDENTITY.isdisjoint(code.co_names) or (
             has(code, "IS_OP")
             and any(
-                there == "IS_OP" and before not in CONSTANTS
-                for (before, _), (there, _) in itertools.pairwise(steps_of(code))
+                current == "IS_OP" and before not in CONSTANTS
+                for (before, _), (current, _) in itertools.pairwise(steps_of(code))
             )
         )
         asks = asks or any(map(compares_identity, _within(code)))

@@ -32,7 +32,7 @@ class _Thing:
     """A class whose instances have a `__dict__`."""
 
 
-def tells_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
+def tracks_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
     """Return whether versions differ after each way of writing to a dict, and not otherwise."""
     thing = _Thing()
     thing.entry = None  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def _find_versions() -> Callable[[dict[Any, Any]], Any]:
     # test_versions.py notices what does not hold any more, and so does this, at once.
     version = internal("torch._C._dynamo.guards.dict_version", None)
     try:
-        if version is not None and tells_changes(version):
+        if version is not None and tracks_changes(version):
             return version  # type: ignore[no-any-return]
     except Exception:  # it takes something else, or gives something that has no order
         pass
@@ -445,7 +445,7 @@ def _find_offsets() -> Offsets:
         def word(table: dict[Any, Any]) -> int:
             return _word(id(table) + offset)
 
-        return tells_changes(word) and all(word(t) == version_of(t) for t in tables)
+        return tracks_changes(word) and all(word(t) == version_of(t) for t in tables)
 
     ordered = collections.OrderedDict[int, int]
     sized: list[dict[int, Any]] = [
@@ -520,10 +520,10 @@ def _of_functions() -> tuple[int, ...]:
         return x
 
     def at(name: str) -> int:
-        def is_there(offset: int) -> bool:
+        def matches(offset: int) -> bool:
             return all(_word(id(f) + offset) == id(getattr(f, name)) for f in (one, other))
 
-        return _find_offset(range(_HEADER, types.FunctionType.__basicsize__, _WORD), is_there)
+        return _find_offset(range(_HEADER, types.FunctionType.__basicsize__, _WORD), matches)
 
     names = ("__code__", "__defaults__", "__kwdefaults__")
     found = tuple(map(at, names))
@@ -537,9 +537,9 @@ def _of_functions() -> tuple[int, ...]:
     return found
 
 
-def _find_offset(candidates: Iterable[int], is_there: Callable[[int], bool]) -> int:
+def _find_offset(candidates: Iterable[int], matches: Callable[[int], bool]) -> int:
     """Return the only offset for which a test holds."""
-    found = [offset for offset in candidates if is_there(offset)]
+    found = [offset for offset in candidates if matches(offset)]
     if len(found) != 1:
         raise Unreadable
     return found[0]

@@ -37,11 +37,11 @@ from bendtrace.tape.scalars import (
     TracedScalar,
 )
 from bendtrace.tape.structure import (
-    SAID_OF_FUNCTIONS,
+    FUNCTION_METADATA,
+    Construction,
     Existing,
     Fixed,
     Instance,
-    Made,
     Opaque,
     build,
     can_build,
@@ -224,9 +224,9 @@ class Encoder:
         memo.setdefault(0, []).append(value)  # so that no other object gets its id
         return encoded
 
-    def _tagged(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Made:
+    def _tagged(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Construction:
         attributes = self.output(dict(tensor.__dict__), what, memo)
-        return Made(with_attributes, self._values.ref(tensor), attributes)
+        return Construction(with_attributes, self._values.ref(tensor), attributes)
 
     def _function(self, function: types.FunctionType, what: str, memo: dict[int, Any]) -> Any:
         cells = function.__closure__ or ()
@@ -242,9 +242,9 @@ class Encoder:
                 f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
-        said = {name: getattr(function, name) for name in SAID_OF_FUNCTIONS}
+        said = {name: getattr(function, name) for name in FUNCTION_METADATA}
         parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), said)
-        return Made(
+        return Construction(
             make_function, function.__code__, Fixed(function.__globals__),
             *(self.output(part, what, memo) for part in parts),
         )  # fmt: skip
@@ -260,17 +260,17 @@ class Encoder:
         if kind is slice:
             return slice(inside(value.start), inside(value.stop), inside(value.step))
         if kind is types.BuiltinFunctionType and isinstance(value.__self__, Tensor):
-            return Made(getattr, inside(value.__self__), value.__name__)
+            return Construction(getattr, inside(value.__self__), value.__name__)
         if _is_constant(value):
             return value
         if kind is types.FunctionType:
             return self._function(value, what, memo)
         if kind is Memo:
-            return Made(dict)
+            return Construction(dict)
         if kind is types.MethodType:
-            return Made(types.MethodType, inside(value.__func__), inside(value.__self__))
+            return Construction(types.MethodType, inside(value.__func__), inside(value.__self__))
         if kind is functools.partial and not read_partial(value)[3]:
-            return Made(make_partial, *map(inside, read_partial(value)[:3]))
+            return Construction(make_partial, *map(inside, read_partial(value)[:3]))
         if is_array(value) and not value.dtype.hasobject and not hasattr(value, "__dict__"):
             # The run's numpy computations on guarded values are as constant as the values; content
             # of tensors and random numbers do not get here (see `ESCAPES` and `Finish`).

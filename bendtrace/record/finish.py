@@ -24,7 +24,7 @@ from bendtrace.record.writer import Writer
 from bendtrace.tape.captured import Access, CaptureKind, Change
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.structure import Existing, Made, cached_results, entries_of
+from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
 from bendtrace.tape.tape import (
     ModuleCall,
     Op,
@@ -469,7 +469,7 @@ class Finish:
             thing = waiting.pop()
             if isinstance(thing, types.CodeType):
                 found.append(types.FunctionType(thing, {}, closure=_cells_for(thing)))
-            elif isinstance(thing, Made):
+            elif isinstance(thing, Construction):
                 waiting += thing.args
             elif isinstance(thing, (tuple, list)):
                 waiting += thing
@@ -496,7 +496,7 @@ class Finish:
             thing = waiting.pop()
             if isinstance(thing, types.CodeType):
                 names.update(names_in(thing))
-            elif isinstance(thing, Made):
+            elif isinstance(thing, Construction):
                 waiting += thing.args
             elif isinstance(thing, (tuple, list)):
                 waiting += thing

@@ -17,7 +17,7 @@ from torch import nn
 from bendtrace.python.bytecode import single_steps
 from bendtrace.python.sites import TORCH
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_of
-from bendtrace.tape.structure import can_build, objects_held
+from bendtrace.tape.structure import can_build, referents
 from bendtrace.watch.code_facts import codes_in
 from bendtrace.watch.draws import is_host_generator
 from bendtrace.watch.environment import Environment
@@ -92,7 +92,7 @@ def _objects_held(thing: Any, environment: Environment) -> Iterator[Any]:
     is_older = (
         isinstance(thing, types.FunctionType) and thing.__code__ not in environment.nested_codes
     )
-    for held in objects_held(thing):
+    for held in referents(thing):
         if not (is_older and _is_mutable(held) and environment.find(held) is None):
             yield held
 

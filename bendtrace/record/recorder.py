@@ -169,7 +169,7 @@ class Recorder(RecordingMode):
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
         self.printed: Callable[..., Any] = self._texts.printed
-        self.told: Callable[[str], str] = self._texts.told
+        self.guard_text: Callable[[str], str] = self._texts.guard_text
         self.module_call: Callable[..., Any] = scopes.call
         self._checkpoints = Checkpoints(
             self._writer,
@@ -286,7 +286,7 @@ class Recorder(RecordingMode):
         self._values.bind_tensor(value, op)
         self._writer.writes.there(value)
         if self._observer is not None:
-            self._observer.given(op, value)
+            self._observer.argument(op, value)
         return value
 
     def _read_state(self, guard: Guard) -> State | None:

@@ -139,7 +139,7 @@ class Scopes:
             scope.kwargs = {name: self._noted(value) for name, value in kwargs.items()}
         if self._observer is not None:
             with torch._C.DisableTorchFunction():
-                self._observer.entered(scope, (args, kwargs), self._rewritten)
+                self._observer.module_starts(scope, (args, kwargs), self._rewritten)
         self._tape.calls.append(scope)
         self._writer.scope = scope
         try:
@@ -155,7 +155,7 @@ class Scopes:
             if self._observer is not None:
                 with torch._C.DisableTorchFunction():
                     scope.stop = len(self._tape.ops)
-                    self._observer.left(scope, output, self._rewritten)
+                    self._observer.module_ends(scope, output, self._rewritten)
         finally:
             self._writer.scope = outer
             scope.stop = len(self._tape.ops)

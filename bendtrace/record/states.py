@@ -52,7 +52,7 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.contexts import current_context, current_settings, dispatch_modes
 from bendtrace.tape.guards import IdentityGuard
 from bendtrace.tape.scalars import RETIRED, TRACED
-from bendtrace.tape.structure import SAID_OF_FUNCTIONS, can_build, is_heap_type, read_partial
+from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
 from bendtrace.tape.tape import Guard, OpKind, Ref, State, map_refs
 from bendtrace.tape.watchers import Inserter
 from bendtrace.watch.environment import Environment
@@ -482,7 +482,7 @@ class _Reader:
             self.values_of(cells or ()),
             self.value(function.__defaults__), self.value(function.__kwdefaults__),
             self.value(vars(function)),
-            self.values_of(getattr(function, name) for name in SAID_OF_FUNCTIONS),
+            self.values_of(getattr(function, name) for name in FUNCTION_METADATA),
         )  # fmt: skip
 
     def _cell(self, cell: types.CellType) -> Any:

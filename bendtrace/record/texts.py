@@ -76,7 +76,7 @@ class Texts:
         """Print to the screen (see `watchers.Watcher`)."""
         stream = self._stream_of(kwargs.get("file"))
         if stream is None:
-            told = [self.told(arg) if type(arg) is str else arg for arg in args]
+            told = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
             function(*told, **kwargs)
             return
         texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
@@ -114,7 +114,7 @@ class Texts:
         finally:
             self.printing = outer
 
-    def told(self, text: str) -> str:
+    def guard_text(self, text: str) -> str:
         """Guard the values in a text, and return it without marks (see `watchers.Watcher`)."""
         parts, frame = [], outside_scalars()
         for part in self.parts(text):

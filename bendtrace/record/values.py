@@ -45,7 +45,7 @@ from bendtrace.tape.scalars import (
     put_source,
     retire,
 )
-from bendtrace.tape.structure import build, objects_held
+from bendtrace.tape.structure import build, referents
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, Use, meta_of, ref_to, refs_in
 from bendtrace.tape.watchers import Observer
 from bendtrace.watch.environment import Environment
@@ -473,7 +473,7 @@ class Values:
         if id(thing) in seen:
             return False
         seen.add(id(thing))
-        return any(self.holds_values(held, seen) for held in objects_held(thing))
+        return any(self.holds_values(held, seen) for held in referents(thing))
 
     def guard_presence(self, op: Op, is_there: bool, frame: FrameType) -> None:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""

@@ -88,49 +88,49 @@ def as_number(value: Tensor | float) -> float:
     return value.detach().to(torch.float64).item() if isinstance(value, Tensor) else value
 
 
-def position_of(said: Any, name: str = "positions") -> Position:
+def position_of(value: Any, name: str = "positions") -> Position:
     """Parse one position, or several that belong together: a number, a slice, or numbers."""
-    if isinstance(said, slice):
-        return said
-    if isinstance(said, Tensor) and said.dim() and not said.dtype.is_floating_point:
-        said = said.tolist()
-    if isinstance(said, Iterable) and not isinstance(said, (str, bytes, Tensor)):
-        several = tuple(_number(item, name) for item in said)
+    if isinstance(value, slice):
+        return value
+    if isinstance(value, Tensor) and value.dim() and not value.dtype.is_floating_point:
+        value = value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor)):
+        several = tuple(_number(item, name) for item in value)
         if not several:
             raise InputError(f"{name}= has an empty group of positions")
         return several
-    return _number(said, name)
+    return _number(value, name)
 
 
-def _number(said: Any, name: str) -> int:
-    if not isinstance(said, (bool, float, str)):
+def _number(value: Any, name: str) -> int:
+    if not isinstance(value, (bool, float, str)):
         try:
-            return operator.index(said)
+            return operator.index(value)
         except TypeError:
             pass
-    raise InputError(f"{name}= takes ints, slices and groups of ints, not {said!r}")
+    raise InputError(f"{name}= takes ints, slices and groups of ints, not {value!r}")
 
 
-def _positions_of(said: Any) -> tuple[Position, ...] | str | None:
+def _positions_of(value: Any) -> tuple[Position, ...] | str | None:
     """Read several positions: None for all together, "each" for as many as there are."""
-    if said is None or (isinstance(said, str) and said == "each"):
-        return said
-    if isinstance(said, (int, slice)) and not isinstance(said, bool):
-        return (position_of(said),)
-    if isinstance(said, (str, bytes)) or not isinstance(said, Iterable):
+    if value is None or (isinstance(value, str) and value == "each"):
+        return value
+    if isinstance(value, (int, slice)) and not isinstance(value, bool):
+        return (position_of(value),)
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
         raise InputError(
             'positions= takes None for the whole, "each", or an iterable of ints, slices and '
-            f"groups of ints, not {said!r}"
+            f"groups of ints, not {value!r}"
         )
-    listed = tuple(map(position_of, said))
+    listed = tuple(map(position_of, value))
     if not listed:
         raise InputError("positions= is empty")
     return listed
 
 
-def _heads_of(said: Any, count: int) -> tuple[int, ...]:
+def _heads_of(value: Any, count: int) -> tuple[int, ...]:
     """Read which of some heads are chosen; None for all of them."""
-    listed = slice(None) if said is None else position_of(said, "head")
+    listed = slice(None) if value is None else position_of(value, "head")
     if isinstance(listed, slice):
         return tuple(range(count))[listed]
     listed = listed if isinstance(listed, tuple) else (listed,)
@@ -281,7 +281,7 @@ class Columns:
         """The indices of the heads; None if they are not separate."""
         return None if self.heads is None else self.which
 
-    def settled(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
+    def bound_positions(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
         """Return the columns with the positions that the values at the sites have."""
         if self.positions is None or not isinstance(self.positions, str):
             return self.positions or (None,)
@@ -304,7 +304,9 @@ class Columns:
         cell: Callable[[int, Part], float],
     ) -> dict[str, Any]:
         """Compute all cells of a grid."""
-        positions = self.settled(value for passes in seen.values() for value in passes.values())
+        positions = self.bound_positions(
+            value for passes in seen.values() for value in passes.values()
+        )
         parts = self.parts(positions)
         found = [[cell(number, part) for part in parts] for number in range(len(names))]
         heads = self.chosen_heads
@@ -495,7 +497,9 @@ def site_list(sites: Any, name: str = "sites") -> list[Any]:
 # Values
 
 
-def swap_tensor(value: Any, path: str, said: str, change: Callable[[Tensor], Tensor | None]) -> Any:
+def swap_tensor(
+    value: Any, path: str, label: str, change: Callable[[Tensor], Tensor | None]
+) -> Any:
     """Replace the only tensor in the value of a node; return None to keep it."""
     if isinstance(value, Tensor):
         return change(value)
@@ -504,9 +508,9 @@ def swap_tensor(value: Any, path: str, said: str, change: Callable[[Tensor], Ten
     if len(tensors) != 1:
         which = f"{len(tensors)} tensors in it" if tensors else "no tensor in it"
         raise SiteError(
-            f"{said} returns {describe(value)} with {which}: name a part, as in "
+            f"{label} returns {describe(value)} with {which}: name a part, as in "
             f"'{path}.output|sub_0' for the call of a module, '{path}|sub_0' for an op",
-            said,
+            label,
         )
     made = change(found[tensors[0]])
     if made is None:
@@ -716,8 +720,8 @@ class Sites:
             keys = _keys_of(number, runs)
             if not keys and not self._allow_none:
                 notes = "; ".join(self._group.insertions[number].report().notes)
-                said = describe_where(item)
-                raise SiteError(f"no run reached {said}" + (f": {notes}" if notes else ""), said)
+                label = describe_where(item)
+                raise SiteError(f"no run reached {label}" + (f": {notes}" if notes else ""), label)
             if isinstance(item, (list, tuple, set, frozenset)):
                 if keys:
                     found.append(Row(" + ".join(path for _, path in keys), tuple(keys)))
@@ -757,8 +761,8 @@ class Sites:
             return _each_replaced(
                 value, path, lambda part, item: act((number, part), at.number, item)
             )
-        said = describe_where(self._items[number])
-        return swap_tensor(value, path, said, lambda item: act((number, path), at.number, item))
+        label = describe_where(self._items[number])
+        return swap_tensor(value, path, label, lambda item: act((number, path), at.number, item))
 
     def __enter__(self) -> Self:
         try:
@@ -797,7 +801,7 @@ class Sites:
             )
             for number, item in enumerate(self._items)
         ]
-        self._group.put_in(*made[self._count :], *made[: self._count])
+        self._group.insert_all(*made[self._count :], *made[: self._count])
 
 
 def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
@@ -950,17 +954,17 @@ def require_heads(
 def _require_heads_in(
     entry: LayerEntry, log: Log, columns: Columns, at: str, alias: Alias | None, path: str
 ) -> None:
-    heads, said = columns.heads, f"heads={columns.heads}: the {at} of {path!r}"
+    heads, subject = columns.heads, f"heads={columns.heads}: the {at} of {path!r}"
     if alias is not None and alias.heads is not None:
         value = torch.empty(entry.shape or (), device="meta")
         named = value if alias.pick is None else alias.pick(value)
         if named.shape[alias.heads] != heads:
-            raise SiteError(f"{said} has {named.shape[alias.heads]} heads", path)
+            raise SiteError(f"{subject} has {named.shape[alias.heads]} heads", path)
     elif not _Heads(log, columns).are_in(entry, is_given=at == "input"):
         raise SiteError(
-            f"{said} is neither split into {heads} heads nor joined from them, so its slices mean "
-            "nothing. The heads' results are the input of their output projection: choose that, "
-            'with at="input"',
+            f"{subject} is neither split into {heads} heads nor joined from them, so its slices "
+            "mean nothing. The heads' results are the input of their output projection: choose "
+            'that, with at="input"',
             path,
         )
 

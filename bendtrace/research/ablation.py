@@ -140,7 +140,7 @@ def ablate(
     columns = Columns.of(position, axis, heads, head, head_axis).named(where, model)
     kind = _InputAblation if required_choice("at", at, "output", "input") == "input" else _Ablation
     substitute = _substitute_of(how, model, [where], at, reference, over, seed)
-    what = kind(substitute, columns.parts(columns.settled()), describe_where(where))
+    what = kind(substitute, columns.parts(columns.bound_positions()), describe_where(where))
     handle = model.interject(where, what, passes=passes, every=every, allow_none=allow_none)
     try:
         require_heads(model, columns, at, [(handle, where)])
@@ -151,10 +151,10 @@ def ablate(
 
 
 class _Ablation(Interjection):
-    def __init__(self, substitute: _Substitute, parts: list[Part], said: str) -> None:
+    def __init__(self, substitute: _Substitute, parts: list[Part], label: str) -> None:
         self._substitute = substitute
         self._parts = parts
-        self._said = said
+        self._label = label
         self.self_contained = substitute.is_contained
 
     @property
@@ -162,7 +162,7 @@ class _Ablation(Interjection):
         return f"ablation ({self._substitute.name})"
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        return swap_tensor(output, at.path, self._said, lambda value: self._without(at, value))
+        return swap_tensor(output, at.path, self._label, lambda value: self._without(at, value))
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return its effect on a tensor."""
@@ -171,10 +171,11 @@ class _Ablation(Interjection):
             return source
         if any(isinstance(part.position, Tensor) for part in self._parts):
             return "its channels are given by a tensor"
-        put, parts, compute, path = self._substitute.put_in, self._parts, source.function, at.path
+        replace_parts, parts = self._substitute.replace_parts, self._parts
+        compute, path = source.function, at.path
 
         def ablated(value: Tensor, *tensors: Tensor) -> Tensor:
-            return put(path, value, compute(value, *tensors), parts)
+            return replace_parts(path, value, compute(value, *tensors), parts)
 
         return source._replace(function=ablated, key=(_Ablation, repr(parts), source.key))
 
@@ -302,10 +303,12 @@ def ablation_study(
     items = site_list(sites)
     columns = columns.named(items, bended)
     substitute = _substitute_of(how, bended, items, at, reference, over, seed)
-    with Sites(bended, items, [call], at=at, columns=columns, label="ablation_study") as there:
-        base, seen = there.measured(call, measured)
-        there.settle(seen)
-        rows = there.rows(seen)
+    with Sites(
+        bended, items, [call], at=at, columns=columns, label="ablation_study"
+    ) as model_sites:
+        base, seen = model_sites.measured(call, measured)
+        model_sites.settle(seen)
+        rows = model_sites.rows(seen)
 
         def cell(number: int, part: Part) -> float:
             row = rows[number]
@@ -314,7 +317,7 @@ def ablation_study(
                 return substitute.put(key[1], number, value, [part]) if key in row.keys else None
 
             try:
-                return number_of(measured, there.run(call, act))
+                return number_of(measured, model_sites.run(call, act))
             except Beyond:
                 return math.nan
             except NoPart as error:
@@ -344,9 +347,11 @@ class _Substitute:
 
     def put(self, path: str, number: int, value: Tensor, parts: Sequence[Part]) -> Tensor:
         """Return a value with parts of it replaced."""
-        return self.put_in(path, value, self.source(path, number, value), parts)
+        return self.replace_parts(path, value, self.source(path, number, value), parts)
 
-    def put_in(self, path: str, value: Tensor, other: Tensor, parts: Sequence[Part]) -> Tensor:
+    def replace_parts(
+        self, path: str, value: Tensor, other: Tensor, parts: Sequence[Part]
+    ) -> Tensor:
         """Return a value with parts of it replaced by those of another one."""
         indices = [part.index(value) for part in parts]
         if not can_cast(other.dtype, value.dtype):
@@ -535,13 +540,13 @@ def _mean_over(
     first = next(batches, None)
     if first is None:
         raise InputError("reference= has no batches")
-    with Sites(bended, items, [first], at=at, label="reference") as there:
+    with Sites(bended, items, [first], at=at, label="reference") as sites:
         reached: set[Key] = set()
         for batch in chain([first], batches):
-            _, seen = there.seen(batch)
+            _, seen = sites.seen(batch)
             add(seen)
             reached.update(seen)
-        there.rows(dict.fromkeys(reached))  # raises where no run reached a site
+        sites.rows(dict.fromkeys(reached))  # raises where no run reached a site
 
     def source(path: str, number: int, value: Tensor) -> Tensor:
         _require_reached(sums, path, number)
@@ -575,9 +580,9 @@ def _samples_of(
     if are_several(reference):
         raise InputError('reference= has to be one batch of inputs for how="resample", not several')
     call = Call.of(reference)
-    with Sites(bended, items, [call], at=at, label="reference") as there:
-        _, seen = there.seen(call)
-        there.rows(seen)
+    with Sites(bended, items, [call], at=at, label="reference") as sites:
+        _, seen = sites.seen(call)
+        sites.rows(seen)
 
     def drawn(samples: int, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -588,14 +593,14 @@ def _samples_of(
 
     def source(path: str, number: int, value: Tensor) -> Tensor:
         _require_reached(kept, path, number)
-        there = kept[path, number]
-        if not there.dim() or there.shape[1:] != value.shape[1:] or not there.shape[0]:
+        samples = kept[path, number]
+        if not samples.dim() or samples.shape[1:] != value.shape[1:] or not samples.shape[0]:
             raise SiteError(
-                f"{path!r} had shape {tuple(there.shape)} for the reference, whose samples do "
+                f"{path!r} had shape {tuple(samples.shape)} for the reference, whose samples do "
                 f"not fit {tuple(value.shape)}",
                 path,
             )
-        return there[chosen(there.shape[0], value.shape[0]).to(there.device)]
+        return samples[chosen(samples.shape[0], value.shape[0]).to(samples.device)]
 
     return source
 

@@ -118,9 +118,9 @@ class Analyser(Interjection):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "_name" not in vars(cls) and not cls.__name__.startswith("_"):
             cls._name = cls.__name__
-        said = "self_contained" in vars(cls)
+        is_explicit = "self_contained" in vars(cls)
         super().__init_subclass__(**kwargs)
-        if not said and cls.__module__.startswith(_OURS):
+        if not is_explicit and cls.__module__.startswith(_OURS):
             cls.self_contained = True
 
     # Defined by subclasses

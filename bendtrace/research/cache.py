@@ -85,7 +85,7 @@ class ResidualParts(dict[str, Any]):
             InputError: the model or an argument does not fit.
             NodePathError: the cache lacks a value.
         """
-        stream, number = self._found(layer)
+        stream, number = self._layer_in_stream(layer)
         named: list[_Named] = []
         for i in range(number + 1):
             if i == stream.layers:
@@ -123,7 +123,7 @@ class ResidualParts(dict[str, Any]):
             NodePathError: the cache lacks a value.
         """
         required_choice("mode", mode, "all", "attn", "mlp")
-        stream, number = self._found(layer)
+        stream, number = self._layer_in_stream(layer)
         named: list[_Named] = [("embed", "hook_embed")] * incl_embeds
         if incl_embeds and stream.positions is not None:
             named.append(("pos_embed", stream.positions))
@@ -166,7 +166,7 @@ class ResidualParts(dict[str, Any]):
             InputError: the model or an argument does not fit.
             NodePathError: the cache lacks a value.
         """
-        stream, number = self._found(layer)
+        stream, number = self._layer_in_stream(layer)
         if not number:
             raise InputError(f"there are no heads before layer={layer}")
         heads = [self[("result", i)].movedim(-2, 0) for i in range(number)]  # type: ignore[index]
@@ -196,7 +196,7 @@ class ResidualParts(dict[str, Any]):
             InputError: the model or an argument does not fit.
             NodePathError: the cache lacks a value.
         """
-        stream, number = self._found(layer)
+        stream, number = self._layer_in_stream(layer)
         norm = stream.final if number == stream.layers else stream.norms[number][mlp_input]
         whole = self._part(stream.key(number, mlp_input), pos_slice).float()
         parts, centres = residual_stack.float(), isinstance(norm, nn.LayerNorm)
@@ -240,7 +240,7 @@ class ResidualParts(dict[str, Any]):
             >>> found.shape, torch.allclose(found.sum(0), out.logits[:, -1, 5], atol=1e-5)
             (torch.Size([6, 1]), True)
         """
-        stream, _ = self._found(None)
+        stream, _ = self._layer_in_stream(None)
         if stream.unembed is None:
             raise InputError("the model has no unembedding, which makes logits of the stream")
         rows: Tensor = stream.unembed.weight.detach().to(residual_stack)  # type: ignore[operator]
@@ -253,7 +253,7 @@ class ResidualParts(dict[str, Any]):
             toward = toward[:, None]  # the same for all positions
         return (parts * toward).sum(-1)
 
-    def _found(self, layer: int | None) -> tuple[Stream, int]:
+    def _layer_in_stream(self, layer: int | None) -> tuple[Stream, int]:
         """Return the stream, and the layer that an argument stands for."""
         stream = self.aliases.stream
         if stream is None:
@@ -447,7 +447,7 @@ def run_with_cache(
     group = InsertionGroup(bended)
     runs = group.known_runs()
     is_lazy = bool(runs) and not any(map(_hands_out, runs))
-    wanted = _Wanted(bended, group, known, _Clock(fixed, is_lazy))
+    wanted = _Requests(bended, group, known, _Clock(fixed, is_lazy))
     wanted.read(names_filter)
     wanted.insert()
     try:
@@ -492,7 +492,7 @@ class _Clock:
         """True if it takes copies."""
         return self._fixed is not None
 
-    def taken(self, value: Any) -> tuple[int, Any]:
+    def stamp(self, value: Any) -> tuple[int, Any]:
         """Return a number, and a snapshot of a value."""
         if self._fixed is None:
             return next(self._numbers), value
@@ -544,7 +544,7 @@ class _Keeper(Interjection):
         path = at.path or "output"
         if at.module is not None:
             self.modules[path] = at.module
-        self.kept[path, at.number] = self._clock.taken(value)
+        self.kept[path, at.number] = self._clock.stamp(value)
 
 
 class _InputKeeper(_Keeper):
@@ -586,7 +586,7 @@ class _Source:
     allow_none: bool = False
 
 
-class _Wanted:
+class _Requests:
     """The values of a call to keep, and the aliases that were asked for."""
 
     def __init__(
@@ -693,7 +693,7 @@ class _Wanted:
              for made in keeper.insertions]
             for is_input in (True, False)
         )  # fmt: skip
-        self.group.put_around(first, last)
+        self.group.surround(first, last)
 
     def close(self) -> None:
         self.group.remove()

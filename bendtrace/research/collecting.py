@@ -59,7 +59,7 @@ class _Watch(Interjection):
 class _Watched(Insertion):
     """An insertion that reports the path of each call."""
 
-    told: Callable[[Recording], None] | None = None
+    on_run: Callable[[Recording], None] | None = None
     last: Recording | None = None
     has_met = False  # only the first time counts, and this is called for each batch
 
@@ -67,11 +67,11 @@ class _Watched(Insertion):
         if recording is not self.last:
             super().ran(recording)
             self.last = recording
-        if self.told is not None:
+        if self.on_run is not None:
             kept = of_this_run()
             if self not in kept:
                 kept[self] = True
-                self.told(recording)
+                self.on_run(recording)
 
     def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
         if not self.has_met:
@@ -92,10 +92,10 @@ class _Rule:
         wants_batch: whether `change` takes the batch as well.
     """
 
-    def __init__(self, settings: Settings, said: Any) -> None:
-        self.asked: str = said if isinstance(said, str) else ""
-        self.axis: int | None = _for_node(settings.batch_axis, said, 0)
-        rule = _for_node(settings.reduce, said, None)
+    def __init__(self, settings: Settings, where: Any) -> None:
+        self.asked: str = where if isinstance(where, str) else ""
+        self.axis: int | None = _for_node(settings.batch_axis, where, 0)
+        rule = _for_node(settings.reduce, where, None)
         self.takes_all: bool = rule is None and self.axis == 0
         self.change: Callable[..., Any] | None = None
         self.is_named: bool = isinstance(rule, str)
@@ -109,11 +109,11 @@ class _Rule:
             self.wants_batch = _takes_two(rule)
 
 
-def _for_node(rules: Any, said: Any, otherwise: Any) -> Any:
+def _for_node(rules: Any, where: Any, otherwise: Any) -> Any:
     if not isinstance(rules, Mapping):
         return rules
     try:
-        return rules.get(said, otherwise)
+        return rules.get(where, otherwise)
     except TypeError:  # a selector that cannot be a key
         return otherwise
 
@@ -205,20 +205,20 @@ class Collector:
 
     def _insert(self) -> InsertionGroup:
         group = InsertionGroup(self._bended)
-        for said in self._settings.where or (_OUTPUT,):
-            rule = _Rule(self._settings, said) if self._settings.where else None
+        for where in self._settings.where or (_OUTPUT,):
+            rule = _Rule(self._settings, where) if self._settings.where else None
             made = group.make(
-                said, _Watch(self, rule), allow_none=self._settings.allow_none, kind=_Watched
+                where, _Watch(self, rule), allow_none=self._settings.allow_none, kind=_Watched
             )
             if self._settings.passes is not None and any(target.passes for target in made.targets):
-                raise InputError(f"{said!r} names passes: give them either there or with passes=")
+                raise InputError(f"{where!r} names passes: give them either there or with passes=")
         first = group.insertions[0]
         assert isinstance(first, _Watched)
-        first.told = self._ran
+        first.on_run = self._ran
         return group
 
     def __enter__(self) -> Collector:
-        self._group.put_in()
+        self._group.insert_all()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -383,9 +383,9 @@ class Settings:
     def __post_init__(self) -> None:
         named = {item for item in self.where if isinstance(item, str)}
         only_named = len(named) == len(self.where)
-        for option, said in (("reduce", self.reduce), ("batch_axis", self.batch_axis)):
-            if isinstance(said, Mapping) and only_named and not named >= said.keys():
-                wrong = next(key for key in said if key not in named)
+        for option, value in (("reduce", self.reduce), ("batch_axis", self.batch_axis)):
+            if isinstance(value, Mapping) and only_named and not named >= value.keys():
+                wrong = next(key for key in value if key not in named)
                 raise InputError(f"{option}= has an entry for {wrong!r}, which is not in where=")
         for rule in self.reduce.values() if isinstance(self.reduce, Mapping) else (self.reduce,):
             if rule is not None and rule not in _REDUCTIONS and not callable(rule):
@@ -421,10 +421,12 @@ class Settings:
             if not isinstance(name, str) or not name or "#" in name or not name.isprintable():
                 raise InputError(f"keep= contains the name {name!r}, which cannot be stored")
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return them as plain values, for comparison with those of a later call."""
         apart = ("allow_none", "dtype", "where")
-        plain = {name: told(value) for name, value in vars(self).items() if name not in apart}
+        plain = {
+            name: description_of(value) for name, value in vars(self).items() if name not in apart
+        }
         plain["where"] = [describe_where(item) for item in self.where]
         plain["dtype"] = None if self.dtype is None else str(self.dtype)
         plain["format"] = plain.pop("form")
@@ -438,7 +440,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def told(value: Any, *, whole: bool = True) -> Any:
+def description_of(value: Any, *, whole: bool = True) -> Any:
     """Return a description in plain values, which is equal for objects that do the same.
 
     Functions are described by their code, defaults and closures; partial functions and bound
@@ -453,11 +455,11 @@ def told(value: Any, *, whole: bool = True) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): told(item, whole=whole) for key, item in value.items()}
+        return {str(key): description_of(item, whole=whole) for key, item in value.items()}
     if isinstance(value, (list, tuple, range)):
-        return [told(item, whole=whole) for item in value]
+        return [description_of(item, whole=whole) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted((told(item, whole=whole) for item in value), key=repr)
+        return sorted((description_of(item, whole=whole) for item in value), key=repr)
     name = getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, functools.partial):
         name = f"partial of {getattr(value.func, '__qualname__', type(value.func).__qualname__)}"
@@ -596,7 +598,7 @@ def fingerprint(model: Callable[..., Any]) -> dict[str, str]:
             structure.update(f"{name} {type(module).__qualname__} {module.training}\n".encode())
             structure.update(_Words(False).digest(tuple(_attributes_of(module))).encode())
     else:
-        structure.update(str(told(model, whole=False)).encode())
+        structure.update(str(description_of(model, whole=False)).encode())
     for name, tensor in state_of(model):
         if is_lazy(tensor):
             structure.update(f"{name} lazy\n".encode())
@@ -622,7 +624,7 @@ def _attributes_of(module: nn.Module) -> Iterator[Any]:
         if name.startswith("_") or name == "training":
             continue
         if _is_plain(value):
-            yield name, repr(told(value))
+            yield name, repr(description_of(value))
         elif isinstance(value, (types.FunctionType, functools.partial)):
             yield name, value
 

@@ -263,11 +263,11 @@ class _Finder:
         if missing and not name.endswith("_as"):
             return None
 
-        def given(ref: Ref) -> Any:
+        def sample_of(ref: Ref) -> Any:
             return maps[ref.index] if ref.index in maps else self.ops[ref.index].meta
 
         try:
-            return op.target(*map_refs(op.args, given), **map_refs(op.kwargs, given))
+            return op.target(*map_refs(op.args, sample_of), **map_refs(op.kwargs, sample_of))
         except (TypeError, ValueError, RuntimeError, IndexError):
             return None
 
@@ -586,7 +586,7 @@ class Facet:
         Raises:
             InputError: the value is not there, or is too small.
         """
-        return self._taken(self._whole(saved, "tensor_contents"))
+        return self._select(self._whole(saved, "tensor_contents"))
 
     def gradient(self, trace: Trace) -> Any:
         """Return the part of the gradient that a trace saved (`save_gradients=True`).
@@ -597,7 +597,7 @@ class Facet:
         Raises:
             InputError: there is no gradient.
         """
-        return self._taken(self._whole(trace, "grad_contents"))
+        return self._select(self._whole(trace, "grad_contents"))
 
     def edited(self, whole: Tensor, new: Any) -> Tensor:
         """Return a copy of the value of the node with another part.
@@ -611,7 +611,7 @@ class Facet:
         Raises:
             InputError: the value is too small.
         """
-        part = self._taken(whole)
+        part = self._select(whole)
         given = torch.as_tensor(new, dtype=whole.dtype, device=whole.device).expand(part.shape)
         if self.index is None:
             return given.clone()
@@ -639,7 +639,7 @@ class Facet:
             raise InputError(f"{self.path!r} has no tensor here, but {found!r}")
         return found
 
-    def _taken(self, whole: Tensor) -> Tensor:
+    def _select(self, whole: Tensor) -> Tensor:
         if self.index is None:
             return whole
         last = max(map(max, self.index))

@@ -67,12 +67,12 @@ class UnitAnalyser(Analyser):
 
     def result(self, state: Any) -> dict[Any, Any]:
         """Return the number of rows, and the results of the statistic, by name."""
-        return {"count": state.count, **self._found(state)}
+        return {"count": state.count, **self._results(state)}
 
     def _new(self) -> Any:
         raise NotImplementedError
 
-    def _found(self, state: Any) -> Any:
+    def _results(self, state: Any) -> Any:
         return state.result()
 
 
@@ -204,7 +204,7 @@ class RunningCovariance(_Corrected):
     def _new(self) -> Any:
         return Covariance(self.correction)
 
-    def _found(self, state: Any) -> dict[str, Any]:
+    def _results(self, state: Any) -> dict[str, Any]:
         return {"mean": state.mean, "covariance": state.result()}
 
 
@@ -266,7 +266,7 @@ class RunningQuantile(UnitAnalyser):
     def _new(self) -> Any:
         return Quantiles(self.size)
 
-    def _found(self, state: Any) -> dict[str, Any]:
+    def _results(self, state: Any) -> dict[str, Any]:
         return {"quantiles": state.at(self.ranks), "rank_error": state.rank_error}
 
 
@@ -454,7 +454,7 @@ class DeadReLU(UnitAnalyser):
         """Add a value."""
         state.update(~(rows_of(value, self.keep) <= self.threshold))
 
-    def _found(self, state: Any) -> dict[str, Any]:
+    def _results(self, state: Any) -> dict[str, Any]:
         active = state.result()
         dead = (active == 0) & (state.count > 0)
         count = int(dead.sum())

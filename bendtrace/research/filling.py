@@ -456,8 +456,8 @@ class _Picked:
     def __iter__(self) -> Iterator[Any]:
         for number, indices in enumerate(self._sampler):
             wanted = self._wanted(number)
-            told = indices if type(indices) is list else list(indices)
-            self.seen.append((wanted, _checksum(told), len(told)))
+            numbers = indices if type(indices) is list else list(indices)
+            self.seen.append((wanted, _checksum(numbers), len(numbers)))
             if wanted:
                 yield indices
 
@@ -477,16 +477,16 @@ def size_of(batch: Any, axis: int = 0) -> int | None:
     return None
 
 
-def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
+def ids_of(batch: Any, source: Any, start: int, size: int | None) -> Ids:
     """Return the ids of the samples of a batch.
 
     Args:
         batch: the batch.
-        said: None for consecutive numbers; a key of the batch, or a function of it.
+        source: None for consecutive numbers; a key of the batch, or a function of it.
         start: the first of the consecutive numbers.
         size: the number of samples.
     """
-    if said is None:
+    if source is None:
         if size is None:
             raise InputError(
                 "the number of samples of a batch is read from its first tensor, but this "
@@ -494,7 +494,7 @@ def ids_of(batch: Any, said: Any, start: int, size: int | None) -> Ids:
                 "function of it that returns one id for each sample"
             )
         return range(start, start + size)
-    found = said(batch) if callable(said) else part_of(batch, said, "ids")
+    found = source(batch) if callable(source) else part_of(batch, source, "ids")
     if isinstance(found, Tensor):
         found = found.tolist()
     if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
@@ -532,8 +532,8 @@ def mark_of(batch: Any) -> int:
     for tensor in _tensors(batch):
         if tensor.layout is torch.strided and not tensor.is_quantized:
             plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            told = f"{tuple(tensor.shape)} {crc32(plain.view(torch.uint8))}"
-            found = zlib.crc32(told.encode(), found)
+            text = f"{tuple(tensor.shape)} {crc32(plain.view(torch.uint8))}"
+            found = zlib.crc32(text.encode(), found)
     return found
 
 

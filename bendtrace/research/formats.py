@@ -47,11 +47,11 @@ class Form(Protocol):
     def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Write a file, or folder, to the disk; return the facts needed to read it."""
 
-    def open(self, path: str, about: dict[str, Any]) -> Held:
+    def open(self, path: str, about: dict[str, Any]) -> OpenShard:
         """Open a file to read it."""
 
 
-class Held(Protocol):
+class OpenShard(Protocol):
     """The tensors of a shard that is being read."""
 
     def elements(self, key: str, dtype: torch.dtype) -> Tensor:
@@ -103,8 +103,8 @@ class SafetensorsForm:
             "header_sha256": hashlib.sha256(raw).hexdigest(),
             "size": len(raw) + stop,
             "tensors": {
-                key: [len(raw) + start, nbytes, told]
-                for key, (start, nbytes, told) in extents.items()
+                key: [len(raw) + start, nbytes, crc]
+                for key, (start, nbytes, crc) in extents.items()
             },
         }
 
@@ -144,11 +144,11 @@ class MappedFile:
 
     def verify(self) -> None:
         """Read everything, and compare it with the checksums."""
-        for key, (start, nbytes, told) in self._extents.items():
+        for key, (start, nbytes, crc) in self._extents.items():
             if not nbytes:
                 continue
             bits = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=start)
-            if checksum(bits) != told:
+            if checksum(bits) != crc:
                 raise LoadError(
                     self._path, f"the file is damaged: the content of {key!r} has changed"
                 )
@@ -170,12 +170,12 @@ def checksum(bits: Tensor) -> int:
     every block that has moved.
     """
     whole = bits.numel() // _BLOCK * _BLOCK
-    told = b""
+    sums = b""
     if whole:
         words = bits[:whole].view(torch.int64).view(-1, _BLOCK // 8)
-        told = repr(words.sum(1).tolist()).encode()
+        sums = repr(words.sum(1).tolist()).encode()
     rest = bits[whole:]
-    return zlib.crc32(told, crc32(rest))
+    return zlib.crc32(sums, crc32(rest))
 
 
 class ZarrForm:
@@ -286,7 +286,7 @@ def read(path: str, kind: str = HARVEST) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ShardColumn:
     """The rows of a shard under one key.
 
     Attributes:
@@ -332,7 +332,7 @@ class Shard(Record):
     rank: int = 0
     is_partial: bool = False
     about: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, Kept] = field(default_factory=dict)
+    columns: dict[str, ShardColumn] = field(default_factory=dict)
     ids: list[str] | None = None
 
     @property
@@ -412,9 +412,9 @@ def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
     """Return the complete shards of one process, or of all, in the order of their numbers."""
     found: dict[tuple[int, int, bool], str] = {}
     for name in os.listdir(directory):
-        told = _NAME.fullmatch(name)
-        if told is not None and told[4] == "json" and not told[5] and rank in (None, int(told[1])):
-            found[int(told[1]), int(told[2]), bool(told[3])] = name
+        part = _NAME.fullmatch(name)
+        if part is not None and part[4] == "json" and not part[5] and rank in (None, int(part[1])):
+            found[int(part[1]), int(part[2]), bool(part[3])] = name
     shards = []
     last: dict[int, int] = {}
     for (of, number, is_partial), name in sorted(found.items()):
@@ -435,7 +435,7 @@ def _shard(path: str, rank: int, number: int, is_partial: bool) -> Shard:
     columns = {}
     for key, kept in row["columns"].items():
         rest = kept["row"]
-        columns[key] = Kept(
+        columns[key] = ShardColumn(
             getattr(torch, kept["dtype"]),
             kept["per"] == "sample",
             kept["batches"],

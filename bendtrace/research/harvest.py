@@ -35,10 +35,10 @@ from bendtrace.research.collecting import (
     Collector,
     Settings,
     describe_insertion,
+    description_of,
     fingerprint,
     state_of,
     sum_of,
-    told,
 )
 from bendtrace.research.filling import (
     Batch,
@@ -184,7 +184,11 @@ def harvest(
     inserted = [describe_insertion(i) for i in bended.insertions if not i.what.observes]
     with torch.inference_mode(False), torch.no_grad():
         about = {
-            "settings": {**settings.told(), "call": told(call, whole=False), "inserted": inserted},
+            "settings": {
+                **settings.to_dict(),
+                "call": description_of(call, whole=False),
+                "inserted": inserted,
+            },
             "processes": workers.world,
             "model": fingerprint(bended.model),
         }
@@ -293,13 +297,13 @@ class _Site:
                     pass
                 os.remove(f"{path}.tmp")
 
-    def _compare(self, there: dict[str, Any]) -> None:
+    def _compare(self, stored: dict[str, Any]) -> None:
         if not self._resume:
             raise InputError(
                 f"{self.directory!r} contains a harvest, and resume=False does not allow "
                 "resuming it: choose another directory"
             )
-        differences = list(_differences(there, self._about, self._check_weights))
+        differences = list(_differences(stored, self._about, self._check_weights))
         if differences:
             raise InputError(
                 f"{self.directory!r} contains another harvest: {'; '.join(differences)}. "
@@ -324,14 +328,17 @@ class _Site:
             replace(os.path.join(self.directory, INDEX), HARVEST, made.index())
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any], check_weights: bool) -> Iterator[str]:
-    for key in sorted(there["settings"].keys() | here["settings"].keys()):
-        old, new = there["settings"].get(key), here["settings"].get(key)
+def _differences(
+    stored: dict[str, Any], current: dict[str, Any], check_weights: bool
+) -> Iterator[str]:
+    for key in sorted(stored["settings"].keys() | current["settings"].keys()):
+        old, new = stored["settings"].get(key), current["settings"].get(key)
         if old != new:
             yield f"{key}= was {old!r} there, and is {new!r}"
-    if there["processes"] != here["processes"]:
-        yield f"{there['processes']} processes wrote there, but now there are {here['processes']}"
-    old, new = there["model"], here["model"]
+    if stored["processes"] != current["processes"]:
+        old, new = stored["processes"], current["processes"]
+        yield f"{old} processes wrote there, but now there are {new}"
+    old, new = stored["model"], current["model"]
     if old["class"] != new["class"]:
         yield f"the model was a {old['class']}, and is a {new['class']}"
     elif old["structure"] != new["structure"]:
@@ -670,14 +677,14 @@ class _Past:
         held = self._files.form.open(shard.file, shard.about)
         held.verify()
         ids = iter(self._ids(shard))
-        there: dict[int, list[tuple[str, Tensor]]] = {}
+        columns: dict[int, list[tuple[str, Tensor]]] = {}
         for key, kept in shard.columns.items():
             elements = held.elements(key, kept.dtype)
             for place, start, shape in kept.pieces(shard.sizes):
                 rows = elements[start : start + shape.numel()].view(shape)
-                there.setdefault(place, []).append((key, rows))
+                columns.setdefault(place, []).append((key, rows))
         for place, size in enumerate(shard.sizes):
-            for key, rows in there.get(place, ()):
+            for key, rows in columns.get(place, ()):
                 kept = shard.columns[key]
                 filling.add(key, kept.asked, rows, kept.per_sample, kept.dtype)
             path = shard.paths[shard.taken[place]]
@@ -745,16 +752,16 @@ class Workers:
             given = step()
         except Exception as raised:
             error = raised
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        all_told: list[Any] = [None] * self.world
-        dist.all_gather_object(all_told, (told, given if error is None else None))
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        reports: list[Any] = [None] * self.world
+        dist.all_gather_object(reports, (failure, given if error is None else None))
         if error is not None:
             raise error
-        failed = {rank: told for rank, (told, _) in enumerate(all_told) if told is not None}
+        failed = {rank: failure for rank, (failure, _) in enumerate(reports) if failure is not None}
         if failed:
-            listed = "; ".join(f"process {rank}: {told}" for rank, told in failed.items())
+            listed = "; ".join(f"process {rank}: {failure}" for rank, failure in failed.items())
             raise BendtraceError(f"another process of the harvest has failed: {listed}")
-        return [given for _, given in all_told]
+        return [given for _, given in reports]
 
     def first(self, step: Callable[[], Any]) -> None:
         """Run a step in the first process while the others wait."""
@@ -813,7 +820,7 @@ class Progress:
             self._bar = tqdm(
                 total=total, initial=done, unit=" samples", desc="harvest", smoothing=0.1
             )
-        self._said = 0.0
+        self._shown_at = 0.0
 
     def advance(self, samples: int) -> None:
         """Advance by some samples."""
@@ -822,8 +829,8 @@ class Progress:
             return
         bar.update(samples)
         now = time.monotonic()
-        if now - self._said > 0.5:
-            self._said = now
+        if now - self._shown_at > 0.5:
+            self._shown_at = now
             self._say_memory(False)
 
     def _say_memory(self, refresh: bool) -> None:

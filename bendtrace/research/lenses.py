@@ -372,7 +372,7 @@ class TunedLens(nn.Module):
             decode: as for `logit_lens`.
         """
         with torch.no_grad():
-            found, final = self._found(inputs)
+            found, final = self._read_sites(inputs)
             logits = {site: self(site, value) for site, value in found.items()}
         return LensResult(tuple(logits), logits, final, decode)
 
@@ -440,7 +440,7 @@ class TunedLens(nn.Module):
         self, batch: Any, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer
     ) -> dict[str, float]:
         with torch.no_grad():
-            found, final = self._found(batch)
+            found, final = self._read_sites(batch)
         with torch.enable_grad():
             losses = {
                 site: divergence(final, self(site, value)).mean() for site, value in found.items()
@@ -454,7 +454,7 @@ class TunedLens(nn.Module):
         optimizer.zero_grad()
         return {site: loss.item() for site, loss in losses.items()}
 
-    def _found(self, inputs: Any) -> tuple[dict[str, Any], Tensor]:
+    def _read_sites(self, inputs: Any) -> tuple[dict[str, Any], Tensor]:
         own = self.__dict__
         found, final = _site_values(self._bended, Call.of(inputs), own["_where"], own["_output"])
         new = [site for site in found if site not in self.sites]

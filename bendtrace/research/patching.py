@@ -165,18 +165,20 @@ def activation_patching(
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = site_list(sites)
     columns = columns.named(items, bended)
-    with Sites(bended, items, calls, at=at, columns=columns, label="activation_patching") as there:
-        runs = [there.measured(call, measured) for call in calls]
+    with Sites(
+        bended, items, calls, at=at, columns=columns, label="activation_patching"
+    ) as model_sites:
+        runs = [model_sites.measured(call, measured) for call in calls]
         seen = [values for _, values in runs]
-        there.settle(*seen)
-        rows = there.rows(*seen)
+        model_sites.settle(*seen)
+        rows = model_sites.rows(*seen)
         source, target = seen[first], seen[patched]
         exchange = Exchange(source, target, names, missed)
 
         def cell(number: int, part: Part) -> float:
             row = rows[number]
             return exchange.cell(
-                row, row.keys, part, lambda act: there.run(calls[patched], act), measured
+                row, row.keys, part, lambda act: model_sites.run(calls[patched], act), measured
             )
 
         grid = columns.grid([row.name for row in rows], target, cell)
@@ -409,8 +411,8 @@ def causal_tracing(
     columns = columns.named(items, bended)
     with Sites(
         bended, items, [call], at=at, columns=columns, also=[where], label="causal_tracing"
-    ) as there:
-        clean, clean_seen = there.measured(call, measured)
+    ) as model_sites:
+        clean, clean_seen = model_sites.measured(call, measured)
         key, embedding = _embedding_of(clean_seen, len(items), where)
         scale = noise * (_std(embedding) if std is None else std)
         corrupted, grids = [], []
@@ -422,7 +424,7 @@ def causal_tracing(
                     noisy = corrupting(key, number, value)
                     return restoring(key, number, value) if noisy is None else noisy
 
-                return there.run(call, act)
+                return model_sites.run(call, act)
 
             def cell(number: int, part: Part) -> float:
                 together = rows[max(0, number - window // 2) : number + (window + 1) // 2]
@@ -433,11 +435,11 @@ def causal_tracing(
 
         for drawn in _noises(embedding, subject, where, scale, samples, seed):
             corrupting = _adding(key, drawn, subject)
-            number, seen = there.measured(call, measured, corrupting)
+            number, seen = model_sites.measured(call, measured, corrupting)
             corrupted.append(number)
             if not rows:
-                there.settle(clean_seen, seen)
-                rows = there.rows(clean_seen, seen)
+                model_sites.settle(clean_seen, seen)
+                rows = model_sites.rows(clean_seen, seen)
             exchange = Exchange(clean_seen, seen, ("clean", "corrupted"), missed)
             names = [row.name for row in rows]
             grids.append(columns.grid(names, clean_seen, cell_of(exchange, corrupting)))
@@ -451,20 +453,20 @@ def causal_tracing(
 
 
 def _embedding_of(seen: Seen, number: int, where: Any) -> tuple[Key, Tensor]:
-    said = describe_where(where)
+    label = describe_where(where)
     passes = [
         (key, value) for key, found in seen.items() if key[0] == number for value in found.values()
     ]
     if len(passes) != 1:
         reached = "nothing" if not passes else f"{len(passes)} passes of nodes"
         raise SiteError(
-            f"where={said} has to match the one node that outputs the embedding, in its only "
+            f"where={label} has to match the one node that outputs the embedding, in its only "
             f"pass, but the clean run reached {reached}",
-            said,
+            label,
         )
     key, value = passes[0]
     if not value.is_floating_point():
-        raise SiteError(f"noise cannot be added to {key[1]!r}, which has {value.dtype}", said)
+        raise SiteError(f"noise cannot be added to {key[1]!r}, which has {value.dtype}", label)
     return key, value
 
 
@@ -662,9 +664,9 @@ def attribution_patching(
             bended, items, calls, at=at, label="attribution_patching", allow_none=sites is None,
             observes=steps is None and not puts, every_part=sites is None,
             columns=None if sites is None else columns,
-        ) as there,
+        ) as model_sites,
     ):  # fmt: skip
-        scores = _Scores(there, measured, missed, calls, direction)
+        scores = _Scores(model_sites, measured, missed, calls, direction)
         scores.run(steps, sites is None, puts)
     names = [row.name for row in scores.rows]
     grid = columns.grid(names, scores.source, scores.cell)
@@ -711,7 +713,7 @@ class _Scores:
 
     def __init__(
         self,
-        there: Sites,
+        sites: Sites,
         metric: Metric,
         missing: Missing,
         calls: tuple[Call, Call],
@@ -721,7 +723,7 @@ class _Scores:
         self.base = (math.nan, math.nan)
         self.source: Seen = {}
         self.found: dict[str, list[Tensor]] = {}
-        self._there = there
+        self._sites = sites
         self._metric = metric
         self._missing = missing
         self._first, self._patched, self._names = in_order(direction)
@@ -729,8 +731,8 @@ class _Scores:
         self._target: Seen = {}
 
     def run(self, steps: int | None, every_op: bool, puts: bool) -> None:
-        there, patched = self._there, self._calls[self._patched]
-        output, self.source = there.seen(self._calls[self._first], with_gradients=True)
+        sites, patched = self._sites, self._calls[self._patched]
+        output, self.source = sites.seen(self._calls[self._first], with_gradients=True)
         start = as_number(scalar_of(self._metric, output))
         edges: dict[Passes, GradientEdge] = {}
 
@@ -740,13 +742,13 @@ class _Scores:
                 edges[key, number] = get_gradient_edge(value)
             return value.view_as(value) if puts else None
 
-        output, self._target = there.seen(patched, note, with_gradients=True)
+        output, self._target = sites.seen(patched, note, with_gradients=True)
         end = scalar_of(self._metric, output)
         del output
         base = start, as_number(end)
         self.base = base[self._first], base[self._patched]
-        there.settle(self.source, self._target)
-        self.rows = there.rows(self.source, self._target)
+        sites.settle(self.source, self._target)
+        self.rows = sites.rows(self.source, self._target)
         gradients: Gradients = {}
         if steps is None or every_op:
             if not isinstance(end, Tensor) or not end.requires_grad:
@@ -819,7 +821,7 @@ class _Scores:
                     return leaf.clone()
                 return None
 
-            end = scalar_of(self._metric, self._there.run(call, act, with_gradients=True))
+            end = scalar_of(self._metric, self._sites.run(call, act, with_gradients=True))
             expected = sum(len(self.source[key]) for key in row.keys)
             if flaws or len(leaves) != expected:
                 return {}, (flaws or [_ELSEWHERE])[0]
@@ -905,18 +907,18 @@ class NodeFunction:
         self._at = at
         self._open: Sites | None = None
         self._stack = ExitStack()
-        said = describe_where(where)
-        with torch.no_grad(), self._sites() as there:
-            _, seen = there.seen(self._call)
-            keys = [key for row in there.rows(seen) for key in row.keys]
+        label = describe_where(where)
+        with torch.no_grad(), self._sites() as sites:
+            _, seen = sites.seen(self._call)
+            keys = [key for row in sites.rows(seen) for key in row.keys]
         if len(keys) != 1 or len(seen[keys[0]]) != 1:
             found = ", ".join(f"{path} ({len(seen[n, path])} times)" for n, path in keys)
-            raise SiteError(f"{said} stands for several values: {found}; name one of them", said)
+            raise SiteError(f"{label} stands for several values: {found}; name one of them", label)
         self._key = keys[0]
         (self.value,) = seen[self._key].values()
         if self.value.dim() == 0 or not self.value.is_floating_point():
             raise InputError(
-                f"{said} is {describe(self.value)}, but rows of floating point numbers are needed"
+                f"{label} is {describe(self.value)}, but rows of floating point numbers are needed"
             )
         self.index = torch.arange(len(self.value), device=self.value.device)
 
@@ -963,7 +965,7 @@ class NodeFunction:
             return torch.stack(made)  # captum looks for the first of the outputs
         return torch.cat(made)[torch.cat(order).argsort()]
 
-    def _run(self, there: Sites, given: Tensor) -> Tensor:
+    def _run(self, sites: Sites, given: Tensor) -> Tensor:
         reached: list[int] = []
 
         def act(key: Key, number: int, value: Tensor) -> Tensor:
@@ -974,7 +976,7 @@ class NodeFunction:
             return given
 
         with RandomStates():  # the generators, which captum draws from between the runs
-            found = there.run(self._call, act)
+            found = sites.run(self._call, act)
         if not reached:
             raise SiteError(f"the run no longer reached {self._key[1]}", self._key[1])
         if self._output is not None:

@@ -181,7 +181,7 @@ class Flow:
             return made, set(made.known)
         carried: set[int] = set()
         for spot in senders:
-            first = self.given(spot)
+            first = self.first_input(spot)
             made.known.add(first)
             carried |= self._through(made, {first}, spot)
         return made, carried
@@ -216,7 +216,7 @@ class Flow:
         if len(made.ends) == count:
             raise _no_edge(nodes[-2], nodes[-1])
 
-    def given(self, spot: Spot) -> int:
+    def first_input(self, spot: Spot) -> int:
         """Return the op of the first tensor among the inputs of a node."""
         given = self._input_ops(spot)
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
@@ -237,8 +237,8 @@ class Flow:
             sources = self._refs[op.index] & carried
             if not sources or op.index in carried:
                 continue
-            told_only = op.target in SHAPES or op.target in METADATA  # not of the values
-            if _is_element(op) or (allowed(op) and not told_only):
+            is_metadata = op.target in SHAPES or op.target in METADATA  # not of the values
+            if _is_element(op) or (allowed(op) and not is_metadata):
                 made.into.setdefault(op.index, set()).update(sources)
                 carried.add(op.index)
         return carried
@@ -326,8 +326,8 @@ class Flow:
         changed = set(starts)
         for op in self.ops:
             read = self._refs[op.index] | set(op.reads.values())
-            told_only = op.target in SHAPES or op.target in METADATA
-            if read & changed and op.index not in held and not told_only:
+            is_metadata = op.target in SHAPES or op.target in METADATA
+            if read & changed and op.index not in held and not is_metadata:
                 changed.add(op.index)
         reads: list[dict[int, int]] = []
         waiting: list[int] = []
@@ -536,11 +536,11 @@ def path_patching(
     with Sites(
         bended, plan.senders, (calls[first], calls[patched]), at=at, noted=plan.noted,
         label="path_patching", columns=columns,
-    ) as there:  # fmt: skip
-        base, source = there.measured(calls[first], measured)
-        start, target = there.measured(calls[patched], measured)
-        rows = there.rows(source, target)
-        places = there.places
+    ) as sites:  # fmt: skip
+        base, source = sites.measured(calls[first], measured)
+        start, target = sites.measured(calls[patched], measured)
+        rows = sites.rows(source, target)
+        places = sites.places
     with PreservedState(bended.model) as still:
         trace = bended.trace(*(copy := own_copy(calls[patched])).args, **copy.kwargs)
         trace.output = None
@@ -664,9 +664,9 @@ class _Cells:
             plan.spots(flow, places, len(plan.senders) + number)
             for number in range(len(plan.receivers))
         ]
-        for said, spots in zip(plan.names, ends, strict=True):
+        for name, spots in zip(plan.names, ends, strict=True):
             if not spots:
-                raise SiteError(f"the patched run did not reach {said!r}", said)
+                raise SiteError(f"the patched run did not reach {name!r}", name)
             if len(spots) > 1 and any(spot.is_output for spot in spots):
                 raise InputError("the model's output cannot be combined with other receivers")
         frozen, ways = plan.frozen(flow, places), plan.ways(flow, places)
@@ -716,9 +716,9 @@ class _Cells:
             return
         for number, way in enumerate(ways):
             if number not in self._used:
-                told = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
+                text = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
                 raise SiteError(
-                    f"the path {told} does not begin with one of the senders, or does not end "
+                    f"the path {text} does not begin with one of the senders, or does not end "
                     "with one of the receivers",
                     self._rows[0].name,
                 )
@@ -772,7 +772,9 @@ class _Cells:
             for number, value in self._target[key].items():
                 spot = self.flow.spot(key[1], number)
                 made = part.put(value, self._source[key][number])
-                found[self.flow.given(spot) if self._within else self.flow.tensor_of(spot)] = made
+                found[
+                    self.flow.first_input(spot) if self._within else self.flow.tensor_of(spot)
+                ] = made
         return found
 
 
@@ -871,7 +873,7 @@ class _Aside(Interjection):
                 )
 
 
-class _Given(Interjection):
+class _InputReplacement(Interjection):
     """Gives nodes changed inputs.
 
     Attributes:
@@ -928,7 +930,9 @@ class Runs:
         self._aside = _Aside(flow.ops, aside)
         ends = [end.spot for edges in made.values() for end in edges.ends]
         inner = [spot for spot in ends if not spot.is_output]
-        self._inputs = _Given({(spot.path, spot.number): flow.arguments(spot) for spot in inner})
+        self._inputs = _InputReplacement(
+            {(spot.path, spot.number): flow.arguments(spot) for spot in inner}
+        )
         self._put: dict[str, Tensor] = {}
         self._group = InsertionGroup(bended)
         for where, what in (
@@ -942,7 +946,7 @@ class Runs:
             self._group.make(NodePath(path), partial(self._replacement, path))
 
     def __enter__(self) -> Self:
-        self._group.put_in()
+        self._group.insert_all()
         return self
 
     def __exit__(self, *error: object) -> None:

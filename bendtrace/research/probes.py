@@ -211,7 +211,7 @@ class LinearProbe(Analyser):
         with torch.inference_mode(False), torch.enable_grad():
             for path, probe in self._states.items():
                 if probe.waiting:
-                    features, targets = probe.taken()
+                    features, targets = probe.drain()
                     if self._has_any(targets):
                         losses[path] = self._step(probe, features, targets)
         return losses
@@ -675,7 +675,7 @@ class Probe(Statistic):
         if known is not None and outputs != self.outputs:
             raise InputError(f"targets have {outputs} values, but {self.outputs} before")
 
-    def taken(self) -> tuple[Tensor, Tensor]:
+    def drain(self) -> tuple[Tensor, Tensor]:
         """Return the pending batches as one batch, and forget them."""
         waiting, self.waiting = self.waiting, []
         if len(waiting) == 1:

@@ -20,7 +20,7 @@ from bendtrace.insert.where import near_misses
 from bendtrace.python.checks import required_int, required_path, similar
 from bendtrace.python.lazy import required, required_pandas
 from bendtrace.research.filling import Path
-from bendtrace.research.formats import INDEX, SETTINGS, Held, Shard, form_of, read, shards_in
+from bendtrace.research.formats import INDEX, SETTINGS, OpenShard, Shard, form_of, read, shards_in
 
 _KEPT = "kept/"
 _SHOWN = 8
@@ -75,10 +75,10 @@ class Harvest:
         self.is_complete: bool = os.path.exists(os.path.join(self.directory, INDEX))
         self.shards: tuple[Shard, ...] = tuple(shards_in(self.directory))
         self._form = form_of(self.settings["format"])
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, OpenShard] = {}
         if self.is_complete:
-            told = read(os.path.join(self.directory, INDEX))
-            if told["shards"] != self.index()["shards"]:
+            index = read(os.path.join(self.directory, INDEX))
+            if index["shards"] != self.index()["shards"]:
                 raise LoadError(self.directory, f"its shards are not those in {INDEX}")
 
     @classmethod
@@ -209,7 +209,7 @@ class Harvest:
     def _columns(self) -> dict[str, Column]:
         columns: dict[str, list[Piece]] = {}
         facts: dict[str, tuple[torch.dtype, bool]] = {}
-        there: dict[tuple[str, int], list[tuple[str, int, torch.Size]]] = {}
+        starts: dict[tuple[str, int], list[tuple[str, int, torch.Size]]] = {}
         for shard in self.shards:
             for key, kept in shard.columns.items():
                 fact = kept.dtype, kept.per_sample
@@ -218,16 +218,16 @@ class Harvest:
                         shard.file, f"{key!r} is {kept.dtype} here, but {facts[key][0]} elsewhere"
                     )
                 for place, start, shape in kept.pieces(shard.sizes):
-                    there.setdefault((shard.file, place), []).append((key, start, shape))
+                    starts.setdefault((shard.file, place), []).append((key, start, shape))
         for at, batch in enumerate(self._batches):
-            for key, start, shape in there.get((batch.shard.file, batch.place), ()):
+            for key, start, shape in starts.get((batch.shard.file, batch.place), ()):
                 own = columns.setdefault(key, [])
                 first = own[-1].first + own[-1].rows if own else 0
                 position = batch.position if facts[key][1] else at
                 own.append(Piece(batch.shard, start, shape, first, position))
         return {key: Column(key, *facts[key], own, self._open) for key, own in columns.items()}
 
-    def _open(self, shard: Shard) -> Held:
+    def _open(self, shard: Shard) -> OpenShard:
         held = self._held.get(shard.file)
         if held is None:
             held = self._held[shard.file] = self._form.open(shard.file, shard.about)
@@ -274,7 +274,7 @@ class Harvest:
         if name not in self.counts:
             listed = ", ".join(map(repr, self.counts))
             raise InputError(f"no batch took the path {name!r}; the paths are {listed}")
-        return self._taken({name})
+        return self._select({name})
 
     def took(self, branch: str | int, outcome: bool | int = True) -> Taken:
         """Return the samples of the batches with some outcome of a branch.
@@ -291,7 +291,7 @@ class Harvest:
             InputError: no batch reached such a branch, or its outcomes have another type.
         """
         found = {
-            path.name: [c for c in path.conditions if _is_meant(c.text, c.file, c.line, branch)]
+            path.name: [c for c in path.conditions if _is_branch(c.text, c.file, c.line, branch)]
             for path in self.paths
         }
         if not any(found.values()):
@@ -310,9 +310,9 @@ class Harvest:
             for name, conditions in found.items()
             if any(type(c.outcome) is type(outcome) and c.outcome == outcome for c in conditions)
         }
-        return self._taken(wanted)
+        return self._select(wanted)
 
-    def _taken(self, names: set[str]) -> Taken:
+    def _select(self, names: set[str]) -> Taken:
         met = [
             (at, batch)
             for at, batch in enumerate(self._batches)
@@ -355,12 +355,12 @@ class Harvest:
         rows: dict[str, list[Any]] = {"id": self.ids, "path": [], "batch": [], "batch_size": []}
         rows |= {"process": [], "shard": []}
         for batch in self._batches:
-            told = {
+            table = {
                 "path": batch.shard.taken[batch.place], "batch": batch.number,
                 "batch_size": batch.size, "process": batch.shard.rank,
                 "shard": batch.shard.number,
             }  # fmt: skip
-            for key, value in told.items():
+            for key, value in table.items():
                 rows[key] += [value] * batch.size
         for name, column in self._columns.items():
             has = torch.zeros(len(self), dtype=torch.bool)
@@ -385,8 +385,8 @@ class Harvest:
             of_what = "samples" if self.is_per_sample else "samples, in batches"
             lines.append(f"  {len(self.paths)} paths ({of_what}):")
             for path in sorted(self.paths, key=lambda path: -self.counts[path.name])[:_SHOWN]:
-                told = path.told_apart(self.paths)
-                lines.append(f"    {path.name} {self.counts[path.name]:,}: {told}")
+                conditions = path.told_apart(self.paths)
+                lines.append(f"    {path.name} {self.counts[path.name]:,}: {conditions}")
             if len(self.paths) > _SHOWN:
                 lines.append(f"    and {len(self.paths) - _SHOWN} more")
         return "\n".join(lines)
@@ -431,7 +431,7 @@ def _row_of(column: Column, samples: int) -> Tensor:
     return rows
 
 
-def _is_meant(text: str, file: str, line: int, branch: str | int) -> bool:
+def _is_branch(text: str, file: str, line: int, branch: str | int) -> bool:
     if isinstance(branch, str):
         return branch in (f"{file}:{line}",) or " ".join(branch.split()) == text
     return line == branch
@@ -545,7 +545,7 @@ class Column:
         dtype: torch.dtype,
         per_sample: bool,
         pieces: Sequence[Piece],
-        opened: Callable[[Shard], Held],
+        opened: Callable[[Shard], OpenShard],
     ) -> None:
         self.name = name
         self.dtype = dtype

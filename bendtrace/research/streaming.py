@@ -330,12 +330,12 @@ class _Shifted(UnitStatistic):
     @property
     def mean(self) -> Tensor:
         """The mean of each unit; nan where there was nothing."""
-        shift = self._known()
+        shift = self._shift_or_nan()
         return (
             shift + self._sums[0] / self.count if self.count else torch.full_like(shift, torch.nan)
         )
 
-    def _known(self) -> Tensor:
+    def _shift_or_nan(self) -> Tensor:
         if self._shift is None:
             return torch.full((), torch.nan, dtype=torch.float64)
         return self._shift
@@ -426,7 +426,7 @@ class Moments(_Shifted):
     @property
     def total(self) -> Tensor:
         """The sum; 0 without rows."""
-        shift = self._known()
+        shift = self._shift_or_nan()
         return torch.zeros_like(shift) if self.count == 0 else shift * self.count + self._sums[0]
 
     def variance(self, correction: int | None = None) -> Tensor:
@@ -436,7 +436,8 @@ class Moments(_Shifted):
             correction: as for the constructor; None for the constructor's value.
         """
         self._require(2)
-        shift, correction = self._known(), self.correction if correction is None else correction
+        shift = self._shift_or_nan()
+        correction = self.correction if correction is None else correction
         if self.count <= correction:
             return torch.full_like(shift, torch.nan)
         return self._sums[1].clamp(min=0) / (self.count - correction)

@@ -266,9 +266,9 @@ class Difference:
             return f"<Difference of {self._names()}: none>"
         counts = {"added": len(self.added), "removed": len(self.removed)}
         counts["changed"] = len(self.changed)
-        told = ", ".join(f"{number} {name}" for name, number in counts.items())
+        text = ", ".join(f"{number} {name}" for name, number in counts.items())
         more = f"{len(self.flow)} in flow, {len(self.modules)} in modules"
-        return f"<Difference of {self._names()}: {told}, {more}>"
+        return f"<Difference of {self._names()}: {text}, {more}>"
 
     def _names(self) -> str:
         return self.a.name if self.a.name == self.b.name else f"{self.a.name} and {self.b.name}"
@@ -649,8 +649,8 @@ class Timeline:
             if change.kind == "iterations" and not _is_cause(change):
                 continue
             loop = in_both.get(id(loops[number]))
-            told = loop if loop is not None and loop.kind == "iterations" else change
-            yield self._time_of_step(number), self._of_flow(told)
+            cause = loop if loop is not None and loop.kind == "iterations" else change
+            yield self._time_of_step(number), self._of_flow(cause)
 
     def _time_of_step(self, number: int) -> Time:
         """Return the time of a step of the first run: after its value existed.
@@ -757,9 +757,9 @@ class Timeline:
 
 def without_tests(steps: Sequence[FlowStep], flow: Sequence[FlowChange]) -> list[FlowChange]:
     """Leave out the tests of a `while` whose number of iterations is reported."""
-    told = {id(change.a) for change in flow if change.kind == "iterations"}
+    loops = {id(change.a) for change in flow if change.kind == "iterations"}
     tests = {id(step) for step, loop in zip(steps, headers(steps), strict=True)
-             if loop is not None and id(loop) in told}  # fmt: skip
+             if loop is not None and id(loop) in loops}  # fmt: skip
     return [change for change in flow if change.kind != "side" or id(change.a) not in tests]
 
 
@@ -813,8 +813,8 @@ def _at(entry: LayerEntry) -> str:
     if entry.source is None:
         return ""
     text = shorten(entry.source.text, _WIDEST, placeholder=" ...")
-    told = f" `{text}`" if text else ""
-    return f"{told} ({place_text(entry.source.file, entry.source.line)})"
+    code = f" `{text}`" if text else ""
+    return f"{code} ({place_text(entry.source.file, entry.source.line)})"
 
 
 # How several runs differ from the first of them.
@@ -894,11 +894,11 @@ class Differences(Sequence["Difference"]):
         places: dict[tuple[str, Any], list[LayerEntry]] = {}
         for entry in self._all[0].a.entries:
             places.setdefault((entry.name, entry.element), []).append(entry)
-        found = [_Found(one) for one in self._all]
+        found = [_RunDifferences(one) for one in self._all]
         rows = [
             ComparedLayer(
                 same[0].name if same[0].element is None else same[0].label.partition(":")[0],
-                len(same), same[0].module, tuple(one.said_of(same) for one in found),
+                len(same), same[0].module, tuple(one.describe(same) for one in found),
             )
             for same in places.values()
         ]  # fmt: skip
@@ -932,17 +932,19 @@ class Differences(Sequence["Difference"]):
         lines = [f"{self._all[0].a.name}: run 1, and how {counted(len(self), 'other')} differ"]
         for number, difference in enumerate(self._all, 2):
             first = difference.first
-            said = alike(difference)
+            summary = alike(difference)
             if first is not None:
-                said = f"first {first.text}" if first.kind == "layers" else f"first at {first.text}"
-                before, a, after = said.rpartition(" in a, ")
+                summary = (
+                    f"first {first.text}" if first.kind == "layers" else f"first at {first.text}"
+                )
+                before, a, after = summary.rpartition(" in a, ")
                 if a and after.endswith(" in b"):
-                    said = f"{before} in run 1, {after.removesuffix('b')}run {number}"
+                    summary = f"{before} in run 1, {after.removesuffix('b')}run {number}"
             elif difference:
-                said = "the same, in modules of other names"
+                summary = "the same, in modules of other names"
             if difference.added:
-                said += f"; {counted(len(difference.added), 'entry')} only there"
-            lines.append(f"    run {number}: {said}")
+                summary += f"; {counted(len(difference.added), 'entry')} only there"
+            lines.append(f"    run {number}: {summary}")
         table = self.table()
         if table:
             rows = str(table).split("\n")
@@ -962,14 +964,14 @@ class Differences(Sequence["Difference"]):
         return f"<Differences of {self._all[0].a.name}: {differing} of {len(self)} runs differ>"
 
 
-class _Found:
+class _RunDifferences:
     """The differences of one run at the places of the first."""
 
     def __init__(self, difference: Difference) -> None:
         self._changed = {change.a.label: change for change in difference.changed}
         self._removed = {entry.label for entry in difference.removed}
 
-    def said_of(self, passes: list[LayerEntry]) -> str:
+    def describe(self, passes: list[LayerEntry]) -> str:
         """Return how it differs at one place, in all passes that the first run made."""
         missing = [entry.pass_number for entry in passes if entry.label in self._removed]
         if len(missing) == len(passes):

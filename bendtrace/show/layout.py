@@ -365,10 +365,10 @@ def _place(
     _measure(level, done)
     hint = hints.get(box, {})
 
-    def wanted(vertex: Vertex) -> float | None:
+    def desired_position(vertex: Vertex) -> float | None:
         return hint.get(vertex.net.net) if vertex.role == "in" and vertex.net else None
 
-    order(level, wanted)
+    order(level, desired_position)
     _fan_out(level)
     align(level, _gap)
     done[box] = _finish(box, level)

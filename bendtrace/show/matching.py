@@ -668,10 +668,10 @@ def _largest(t: Tensor) -> float | None:
 
 def _pair(a: Any, b: Any) -> str:
     for digits in (6, 9, 17):
-        told = _short(a, digits), _short(b, digits)
-        if told[0] != told[1]:
+        texts = _short(a, digits), _short(b, digits)
+        if texts[0] != texts[1]:
             break
-    return f"{told[0]} -> {told[1]}"
+    return f"{texts[0]} -> {texts[1]}"
 
 
 def _short(value: Any, digits: int) -> str:

@@ -71,7 +71,7 @@ class Flow:
 
 
 @dataclass(eq=False)
-class Taken:
+class BranchSide:
     """One side of a branch; for a loop over things, its body.
 
     Attributes:
@@ -125,7 +125,7 @@ class Branch:
     text: str
     place: Place
     modules: dict[str, None] = field(default_factory=dict)
-    taken: dict[str, Taken] = field(default_factory=dict)
+    taken: dict[str, BranchSide] = field(default_factory=dict)
     turns: Turns = field(default_factory=lambda: defaultdict(Counter))
     when: set[GuardKind | None] = field(default_factory=set)
     entered: int = 0
@@ -138,14 +138,14 @@ class Branch:
     is_joined: bool = False
     is_counted: bool = True
 
-    def side(self, value: Any) -> Taken:
+    def side(self, value: Any) -> BranchSide:
         """Return the side of an outcome; it is added if it is new."""
         key = f"{type(value).__name__} {value!r}"
         if key not in self.taken:
-            self.taken[key] = Taken(value, Flow(self))
+            self.taken[key] = BranchSide(value, Flow(self))
         return self.taken[key]
 
-    def sides(self) -> list[Taken]:
+    def sides(self) -> list[BranchSide]:
         """Return its sides, True before False, other values by frequency."""
         if self.is_condition:
             return sorted(self.taken.values(), key=lambda taken: not taken.value)
@@ -166,7 +166,7 @@ class Branch:
         return sum(taken.hits for taken in self.taken.values())
 
     @property
-    def is_settled(self) -> bool:
+    def is_decided(self) -> bool:
         """True if its outcome is known from the inputs, before the run."""
         return GuardKind.DATA not in self.when and len(self.taken) < 2
 
@@ -430,16 +430,16 @@ def turns_text(turns: Turns, value: bool) -> str:
     if not 1 < len(turns) <= _VALUES:
         return ""
     several = [len({turn[place] for turn in turns}) > 1 for place in (0, 1)]
-    told = []
+    parts = []
     for turn, often in sorted(turns.items()):
         names = [turn[0] or "the model itself"] * several[0]
         names += [".".join(map(str, turn[1])) or "outside"] * several[1]
-        told.append(f"{' '.join(names)}: {often[value]} of {often.total()}")
-    return ("iteration " if not several[0] else "") + ", ".join(told)
+        parts.append(f"{' '.join(names)}: {often[value]} of {often.total()}")
+    return ("iteration " if not several[0] else "") + ", ".join(parts)
 
 
 def _often(branch: Branch) -> str:
-    return ", for these inputs" if branch.is_settled else f" ({branch.total}x)"
+    return ", for these inputs" if branch.is_decided else f" ({branch.total}x)"
 
 
 # Coverage: the branches of the model's source with a side that was not seen.
@@ -490,9 +490,9 @@ class BranchCoverage:
         if self.turns:
             return f"True in {self.turns}"
         if self.watched:
-            told = [f"{side} {hits}x" if hits else f"never {side}" for side, hits in
+            parts = [f"{side} {hits}x" if hits else f"never {side}" for side, hits in
                     ((True, self.true), (False, self.false))]  # fmt: skip
-            return ", ".join(sorted(told, key=lambda text: text.startswith("never")))
+            return ", ".join(sorted(parts, key=lambda text: text.startswith("never")))
         if not self.true and not self.false:
             return "nothing recorded under it"
         true = "True seen" if self.true else "nothing under True"
@@ -587,7 +587,7 @@ def coverage(tree: TraceTree, only: str = "all") -> Coverage:
     return _Survey(tree).result(is_mine)
 
 
-def sides_seen(tree: TraceTree) -> tuple[list[tuple[str, ast.AST]], list[Answers], set[Choice]]:
+def observed_sides(tree: TraceTree) -> tuple[list[tuple[str, ast.AST]], list[Answers], set[Choice]]:
     """Return the functions that ran, and the sides of their branches that were seen.
 
     Returns:

@@ -476,8 +476,8 @@ def _fill_from(scene: Scene, numbers: Mapping[str, float], history: RunLog) -> N
             f"the overlay names {unknown[0]!r}{more}, but this run has no such value, node "
             f"path or module{hint}"
         )
-    for key, told in numbers.items():
-        number = _number(told, key)
+    for key, value in numbers.items():
+        number = _number(value, key)
         if number is None:
             continue
         for label in entries.get(key, ()):
@@ -600,8 +600,8 @@ def text_table(
     more = " ..." if len(columns) > _MOST_COLUMNS else ""
     lines = [title]
     for name, row in shown:
-        told = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {name:{first}}  {told}{more}")
+        numbers = "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(f"  {name:{first}}  {numbers}{more}")
     if len(values) > _MOST_ROWS:
         lines.append(f"  ... and {len(values) - _MOST_ROWS} more")
     return "\n".join(line.rstrip() for line in lines)

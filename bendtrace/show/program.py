@@ -36,7 +36,7 @@ from bendtrace.show.outline import (
 from bendtrace.show.paint import figure, paint
 from bendtrace.show.picture import Format, Picture
 from bendtrace.show.scene import Edge, Node, Scene
-from bendtrace.show.walks import End, Event, PathEvents, Walk, keys_asked, walks_of
+from bendtrace.show.walks import End, Event, PathEvents, Walk, branch_keys, walks_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, Keys, Length, TensorFacts
 from bendtrace.tape.tape import AfterOp, OpKind, Stop, TensorMeta
 
@@ -134,7 +134,7 @@ def most_divergent(tree: TraceTree) -> str | None:
         for stretch, _ in program.stretches():
             if not stretch.sides:
                 continue
-            path = PathEvents(stretch.recording, frozenset(keys_asked(stretch)))
+            path = PathEvents(stretch.recording, frozenset(branch_keys(stretch)))
             events: dict[Any, Event] = {event.number: event for event in path.events}
             for number, sides in stretch.sides.items():
                 where = _describe_event(stretch.recording, number, events.get(number))
@@ -465,12 +465,12 @@ def _facts_of(program: Program) -> Facts:
     facts["the arguments given"] = f"are {', '.join(names) or 'none'}"
     state: Facts = {}
     for part in parts:
-        told = facts if part.is_argument else state
+        target = facts if part.is_argument else state
         if part.kind is CaptureKind.TENSOR:
             if part.is_argument or part in program.analysis.typed_state:
-                told.update(_facts_of_tensor(part))
+                target.update(_facts_of_tensor(part))
         elif (text := _fact(part)) is not None:
-            told[part.label] = text
+            target[part.label] = text
     facts.update(_conditions(program))
     facts.update(_facts_of_ambience(program.global_state))
     return facts | state
@@ -503,14 +503,14 @@ def _facts_of_tensor(part: Captured) -> Facts:
     facts, label = part.size, part.label
     if not isinstance(facts, TensorFacts):
         return {}
-    told = {
+    texts = {
         f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
         f"{label}#dtype": f"is {_plain(facts.dtype)}",
     }
-    told[f"{label}#device"] = f"is on {facts.device}"
-    told[f"{label}#layout"] = f"is {_plain(facts.layout)}"
-    told[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
-    return told
+    texts[f"{label}#device"] = f"is on {facts.device}"
+    texts[f"{label}#layout"] = f"is {_plain(facts.layout)}"
+    texts[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
+    return texts
 
 
 def _fact(part: Captured) -> str | None:

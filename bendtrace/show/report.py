@@ -146,17 +146,17 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
         place = place_text(step.file, step.line)
         key = (change.kind, loop_text(step), place, without_numbers(step.module_path), *values)
         rows.setdefault(key, []).append(change)
-    told: list[tuple[str, ...]] = []
+    found: list[tuple[str, ...]] = []
     for (kind, text, place, module, a, b), same in rows.items():
         step = same[0].step
         alone = len(same) == 1
-        told.append((
+        found.append((
             kind if kind not in ("removed", "added") else "", text, place,
             step.module_path if alone else module,
             ".".join(map(str, step.iteration)) if alone else "",
             "" if alone else str(len(same)), a, b,
         ))  # fmt: skip
-    return told
+    return found
 
 
 def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
@@ -171,7 +171,7 @@ def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
                               if key not in ("parents", "arguments")))  # fmt: skip
         key = (change.a.name, change.a.element, change.b.name, change.what, shapes)
         rows.setdefault(key, []).append(change)
-    told: dict[tuple[object, ...], list[str]] = {}
+    found: dict[tuple[object, ...], list[str]] = {}
     often: Counter[tuple[object, ...]] = Counter()
     for same in rows.values():
         first, text = same[0], str(same[0])
@@ -188,14 +188,14 @@ def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
         alone = labels[0] if not entry.module and entry.kind != "state" else ""
         alike = (entry.kind, name, without_numbers(entry.module), str(entry.source), text, alone)
         often[alike] += 1
-        told.setdefault(alike, [*labels, text])
+        found.setdefault(alike, [*labels, text])
     return [(a + (f" and {often[key] - 1} alike" if often[key] > 1 else ""), b, text)
-            for key, (a, b, text) in told.items()]  # fmt: skip
+            for key, (a, b, text) in found.items()]  # fmt: skip
 
 
 def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
     """Report changes of modules; one that applies to a module and all inside it takes one line."""
-    told: list[str] = []
+    lines: list[str] = []
     inside = Counter[int]()
     alike = Counter[int]()
     heads: dict[tuple[str, str], int] = {}
@@ -209,17 +209,17 @@ def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
             if same in heads:
                 alike[heads[same]] += 1
                 continue
-            heads[same] = len(told)
-        heads[change.kind, change.name] = len(told)
+            heads[same] = len(lines)
+        heads[change.kind, change.name] = len(lines)
         if change.kind == "renamed":
-            heads["renamed", f"{change.before} {change.after}"] = len(told)
-        told.append(str(change))
-    for n, text in enumerate(told):
+            heads["renamed", f"{change.before} {change.after}"] = len(lines)
+        lines.append(str(change))
+    for n, text in enumerate(lines):
         if inside[n]:
-            told[n] = f"{text}, with {counted(inside[n], 'module')} inside"
+            lines[n] = f"{text}, with {counted(inside[n], 'module')} inside"
         if alike[n]:
-            told[n] = f"{text}, and so in {counted(alike[n], 'more module')}"
-    return told
+            lines[n] = f"{text}, and so in {counted(alike[n], 'more module')}"
+    return lines
 
 
 def _head(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None:
@@ -415,10 +415,10 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
         if entries:
             yield name, ("", "shape", "module", "at"), _only(roll(entries, run, known))
     if difference.changed:
-        told = roll_changes(difference.changed)
+        changes = roll_changes(difference.changed)
         renamed = any(change.a.label != change.b.label for change in difference.changed)
         rows: _Rows = []
-        for a, b, what in told:
+        for a, b, what in changes:
             what = shorten(what, _WIDE_CHANGE, placeholder=" ...")
             rows.append((a, b, what) if renamed else (a, what))
         yield "Changed", ("a", "b", "change") if renamed else ("", "change"), rows
@@ -641,12 +641,12 @@ class _Builder:
 
 def _note(change: LayerChange) -> str:
     value = change.value
-    told = "" if value is None else str(value)
+    detail = "" if value is None else str(value)
     if value is not None and value.elements > 1 and value.max_abs:
-        told = f"max abs {value.max_abs:.3g}"
-    told = told or ("gradient" if change.gradient is not None else "")
+        detail = f"max abs {value.max_abs:.3g}"
+    detail = detail or ("gradient" if change.gradient is not None else "")
     plain = replace(change, value=None, gradient=None)
-    return "; ".join(text for text in (str(plain), told) if text)
+    return "; ".join(text for text in (str(plain), detail) if text)
 
 
 def _label(entry: LayerEntry, run: str) -> str:
@@ -759,17 +759,17 @@ def _lines(node: Node, union: Union, tone: str) -> list[str]:
             return [f"{change.value_in(change.a)} in a", f"{change.value_in(change.b)} in b"]
         return [*node.lines, _TONES[change.kind][0]]
     if tone in ("added", "removed"):
-        told = [_TONES[tone][0]] if node.times or node.is_folded else []
+        lines = [_TONES[tone][0]] if node.times or node.is_folded else []
     else:
         notes = {union.notes.get(entry.label, "") for entry in node.entries}
-        told = [*notes] if len(notes) == 1 else _counts(node.entries, union)
-    return [*node.lines, *(cut(line, _WIDEST) for line in told if line)]
+        lines = [*notes] if len(notes) == 1 else _counts(node.entries, union)
+    return [*node.lines, *(cut(line, _WIDEST) for line in lines if line)]
 
 
 def _counts(entries: Iterable[LayerEntry], union: Union) -> list[str]:
     often = Counter(union.tones.get(entry.label, "") for entry in entries)
-    told = [f"{often[tone]} {words}" for tone, (words, _, _) in _TONES.items() if often[tone]]
-    return [", ".join(told)] if told else []
+    parts = [f"{often[tone]} {words}" for tone, (words, _, _) in _TONES.items() if often[tone]]
+    return [", ".join(parts)] if parts else []
 
 
 def _step_of(node: Node) -> int | None:

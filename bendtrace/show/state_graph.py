@@ -110,7 +110,7 @@ class StateGraph(MultiDiGraph):
         if not self.traces:
             raise InputError("a copy of the graph has no traces: use BendedModule.graph itself")
         trace = self.traces[data["trace"]]
-        done = _done(trace._recording.tape, data["first"], data["stop"])
+        done = _operations(trace._recording.tape, data["first"], data["stop"])
         return [NodeRef(trace.names[index]) for index in done]
 
     def draw(
@@ -181,7 +181,7 @@ def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]
     programs = sorted(tree.programs(), key=lambda program: program.serial)
     traces: dict[Recording, tuple[int, Trace]] = {}
     for number, (program, facts) in enumerate(zip(programs, selection(programs), strict=True), 1):
-        known = _Known(program)
+        known = _ProgramStates(program)
         for recording in known.recordings():
             traces.setdefault(recording, (len(traces), trace_of(recording, program)))
         known.add_to(graph, number, facts, {run: place for run, (place, _) in traces.items()})
@@ -218,7 +218,7 @@ class _Place:
         return sorted(self.out.values(), key=lambda segment: -segment.hits)
 
 
-class _Known:
+class _ProgramStates:
     """The states of one program, and the segments between them.
 
     A state is identified by its key. If a run has not read it, it is identified by the previous
@@ -385,7 +385,7 @@ class _Known:
             {} if place.event is None else {"answer": _plain_json(segment.answer)}
         )
         data |= {"outcome": segment.outcome, "hits": segment.hits}
-        data["ops"] = len(_done(tape, segment.first, segment.stop))
+        data["ops"] = len(_operations(tape, segment.first, segment.stop))
         data |= {"trace": traces[segment.recording], "first": segment.first, "stop": segment.stop}
         graph.add_edge(source, target, key, **data)
 
@@ -404,7 +404,7 @@ def _answer_of(tape: Tape, event: Event) -> Any:
     return event.outcome
 
 
-def _done(tape: Tape, first: int, stop: int) -> list[int]:
+def _operations(tape: Tape, first: int, stop: int) -> list[int]:
     """Return the operations in a range: not arguments, state, or elements of results."""
     return [
         op.index

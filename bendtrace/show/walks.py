@@ -328,7 +328,7 @@ def walks_of(program: Program) -> Iterator[Walk]:
         return
     graph = program.graph
     stretches = [stretch for stretch, _ in program.stretches()]
-    asked = frozenset(key for stretch in stretches for key in keys_asked(stretch))
+    asked = frozenset(key for stretch in stretches for key in branch_keys(stretch))
     for stretch in stretches:
         path = PathEvents(stretch.recording, asked)
         if graph is None:
@@ -421,7 +421,7 @@ def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
         )  # fmt: skip
 
 
-def keys_asked(stretch: Stretch) -> Iterator[Key]:
+def branch_keys(stretch: Stretch) -> Iterator[Key]:
     """Yield the keys of guards, and of ops that raised, for which a segment has other sides."""
     tape = stretch.recording.tape
     for number in list(stretch.sides):

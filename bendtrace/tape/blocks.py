@@ -18,7 +18,7 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch
-from bendtrace.tape.structure import Fixed, Instance, Made, build
+from bendtrace.tape.structure import Construction, Fixed, Instance, build
 from bendtrace.tape.tape import Op, Ref, Settings
 
 # Runs a block: it is advanced where the block begins and where it ends, so that the saved tensors
@@ -155,7 +155,7 @@ def _arguments(value: Any, known: dict[int, Any]) -> Any:
         return slice(*_arguments((value.start, value.stop, value.step), known))
     if kind is Fixed:
         return value.value
-    if kind is Made:
+    if kind is Construction:
         return value.maker(*_arguments(value.args, known))
     if kind is Instance:
         return build(value.cls, _arguments(value.items, known), _arguments(value.attributes, known))

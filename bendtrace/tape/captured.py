@@ -480,7 +480,7 @@ def has_attributes(kind: type) -> bool:
     return kind not in _BARE and bool(kind.__dictoffset__)
 
 
-def is_told_by_identity(kind: type) -> bool:
+def compares_by_identity(kind: type) -> bool:
     """Return whether instances of a class are compared, or found in dicts, by their identity."""
     own: Any = kind
     return own.__eq__ is object.__eq__ or own.__hash__ is object.__hash__

@@ -267,30 +267,30 @@ def objects_by_name(
     held: dict[str, Any] = dict(cells or {})  # and modules that it imports itself
     name, value, package = "", UNKNOWN, None
     for step in single_steps(code):
-        here, there = "", UNKNOWN
+        path, member = "", UNKNOWN
         if step.name in _ATTRIBUTES and value is not UNKNOWN:
-            there = _member_of(value, step.value)
-            here = f"{name}.{step.value}"
+            member = _member_of(value, step.value)
+            path = f"{name}.{step.value}"
         elif step.name == "IMPORT_FROM":
-            here, there = step.value, _member_of(package, step.value)
+            path, member = step.value, _member_of(package, step.value)
         elif step.name == "IMPORT_NAME":
             package = _module_in(step.value, space)
-            here = step.value.partition(".")[0]
-            there = _module_in(here, space)
-            if there is None:
-                there = UNKNOWN
-                if here in sys.stdlib_module_names:
-                    yield here, UNKNOWN
+            path = step.value.partition(".")[0]
+            member = _module_in(path, space)
+            if member is None:
+                member = UNKNOWN
+                if path in sys.stdlib_module_names:
+                    yield path, UNKNOWN
         elif step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            here, there = step.value, _global(step.value, space)
+            path, member = step.value, _global(step.value, space)
         elif step.name in _VARIABLES and step.value in held:
-            here, there = step.value, held[step.value]
+            path, member = step.value, held[step.value]
         elif step.name.startswith("STORE_") and isinstance(value, types.ModuleType):
             held[step.value] = value
             value = UNKNOWN
-        if value is not UNKNOWN and (there is UNKNOWN or step.name not in _ATTRIBUTES):
+        if value is not UNKNOWN and (member is UNKNOWN or step.name not in _ATTRIBUTES):
             yield name, value
-        name, value = here, there
+        name, value = path, member
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from objects_by_name(inner, space, held)
@@ -419,8 +419,8 @@ def _tells_apart(code: CodeType) -> bool:
         ):
             return True
     tests = has(code, "IS_OP") and any(
-        there == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
-        for (before, argument), (there, _) in itertools.pairwise(steps_of(code))
+        current == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
+        for (before, argument), (current, _) in itertools.pairwise(steps_of(code))
     )
     return tests or any(_tells_apart(inner) for inner in code.co_consts if type(inner) is CodeType)
 

@@ -89,26 +89,26 @@ def make_function(
     keyword_defaults: dict[str, Any] | None,
     held: tuple[Any, ...],
     attributes: dict[str, Any],
-    said: dict[str, Any],
+    metadata: dict[str, Any],
 ) -> types.FunctionType:
     """Create a function from its code, its globals and its closure."""
     cells = tuple(map(types.CellType, held))
     made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
     made.__kwdefaults__ = keyword_defaults
     vars(made).update(attributes)
-    for name, value in said.items():
+    for name, value in metadata.items():
         setattr(made, name, value)
     return made
 
 
 # What `functools.wraps` takes over. Since Python 3.14 a function makes the annotations when asked.
-SAID_OF_FUNCTIONS = (
+FUNCTION_METADATA = (
     "__name__", "__qualname__", "__doc__", "__module__",
     "__annotations__" if sys.version_info < (3, 14) else "__annotate__",
 )  # fmt: skip
 
 
-def objects_held(function: Any) -> Iterator[Any]:
+def referents(function: Any) -> Iterator[Any]:
     """Yield the objects that code holds: closure, defaults, bound arguments, and containers."""
     if isinstance(function, types.MethodType):
         yield from (function.__func__, function.__self__)
@@ -302,7 +302,7 @@ class Opaque:
         return f"<{self.type.__qualname__}>"
 
 
-class Made(Container):
+class Construction(Container):
     """An object created during the run by a call that a replay repeats.
 
     Attributes:
@@ -320,12 +320,15 @@ class Made(Container):
         """Return its arguments."""
         return self.args
 
-    def with_inside(self, *inside: Any) -> Made:
+    def with_inside(self, *inside: Any) -> Construction:
         """Return the same call with other arguments."""
-        return Made(self.maker, *inside)
+        return Construction(self.maker, *inside)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Made) and (other.maker, other.args) == (self.maker, self.args)
+        return isinstance(other, Construction) and (other.maker, other.args) == (
+            self.maker,
+            self.args,
+        )
 
     __hash__ = None  # type: ignore[assignment]
 

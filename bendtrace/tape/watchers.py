@@ -36,7 +36,7 @@ class Watcher(Protocol):
     ) -> Any:
         """Print values to the screen, which each replay repeats."""
 
-    def told(self, text: str) -> str:
+    def guard_text(self, text: str) -> str:
         """Return a text that is used after all, and guard the values in it."""
 
     def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
@@ -120,7 +120,7 @@ class Observer(Protocol):
     ended: str  # where the run was ended early; "" if it was not
     times: dict[int, int]  # nanoseconds that each op took; filled in by who carries them out
 
-    def given(self, op: Op, tensor: Tensor) -> None:
+    def argument(self, op: Op, tensor: Tensor) -> None:
         """Called for each tensor among the arguments of the run."""
 
     def state(self, op: Op, tensor: Tensor) -> None:
@@ -144,7 +144,7 @@ class Observer(Protocol):
     def wrote(self, op: Op, tensor: Tensor) -> None:
         """Called with the tensor that an op has written to, if it returned none."""
 
-    def entered(
+    def module_starts(
         self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
     ) -> None:
         """Called before a module's call begins.
@@ -155,10 +155,10 @@ class Observer(Protocol):
             rewritten: returns the op of a tensor that was written to since the op returned it.
         """
 
-    def left(
+    def module_ends(
         self, call: ModuleCall, output: Any, rewritten: Callable[[Tensor], int | None]
     ) -> None:
-        """Called when a module's call has ended; see `entered`."""
+        """Called when a module's call has ended; see `module_starts`."""
 
     def escaped(self, value: Any) -> None:
         """Called with a value that is passed to code that may keep a pointer to its memory."""

@@ -28,12 +28,12 @@ from bendtrace.tape.captured import (
     Captured,
     CaptureKind,
     Change,
+    compares_by_identity,
     content_of,
     holds_number,
     identical,
     is_as_copied,
     is_exchangeable,
-    is_told_by_identity,
     put,
 )
 from bendtrace.tape.structure import cached_results, entries_of, flat
@@ -341,7 +341,7 @@ class Environment(Found):
             for part in self.parts
             if part.is_argument
             and part.kind is CaptureKind.OBJECT
-            and is_told_by_identity(part.type)
+            and compares_by_identity(part.type)
         }
 
     def held_as_given(self) -> Iterator[str]:

@@ -317,7 +317,9 @@ def _asserts(condition: Any, message: Any = "") -> None:
         watcher = current_watcher()
         if watcher is None or type(message) is not str or error.args != (message,):
             raise
-        raise AssertionError(watcher.told(message)).with_traceback(error.__traceback__) from None
+        raise AssertionError(watcher.guard_text(message)).with_traceback(
+            error.__traceback__
+        ) from None
 
 
 _compile = torch.compile

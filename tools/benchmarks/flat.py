@@ -19,7 +19,7 @@ from bendtrace.engine.analysis import is_read
 from bendtrace.engine.source import Code, Source
 from bendtrace.record.finish import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
-from bendtrace.tape.structure import Existing, Instance, Made
+from bendtrace.tape.structure import Construction, Existing, Instance
 from bendtrace.tape.tape import (
     Op,
     OpKind,
@@ -173,7 +173,7 @@ class _Flat:
                 self._built[id(value)] = name = f"o{len(self._built)}"
                 self._source.line(f"{name} = {text}")
             return self._built[id(value)]
-        if kind is Made:
+        if kind is Construction:
             args = ", ".join(map(self._value, value.args))
             return f"{self._source.constant(value.maker)}({args})"
         return self._source.value(value)

@@ -180,15 +180,15 @@ def activation_data(contents: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(contents, Tensor):
         return {"text": _cut(repr(contents), 400), "type": type(contents).__name__}
-    told = {"shape": tuple(contents.shape), "dtype": str(contents.dtype).removeprefix("torch.")}
+    data = {"shape": tuple(contents.shape), "dtype": str(contents.dtype).removeprefix("torch.")}
     if contents.layout is not torch.strided or contents.is_quantized or contents.is_nested:
-        return {**told, "text": _cut(repr(contents), 400)}
+        return {**data, "text": _cut(repr(contents), 400)}
     if contents.is_meta or not contents.numel():
-        return told
+        return data
     with torch.no_grad():
         flat = contents.detach().reshape(-1)
         first = [_number(value) for value in flat[:_FIRST].tolist()]
-        return {**told, "first": first, **_statistics(flat)}
+        return {**data, "first": first, **_statistics(flat)}
 
 
 def _statistics(flat: Tensor) -> dict[str, Any]:
@@ -426,9 +426,9 @@ def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dic
     differs from the recorded one, the lines around it are not shown.
     """
     lines: list[dict[int, str]] = [{} for _ in paths]
-    for number, line, told in wanted:
+    for number, line, code in wanted:
         read = linecache.getlines(paths[number])
-        if not 1 <= line <= len(read) or not _agree(read[line - 1], told):
+        if not 1 <= line <= len(read) or not _agree(read[line - 1], code):
             continue
         for near in range(max(1, line - _AROUND), min(len(read), line + _AROUND) + 1):
             lines[number][near] = _cut(read[near - 1].rstrip(), 300)
@@ -437,7 +437,7 @@ def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dic
     ]
 
 
-def _agree(line: str, told: str) -> bool:
+def _agree(line: str, code: str) -> bool:
     """Return whether a line of a file can be the one that a text came from."""
-    line, told = (" ".join(text.split()) for text in (line, told))
-    return bool(line and told) and (told in line or line in told or told.split()[0] in line)
+    line, code = (" ".join(text.split()) for text in (line, code))
+    return bool(line and code) and (code in line or line in code or code.split()[0] in line)
