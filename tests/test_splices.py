@@ -202,6 +202,7 @@ PLACES = [
 ]  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore::bendtrace.errors.NameOrderWarning")
 @pytest.mark.parametrize("place", some(PLACES, 3))
 def test_changes_at_ops_are_those_of_runs_that_are_recorded_with_them(place: str) -> None:
     for change in (turned, lambda value: value + 0.25):
