@@ -1719,13 +1719,13 @@ def module_made(x: Tensor) -> Tensor:
     return made(x) + copy.deepcopy(made)(x)
 
 
-MADE = "tensors made unseen: by a `torch.FloatTensor` of another name, `frombuffer`"
+MADE = "tensors made unseen: by a `torch.FloatTensor` that C code calls, `frombuffer`"
 FLOATS = torch.FloatTensor
 
 
-@case(MADE, live_at="FLOATS([")
-def made_by_another_name(x: Tensor) -> Tensor:
-    return x * FLOATS([1, 2, 3])
+@case(MADE, live_at="map(FLOATS")
+def made_by_c_code(x: Tensor) -> Tensor:
+    return x * next(map(FLOATS, [[1, 2, 3]]))
 
 
 @case(MADE, live_at="torch.frombuffer(")

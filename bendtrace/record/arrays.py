@@ -46,7 +46,7 @@ from bendtrace.tape.captured import PLAIN_TYPES, module_of
 from bendtrace.tape.scalars import RETIRED, TRACED
 from bendtrace.tape.structure import build
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.functions import MAKES_FROM_ARRAYS
+from bendtrace.watch.functions import LEGACY, MAKES_FROM_ARRAYS, ClassCall
 from bendtrace.watch.provenance import is_finished, is_finished_code, is_installed
 from bendtrace.watch.writes import storage_of
 
@@ -97,6 +97,7 @@ class Arrays:
         self._seen_storages: set[int] = set()  # of tensors that the model has
         self._is_on = False
         self._has_ended = False
+        self._follows_classes = False
         self._reason = ""
         self._codes: dict[CodeType, bool] = {}
         self._adopted = False
@@ -134,14 +135,28 @@ class Arrays:
             self._seen_storages.add(storage_of(found))
             array = self._give(found, frame)
         if not self._is_on and not self._has_ended:
-            self._is_on = results.watch(self._event)
+            self._begin(frame)
             if not self._is_on:
                 self._deny()
-            outer: FrameType | None = frame
-            while outer is not None:
-                self._enter(outer)
-                outer = outer.f_back
         return array
+
+    def follow_classes(self, frame: FrameType | None) -> None:
+        """Record calls of torch's classes of old, such as `torch.FloatTensor`, by any name.
+
+        Args:
+            frame: the code that runs; None before the model does.
+        """
+        if self._has_ended or not (frame is None or self._is_users(frame)):
+            return
+        self._follows_classes = True
+        if not self._is_on and self._can_begin():
+            self._begin(frame)
+
+    def _begin(self, frame: FrameType | None) -> None:
+        self._is_on = results.watch(self._event)
+        while self._is_on and frame is not None:
+            self._enter(frame)
+            frame = frame.f_back
 
     def end(self, is_over: bool = True) -> None:
         """Follow nothing any more.
@@ -260,6 +275,14 @@ class Arrays:
         where = operands.addresses(frame, instruction, places)
         words = [stacks.word_at(address) for address in where]
         name = instruction.name
+        if self._follows_classes and name in _CALLS:
+            place = 0 if words[0] else 1  # of what is called: no method has an empty word
+            called = operands.object_at(words[place])
+            if type(called) is LEGACY:
+                operands.put(where[place], ClassCall(called))
+                words[place] = stacks.word_at(where[place])
+        if not self._known:
+            return
         direct = not self._known.keys().isdisjoint(words)
         if not direct and name not in _LOOKS_INSIDE:
             return
@@ -928,6 +951,7 @@ for _name in _OPERATORS:
     setattr(Left, f"__i{_name}__", _operator(f"__i{_name}__", _IN_PLACE))
 setattr(Left, "__setitem__", _operator("__setitem__", _WRITE))  # noqa: B010
 
+_CALLS = frozenset({"PRECALL", "CALL_FUNCTION_EX"})
 _HANDLERS: dict[str, Callable[..., None]] = {
     "PRECALL": Arrays._handle_call,
     "CALL_FUNCTION_EX": Arrays._handle_call,

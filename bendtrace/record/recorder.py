@@ -75,6 +75,7 @@ from bendtrace.watch.functions import (
     FLEETING,
     GIVES_BACK,
     GRAD_FN,
+    LEGACY,
     METADATA,
     SHARING,
     SPECIAL,
@@ -213,6 +214,8 @@ class Recorder(RecordingMode):
             self.environment.place_watched()
             with watching(self), self:
                 self._ran.begin()
+                if any(type(part.value) is LEGACY for part in self.environment.parts):
+                    self._contents.follow_classes(None)
                 try:
                     output = self._outcome(args, kwargs)
                 finally:
@@ -621,6 +624,10 @@ class Recorder(RecordingMode):
                 self._observer.escaped(out)
                 self._show(op, args, out)
             return bound
+
+    def follow_classes(self, frame: FrameType) -> None:
+        """Record calls of the classes of old that code has taken under other names."""
+        self._contents.follow_classes(frame)
 
     # What is done with arrays (see `arrays.py`)
 

@@ -28,6 +28,9 @@ class Watcher(Protocol):
     ) -> Any:
         """Run `function(*args, **kwargs)` as one op, called in `frame` if given."""
 
+    def follow_classes(self, frame: FrameType) -> None:
+        """Record calls of the classes of old that code has taken under other names."""
+
     def holds(self, thing: Any) -> bool:
         """Return whether the model holds an object, or is given it."""
 

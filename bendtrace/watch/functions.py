@@ -107,10 +107,14 @@ def _attribute_of(owner: ModuleType, classes: dict[str, Any]) -> Callable[[str],
     before = vars(owner).get("__getattr__")
 
     def attribute(name: str) -> Any:
-        cls = classes.get(name)
+        cls, watcher = classes.get(name), current_watcher()
+        if cls is not None and watcher is not None:
+            frame = sys._getframe(1)
+            if _is_called(frame):
+                return ClassCall(cls)
+            watcher.follow_classes(frame)
         if cls is not None:
-            is_recorded = current_watcher() is not None and _is_called(sys._getframe(1))
-            return _Calls(cls) if is_recorded else cls
+            return cls
         if before is not None:
             return before(name)
         raise AttributeError(f"module {owner.__name__!r} has no attribute {name!r}")
@@ -118,13 +122,14 @@ def _attribute_of(owner: ModuleType, classes: dict[str, Any]) -> Callable[[str],
     return attribute
 
 
-class _Calls:
+class ClassCall:
     """A class of old, in the instruction that calls it."""
 
     def __init__(self, cls: Any) -> None:
         self._cls = cls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the class, as one op."""
         watcher = current_watcher()
         if watcher is None:
             return self._cls(*args, **kwargs)

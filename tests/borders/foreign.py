@@ -284,9 +284,15 @@ def a_legacy_constructor_of_sizes(x: Tensor) -> Tensor:
     )
 
 
-@border.live("unknown origin", at="FLOATS(")
+@border.replays
 def a_legacy_constructor_by_another_name(x: Tensor) -> Tensor:
-    return x + FLOATS([1, 2, 3, 4])
+    kind = FLOATS if x.dtype is torch.float32 else torch.DoubleTensor
+    return x + FLOATS([1, 2, 3, 4]) + kind(*x.shape).fill_(2) + kind(*[4]).zero_()
+
+
+@border.live("unknown origin", at="map(FLOATS")
+def a_legacy_constructor_that_c_code_calls(x: Tensor) -> Tensor:
+    return x + next(map(FLOATS, [[1, 2, 3, 4]]))
 
 
 FLOATS = torch.FloatTensor
