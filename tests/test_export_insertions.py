@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Insert, str]] = {
     ),
     "numpy": (
         lambda bended: bended.interject("a", _leaves),
-        rf"_leaves at 'a' \(.*\) can only run live: numpy at .*{__file__}:\d+",
+        rf"`value.numpy\(\)` at .*{__file__}:\d+: in _leaves at 'a' .*, numpy is not torch's",
     ),
 }
 

@@ -338,7 +338,7 @@ REFUSED = {
     "a float in Python": (as_float, (ONES,), "Python reads 3.0 from a tensor"),
     "two kinds": (two_kinds, (ONES, -ONES), "one side continues with"),
     "a size that grows": (grows, (ONES, ONES * 0.3), "grows|size|while_loop|torch.export"),
-    "numpy": (numpy_inside, (ONES,), "run live"),
+    "numpy": (numpy_inside, (ONES,), "numpy is not torch's"),
     "sizes that decide": (
         lambda x: x * 2 if x.shape[0] > 3 else x,
         (torch.ones(2), torch.ones(5)),
