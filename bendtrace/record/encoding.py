@@ -207,7 +207,8 @@ class Encoder:
                 return self._remembered(value, memo, lambda: self._tagged(value, what, memo))
             return self._values.ref(value)
         if (stands := self._values.tensor_of_array(value)) is not None:
-            return self._remembered(value, memo, lambda: Made(array_of, self._values.ref(stands)))
+            tensor = self._values.ref(stands)
+            return self._remembered(value, memo, lambda: Construction(array_of, tensor))
         if (part := self._values.environment.find(value)) is not None:
             return Existing(part)
         return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
