@@ -543,3 +543,82 @@ def test_uses_that_hand_a_container_over_are_found(text: str) -> None:
     space: dict[str, Any] = {}
     exec(f"def use(c, k, v, f):\n    {text}", space)
     assert hands_over(space["use"].__code__, name, level) is expected
+
+
+MAKERS: dict[str, Callable[[list[int]], Any]] = {
+    "comprehension": lambda numbers: {number for number in numbers},
+    "constructor": set,
+    "frozen": frozenset,
+    "pairs": lambda numbers: {(number, 1) for number in numbers},
+    "constants": lambda numbers: {15, 7} if numbers[0] > 8 else {7, 15},
+    "changed": lambda numbers: ({*numbers} - {numbers[0]}) | {numbers[0] + 8},
+}
+
+
+class Keeps(nn.Module):
+    """Makes a set of numbers, some of which fall into the same place of its table."""
+
+    def __init__(self, make: Callable[[list[int]], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        self.kept = self.other = self.make(x.long().tolist())
+        return x * 2, self.kept
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_sets_have_the_order_that_they_have_in_eager(make: Callable[[list[int]], Any]) -> None:
+    model, other = Keeps(make), Keeps(make)
+    bended = bt.BendedModule(other)
+    found = [15.0, 7.0, 23.0, 31.0, 1.0, 9.0, 5.0, 40.0]
+    for size in (2, 3, 2, 3, 6, 8):
+        for numbers in (found[:size], found[:size][::-1], found[-size:]):
+            x = torch.tensor(numbers)
+            wanted, given = model(x)[1], bended(x)[1]
+            assert [*given] == [*wanted] == [*other.kept]
+            assert {*map(type, given)} == {*map(type, wanted)}
+            assert given is other.kept is other.other
+
+
+def chosen(x: Tensor) -> Tensor:
+    kept = {k: i for i, k in enumerate(x.long().tolist()) if k > 2}
+    return x + sum(kept.values()) + len(kept)
+
+
+def looked_up(x: Tensor) -> Tensor:
+    rows = {k: x[i] for i, k in enumerate(x.long().tolist())}
+    return torch.stack([rows[k] for k in sorted(rows)]).sum() * x
+
+
+def compared(x: Tensor) -> Tensor:
+    members, others = set(), {1, 2, 3}
+    for k in x.long().tolist():
+        members.add(k)
+    return x * len(members & others) + len(members - others) + int(members <= others)
+
+
+def remembered(x: Tensor) -> Tensor:
+    memo: dict[Any, Any] = {}
+    for number in x.long().tolist():
+        for k in (number, number % 3):
+            if (k, 3) not in memo:
+                memo[k, 3] = k * 2 if k > 4 else k
+            x = x + memo[k, 3]
+    return x
+
+
+@pytest.mark.parametrize("model", [chosen, looked_up, compared, remembered])
+@pytest.mark.parametrize("inserted", [False, True])
+def test_hashes_of_computed_keys_are_part_of_a_state(
+    model: Callable[[Tensor], Tensor], inserted: bool
+) -> None:
+    bended = bt.BendedModule(model)
+    if inserted:
+        bended.interject(lambda node: True, lambda value: None)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        size = int(torch.randint(3, 6, (), generator=generator))
+        x = torch.randint(10, (size,), generator=generator).float()
+        assert bits(bended(x)) == bits(model(x))

@@ -35,6 +35,7 @@ from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.arrays import Call, Left
 from bendtrace.record.checkpoints import Checkpointed
 from bendtrace.record.effects import Effects
+from bendtrace.record.encoding import scalars_in
 from bendtrace.record.texts import Texts, has_marks
 from bendtrace.record.values import LOOKS, Values
 from bendtrace.record.varying import Rounds
@@ -51,7 +52,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import current_context, current_settings, dispatch_modes
 from bendtrace.tape.guards import IdentityGuard
-from bendtrace.tape.scalars import RETIRED, TRACED
+from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
 from bendtrace.tape.tape import Guard, OpKind, Ref, State, map_refs
 from bendtrace.tape.watchers import Inserter
@@ -340,12 +341,12 @@ class _Reader:
         items: Any = ()
         if isinstance(value, dict):
             ordered: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-            items = self.values_of(part for pair in ordered.items(value) for part in pair)
+            items = self._hashed(ordered.keys(value)), self.values_of(ordered.values(value))
         elif isinstance(value, (tuple, list)):
             base: Any = tuple if isinstance(value, tuple) else list
             items = self.values_of(base.__iter__(value))
         elif isinstance(value, (set, frozenset)):
-            items = self.values_of(value)
+            items = self._hashed(value)
         own = attributes_of(value)
         found = tuple((key.name, self.value(item)) for key, item in own.items())
         return self._by_identity(kind), items, found
@@ -513,7 +514,11 @@ class _Reader:
         return self.values_of(reduced), self.values_of(walked)
 
     def _mapping(self, mapping: dict[Any, Any]) -> Any:
-        return self.values_of(part for pair in mapping.items() for part in pair)
+        return self._hashed(mapping), self.values_of(mapping.values())
+
+    def _hashed(self, keys: Iterable[Any]) -> Any:
+        """Read keys or members; C compares their hashes, which were guarded, unseen."""
+        return tuple((self.value(key), str([*map(plain, scalars_in(key))])) for key in keys)
 
     def _partial(self, partial: functools.partial[Any]) -> Any:
         return self.values_of(read_partial(partial))
@@ -570,8 +575,8 @@ _READERS: dict[type, Any] = {
     tuple: _Reader.values_of,
     list: _Reader.values_of,
     torch.Size: _Reader.values_of,
-    set: _Reader.values_of,
-    frozenset: _Reader.values_of,
+    set: _Reader._hashed,
+    frozenset: _Reader._hashed,
     dict: _Reader._mapping,
     slice: _Reader._slice,
     Checkpointed: _Reader._checkpointed,
