@@ -51,7 +51,7 @@ from bendtrace.watch.provenance import is_finished, is_finished_code, is_install
 from bendtrace.watch.writes import storage_of
 
 
-class Recorder(Protocol):
+class ArrayRecorder(Protocol):
     """The things that a recorder does for this."""
 
     def array_op(
@@ -82,7 +82,7 @@ class Arrays:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: ArrayRecorder,
         environment: Environment,
         block: Callable[[str], None],
         asks_alive: Callable[[Tensor], object],
@@ -597,14 +597,14 @@ class Arrays:
         if way is None:
             return self._deny(*given)
         if way != _LEAVE:
-            operands.put(where[place], Call(self, function, way))
+            operands.put(where[place], ArrayCall(self, function, way))
         return None
 
     def _way(self, function: Any, given: list[Any]) -> str | None:
         """Return how a call is recorded; None if it cannot be followed."""
         kind = type(function)
         direct = [value for value in given if id(value) in self._known]
-        if kind is Call:
+        if kind is ArrayCall:
             return _LEAVE
         try:
             if function in MAKES_FROM_ARRAYS:
@@ -657,9 +657,9 @@ class Arrays:
         if isinstance(left, Tensor):
             if changes or is_ndarray(right) or not is_content(right):
                 return self._deny(*values)
-            operands.put(where[0], Left(self, left, _TENSOR))
+            operands.put(where[0], ArrayOperand(self, left, _TENSOR))
         elif all(map(self._is_argument, values)):
-            operands.put(where[0], Left(self, left, _READ))
+            operands.put(where[0], ArrayOperand(self, left, _READ))
         else:
             self._deny(*values)
         return None
@@ -671,13 +671,13 @@ class Arrays:
         in_key = id(key) in self._known or self._reaches([key])
         if type(container) in _SEQUENCES:
             if in_key:
-                operands.put(where[0], Left(self, container, _ITEM))
+                operands.put(where[0], ArrayOperand(self, container, _ITEM))
         elif is_content(container) and self._is_argument(container):
             if not self._is_argument(key):
                 return self._deny(*values)
-            operands.put(where[0], Left(self, container, _READ))
+            operands.put(where[0], ArrayOperand(self, container, _READ))
         elif isinstance(container, Tensor) and self._is_argument(key):
-            operands.put(where[0], Left(self, container, _TENSOR))
+            operands.put(where[0], ArrayOperand(self, container, _TENSOR))
         elif in_key or type(container) is not dict:
             self._deny(*values)
         return None
@@ -689,7 +689,7 @@ class Arrays:
         if is_ndarray(container):
             if not (self._is_argument(value) and self._is_argument(key)):
                 return self._deny(*values)
-            operands.put(where[1], Left(self, container, _WRITE))
+            operands.put(where[1], ArrayOperand(self, container, _WRITE))
         elif type(container) not in (list, dict) or self._reaches([key]):
             self._deny(*values)
         return None
@@ -698,7 +698,7 @@ class Arrays:
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
         if id(values[0]) in self._known:
-            operands.put(where[0], Left(self, values[0], _READ))
+            operands.put(where[0], ArrayOperand(self, values[0], _READ))
 
     def _handle_attribute(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
@@ -709,7 +709,7 @@ class Arrays:
             return None
         if instruction.value not in _ATTRIBUTES:
             return self._deny(*values)
-        operands.put(where[0], Left(self, values[0], _READ))
+        operands.put(where[0], ArrayOperand(self, values[0], _READ))
         return None
 
     def _handle_map(
@@ -892,7 +892,7 @@ _FUNCTIONS = frozenset(
 # What takes the place of operands, for one instruction.
 
 
-class Call:
+class ArrayCall:
     """Takes the place of a function that is given arrays."""
 
     __slots__ = ("arrays", "operand", "way")
@@ -908,7 +908,7 @@ class Call:
         return self.arrays.carry_out(function, args, kwargs, sys._getframe(1), self.way)
 
 
-class Left:
+class ArrayOperand:
     """Takes the place of an operand: of the left one, or of the only one."""
 
     __slots__ = ("arrays", "operand", "way")
@@ -935,7 +935,7 @@ class Left:
 def _operator(name: str, way: str | None) -> Callable[..., Any]:
     function = getattr(operator, name)
 
-    def method(self: Left, *others: Any) -> Any:
+    def method(self: ArrayOperand, *others: Any) -> Any:
         return self._do(function, sys._getframe(1), others, way or self.way)
 
     return method
@@ -946,10 +946,10 @@ _OPERATORS = (
     "lshift", "rshift",
 )  # fmt: skip
 for _name in (*_OPERATORS, "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "invert", "getitem"):
-    setattr(Left, f"__{_name}__", _operator(f"__{_name}__", None))
+    setattr(ArrayOperand, f"__{_name}__", _operator(f"__{_name}__", None))
 for _name in _OPERATORS:
-    setattr(Left, f"__i{_name}__", _operator(f"__i{_name}__", _IN_PLACE))
-setattr(Left, "__setitem__", _operator("__setitem__", _WRITE))  # noqa: B010
+    setattr(ArrayOperand, f"__i{_name}__", _operator(f"__i{_name}__", _IN_PLACE))
+setattr(ArrayOperand, "__setitem__", _operator("__setitem__", _WRITE))  # noqa: B010
 
 _CALLS = frozenset({"PRECALL", "CALL_FUNCTION_EX"})
 _HANDLERS: dict[str, Callable[..., None]] = {

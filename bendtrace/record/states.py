@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.sites import MACHINERY, PACKAGE
-from bendtrace.record.arrays import Call, Left
+from bendtrace.record.arrays import ArrayCall, ArrayOperand
 from bendtrace.record.checkpoints import Checkpointed
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
@@ -309,7 +309,7 @@ class _Reader:
             return _plain(value._value, type(value._value))
         if (stands := self._values.tensor_of_array(value)) is not None:
             return "array", self._by_identity(kind), self._tensor(stands)
-        if kind is Call or kind is Left:
+        if kind is ArrayCall or kind is ArrayOperand:
             return kind.__name__, self.value(value.operand)
         if (part := self._environment.find(value)) is not None:
             return part.named
@@ -751,7 +751,7 @@ def _is_single(value: Any) -> bool:
     """Return whether an operator on a value asks at most one question at a time."""
     kind = type(value)
     return (
-        kind in TRACED or kind in RETIRED or isinstance(value, Tensor) or kind is Left
+        kind in TRACED or kind in RETIRED or isinstance(value, Tensor) or kind is ArrayOperand
         or kind in _NUMBERS or _is_of_python(value)
     )  # fmt: skip
 
