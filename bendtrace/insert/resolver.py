@@ -189,7 +189,7 @@ def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
                 otherwise = f"would be called {own!r} if another known run had come before"
     for tree in trees:
         tree.place_steps()
-    if not otherwise and (step := source.deciding(node, parents)) is not None:
+    if not otherwise and (step := source.branch_before(node, parents)) is not None:
         otherwise = (
             "another node might have this name if a run had taken the other side of "
             f"`{step.text}` at {place_text(step.file, step.line)} before"

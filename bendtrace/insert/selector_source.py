@@ -483,7 +483,7 @@ def unseen(branch: BranchCoverage) -> Iterator[str]:
             yield file.text(node)
 
 
-def deciding(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
+def branch_before(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
     """Return a branch whose other side might change a node's name, if a run had taken it first.
 
     The other side may hold a node of this name itself, or leave out one that was counted before.
@@ -504,7 +504,9 @@ def deciding(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
             outcomes = seen[step.file, step.line]
             if outcomes not in ({"True"}, {"False"}):
                 continue
-            if step.after and order.index(node.name) <= order.index(step.after):
+            if step.after in parent.children and (
+                order.index(node.name) <= order.index(step.after)
+            ):
                 continue
             file, side = source_file(step.file), outcomes == {"True"}
             if any(base in _bases_in(code) for code in _sides_at(file, step.line, not side)):
