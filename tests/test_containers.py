@@ -551,6 +551,8 @@ MAKERS: dict[str, Callable[[list[int]], Any]] = {
     "frozen": frozenset,
     "pairs": lambda numbers: {(number, 1) for number in numbers},
     "constants": lambda numbers: {15, 7} if numbers[0] > 8 else {7, 15},
+    "classes": lambda numbers: {(nn.ReLU, nn.Tanh, nn.ELU, nn.GELU)[n % 4] for n in numbers},
+    "mixed": lambda numbers: {(n, nn.ReLU, frozenset({n, 8})) for n in numbers},
     "changed": lambda numbers: ({*numbers} - {numbers[0]}) | {numbers[0] + 8},
 }
 

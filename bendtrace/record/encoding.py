@@ -297,7 +297,7 @@ class Encoder:
         elif isinstance(value, (tuple, list)):
             instance.items = [inside(item) for item in value]
         elif isinstance(value, (set, frozenset)):
-            order = _order_of(value)
+            order = self._order_of(value)
             if order is None:
                 self._values.tape.block(
                     f"{what} contains a {kind.__qualname__}, which a replay could not rebuild "
@@ -346,6 +346,29 @@ class Encoder:
             return all(map(self._is_steady, key))
         return _is_constant(key)
 
+    def _order_of(self, members: AbstractSet[Any]) -> list[Any] | None:
+        """Return members of a set in an order in which it can be filled; None if none was found.
+
+        What is in the same place of its table comes in the order in which it was put in.
+        """
+        plain = [without_traced(member) for member in members]
+        if not all(map(self._hashes_alike, plain)):
+            return list(members)  # which have no order that each run of the model repeats
+        found = zip(members, plain, strict=True)
+        orders = itertools.permutations(found) if len(plain) < _FEW else iter([tuple(found)])
+        for order in orders:
+            if [*map(id, {one for _, one in order})] == [*map(id, plain)]:
+                return [member for member, _ in order]
+        return None
+
+    def _hashes_alike(self, value: Any) -> bool:
+        """Return whether a value has the same hash in every run, and none that users compute."""
+        if type(value) in (tuple, frozenset):
+            return all(map(self._hashes_alike, value))
+        if isinstance(type(value).__hash__, types.FunctionType) and not isinstance(value, Enum):
+            return False
+        return self._is_steady(value) or self._values.environment.find(value) is not None
+
     def leniently(self, value: Any, depth: int = 0) -> Any:
         """Encode the arguments of a module, as far as ops have seen them."""
         kind = type(value)
@@ -371,27 +394,7 @@ class Encoder:
         return instance
 
 
-def _order_of(members: AbstractSet[Any]) -> list[Any] | None:
-    """Return the members of a set in an order in which it can be filled; None if none was found.
-
-    What is in the same place of its table comes in the order in which it was put in.
-    """
-    plain = [without_traced(member) for member in members]
-    if not all(map(_is_plain, plain)):
-        return list(members)  # their hashes are their addresses, or are computed by the user's code
-    found = zip(members, plain, strict=True)
-    orders = itertools.permutations(found) if len(plain) < _FEW else iter([tuple(found)])
-    for order in orders:
-        if [*map(id, {one for _, one in order})] == [*map(id, plain)]:
-            return [member for member, _ in order]
-    return None
-
-
 _FEW = 6
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in PLAIN_TYPES or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
