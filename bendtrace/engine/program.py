@@ -182,6 +182,17 @@ class Program:
         excluded = self.excluded if counters or self.is_lifted else None
         return Lifting(excluded, inputs=inputs, places=self.places)
 
+    def traces_numbers_unlike(self, other: Program) -> bool:
+        """Return whether a run of another program guards numbers that are traced in runs of this one.
+
+        Or the other way round. Only numbers of the state are left out here.
+        """
+        one, two = (
+            (each.places, each.is_lifted, each.excluded if each.is_lifted else None)
+            for each in (self, other)
+        )
+        return one != two
+
     def follows(self, other: Program, begins: bool) -> None:
         """Take the place of another program.
 

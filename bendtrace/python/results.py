@@ -127,10 +127,14 @@ def is_awaited(frame: FrameType) -> bool:
 
 
 def _step(_: object, frame: int, what: int, __: object) -> int:
-    if _own.watch is not None:
+    if _awaited and frame == id(_awaited[0].frame) and what in (_RAISES, _STEPS):
+        _put_result(what)
+    if _own.watch is not None:  # it looks at what the next instruction really receives
         _own.watch(frame, what)
-    if not _awaited or frame != id(_awaited[0].frame) or what not in (_RAISES, _STEPS):
-        return 0
+    return 0
+
+
+def _put_result(what: int) -> None:
     one = _awaited.pop()
     if _own.watch is None:
         one.frame.f_trace_opcodes = False
@@ -142,7 +146,6 @@ def _step(_: object, frame: int, what: int, __: object) -> int:
         if not before & _MARKS:
             _api.Py_DecRef(ctypes.cast(before, ctypes.py_object))
     one.ended(what == _STEPS)
-    return 0
 
 
 _api: Any = ctypes.pythonapi

@@ -43,8 +43,10 @@ from bendtrace.tape.array_functions import (
     shares_unseen,
 )
 from bendtrace.tape.captured import PLAIN_TYPES, module_of
-from bendtrace.tape.scalars import RETIRED, TRACED
+from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import build
+from bendtrace.tape.watchers import call_silently
+from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import LEGACY, MAKES_FROM_ARRAYS, ClassCall
 from bendtrace.watch.provenance import is_finished, is_finished_code, is_installed
@@ -78,6 +80,9 @@ class Arrays:
         block: receives the reason why a run is live.
         asks_alive: raises where a resumed run has no content for an array.
         goes_astray: receives the error of a resumed run.
+
+    Attributes:
+        has_lost: whether code that cannot be followed has received one of them.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Arrays:
         self._seen_storages: set[int] = set()  # of tensors that the model has
         self._is_on = False
         self._has_ended = False
+        self.has_lost: bool = False
         self._follows_classes = False
         self._reason = ""
         self._codes: dict[CodeType, bool] = {}
@@ -219,8 +225,66 @@ class Arrays:
                 known = self._known.get(id(value))
                 if known is not None:
                     self._asks_alive(known[1])
+        self.has_lost = True
         self._block(self._reason)
         self.end(is_over=False)
+
+    # Arrays and numbers of numpy's that come from no tensor
+
+    def draws_array(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> bool:
+        """Return whether a draw of random numbers gives an array, or a number of numpy's.
+
+        Its arguments decide, so it is tried, and the generator is put back.
+
+        Args:
+            function: the function that replays call to draw.
+            args: the arguments that it receives.
+            kwargs: likewise, by name.
+            frame: the code that draws.
+        """
+        generator = draws.numpys_generator(function, args)
+        given = [arg for arg in (*args, *kwargs.values()) if arg is not generator]
+        if generator is None or "out" in kwargs or not self._can_take(given, frame):
+            return False
+        if self._reaches(given):
+            return True
+        put_back = draws.restorer_of(generator)
+        try:
+            found = call_silently(function, _untraced(args), _untraced(kwargs))
+        except Exception:
+            return False
+        finally:
+            put_back()
+        return is_content(found)
+
+    def takes(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> bool:
+        """Return whether the result of a function of numpy's on numbers can be followed."""
+        given = [*args, *kwargs.values()]
+        return self._can_take(given, frame) and _way_of(function) == _READ and "out" not in kwargs
+
+    def _can_take(self, given: list[Any], frame: FrameType) -> bool:
+        if self._has_ended or not (self._is_on or self._can_begin()):
+            return False
+        return self._is_users(frame) and all(map(self._is_argument, given))
+
+    def call(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Record a call of one of these, and follow its result from here on."""
+        self._reason = self._reason or (
+            f"{function.__name__} at {user_place(frame)} gives an array of numpy's to code that "
+            "cannot be watched"
+        )
+        if not self._is_on:
+            self._begin(frame)
+        found = self.carry_out(function, args, kwargs, frame, _READ)
+        if not self._is_on:
+            self._deny()
+        return found
 
     # What the rest of the recorder asks
 
@@ -367,7 +431,7 @@ class Arrays:
         kind = type(value)
         if kind in PLAIN_TYPES or kind in TRACED or id(value) in self._known:
             return True
-        if kind is tuple or kind is list:
+        if kind is tuple or kind is list or kind is torch.Size:
             return all(map(self._is_argument, value))
         if kind is dict:
             return all(map(self._is_argument, value.values()))
@@ -604,7 +668,7 @@ class Arrays:
         """Return how a call is recorded; None if it cannot be followed."""
         kind = type(function)
         direct = [value for value in given if id(value) in self._known]
-        if kind is ArrayCall:
+        if kind is ArrayCall or getattr(function, "is_draw", False):
             return _LEAVE
         try:
             if function in MAKES_FROM_ARRAYS:
@@ -657,6 +721,8 @@ class Arrays:
         if isinstance(left, Tensor):
             if changes or is_ndarray(right) or not is_content(right):
                 return self._deny(*values)
+            operands.put(where[0], ArrayOperand(self, left, _TENSOR))
+        elif isinstance(right, Tensor) and is_content(left) and not is_ndarray(left):
             operands.put(where[0], ArrayOperand(self, left, _TENSOR))
         elif all(map(self._is_argument, values)):
             operands.put(where[0], ArrayOperand(self, left, _READ))
@@ -825,6 +891,15 @@ def _placeholder(tensor: Tensor) -> Any:
     numpy: Any = sys.modules["numpy"]
     made = numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return made if made.ndim else made[()]
+
+
+def _untraced(value: Any) -> Any:
+    """Return arguments with the traced scalars in them made plain, and leave these as they are."""
+    if type(value) in (tuple, list, torch.Size):
+        return type(value)(map(_untraced, value))
+    if type(value) is dict:
+        return {key: _untraced(item) for key, item in value.items()}
+    return plain(value)
 
 
 def _begins_at(array: Any) -> int:

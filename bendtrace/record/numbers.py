@@ -23,7 +23,7 @@ from bendtrace.record.values import TRACED_AS, Values
 from bendtrace.record.varying import Varying
 from bendtrace.record.writer import Writer
 from bendtrace.tape.guards import TruthGuard, ValueGuard
-from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, OpKind, Raised, Ref, Use, refs_in, use_by
 from bendtrace.tape.watchers import Inserter, current_watcher
 
@@ -186,6 +186,20 @@ class Numbers:
             for operand in (base, exponent):
                 if type(operand) in TRACED:
                     self.consume(operand, FunctionUse("pow"))
+
+    def numpy(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of numpy on traced scalars (see `scalars.Origin`)."""
+        frame, arrays = outside_scalars(), self._recorder.contents
+        is_seen = get_ident() == self._thread and current_watcher() is self._recorder
+        if is_seen and self.varying is not None and arrays.takes(function, args, kwargs, frame):
+            found = self.varying.computes(
+                frame, lambda: arrays.call(function, args, kwargs, frame)
+            )
+            if found is not None:
+                return found[0]
+        return function(*plain_for_numpy(args), **plain_for_numpy(kwargs))
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
         """Return the text of a traced scalar (see `scalars.Origin`)."""

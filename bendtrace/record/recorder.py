@@ -169,6 +169,7 @@ class Recorder(RecordingMode):
         self.consume: Callable[..., Any] = self._numbers.consume
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
+        self.numpy: Callable[..., Any] = self._numbers.numpy
         self.printed: Callable[..., Any] = self._texts.printed
         self.guard_text: Callable[[str], str] = self._texts.guard_text
         self.module_call: Callable[..., Any] = scopes.call
@@ -182,10 +183,10 @@ class Recorder(RecordingMode):
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
-        self._contents = Arrays(
+        self.contents: Arrays = Arrays(
             self, environment, self.tape.block, self._values.ref, self._writer.go_astray
         )
-        self._values.tensor_of_array = self._contents.tensor_of
+        self._values.tensor_of_array = self.contents.tensor_of
         if inserter is not None:
             inserter.begins(self)
 
@@ -215,12 +216,12 @@ class Recorder(RecordingMode):
             with watching(self), self:
                 self._ran.begin()
                 if any(type(part.value) is LEGACY for part in self.environment.parts):
-                    self._contents.follow_classes(None)
+                    self.contents.follow_classes(None)
                 try:
                     output = self._outcome(args, kwargs)
                 finally:
                     self._ran.end()
-            self._contents.end()
+            self.contents.end()
             self._arrays.finish()
             recording, changes = finish.recording(output, self._ran)
             recording.error, self._error = self._error, None
@@ -244,7 +245,7 @@ class Recorder(RecordingMode):
         finally:
             self.active = False
             self._values.retire()
-            self._contents.close()
+            self.contents.close()
             self._fast_path = self._aside = None
             # A cycle of recorder and encoder must not keep the caller's objects alive.
             self._writer.close()
@@ -386,8 +387,8 @@ class Recorder(RecordingMode):
             if value is None or only_tests(frame):
                 return value
         if func in ESCAPES:
-            if func is Tensor.numpy and self._contents.begins_at(args[0], frame):
-                return self._contents.numpy(args[0], args[1:], kwargs, frame)
+            if func is Tensor.numpy and self.contents.begins_at(args[0], frame):
+                return self.contents.numpy(args[0], args[1:], kwargs, frame)
             if self._observer is not None:
                 self._observer.escaped(args)
             self.tape.block(
@@ -568,6 +569,18 @@ class Recorder(RecordingMode):
                 return self._inserter.op(function, args, kwargs, frame, self._opaque)
         return self._opaque(function, args, kwargs, frame)
 
+    def draw(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> Any:
+        """Draw random numbers (see `watchers.Watcher`)."""
+        if self.contents.draws_array(function, args, kwargs, frame):
+            return self.contents.call(function, args, kwargs, frame)
+        return self.opaque_call(function, args, kwargs, frame)
+
     def holds(self, thing: Any) -> bool:
         """Return whether the environment has an object (see `watchers.Watcher`)."""
         return self.environment.find(thing) is not None
@@ -627,7 +640,7 @@ class Recorder(RecordingMode):
 
     def follow_classes(self, frame: FrameType) -> None:
         """Record calls of the classes of old that code has taken under other names."""
-        self._contents.follow_classes(frame)
+        self.contents.follow_classes(frame)
 
     # What is done with arrays (see `arrays.py`)
 

@@ -48,6 +48,7 @@ Place: TypeAlias = tuple[CodeType, int]
 
 # How Python asks where its result can be traced (see `Use`).
 ASKS = frozenset({Use.INT, Use.INDEX, Use.FLOAT, Use.LEN, Use.HASH})
+_VARYING_USES = ASKS | {Use.NUMPY}
 _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 
@@ -62,7 +63,7 @@ def place_of(guard: Guard) -> Place | None:
         code, offset = guard.site.chain[0]
         is_called = dis.opname[code.co_code[offset]] == "CALL"
         return (code, offset) if is_called and not code.co_filename.startswith(TORCH) else None
-    if not isinstance(guard, ValueGuard) or guard.use not in ASKS:
+    if not isinstance(guard, ValueGuard) or guard.use not in _VARYING_USES:
         return None
     if type(guard.answer) not in (int, float):
         return None
@@ -100,6 +101,7 @@ class Varying:
         self._rounds: list[tuple[Place, Rounds]] = []
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
+        self._of_numpy: set[Place] = set()  # where numpy computes a number
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
@@ -130,6 +132,12 @@ class Varying:
                 result = self._uncached(function, given)
             elif use is Use.BOOL:
                 result = self._in_order(function, given)
+            elif use is Use.NUMPY:
+                arrays = self._values.origin.contents
+                if not arrays.takes(function, given, {}, frame):
+                    return False
+                result = arrays.call(function, given, {}, frame)
+                self._of_numpy.add(place)
             elif function is len and type(scalar) is TracedInt:
                 result = scalar  # that of a container of the state
             elif (function is item_of and _has_item(*given)) or (
@@ -172,9 +180,28 @@ class Varying:
         self._results.append((place, op.index, op.index + 1))
         return exchange(frame, scalar, self._ended)
 
+    def computes(self, frame: FrameType, function: Callable[[], Any]) -> tuple[Any] | None:
+        """Compute a number of numpy's where numbers differ between runs.
+
+        Args:
+            frame: the code that asks numpy for it.
+            function: records the call of numpy's function.
+
+        Returns:
+            A tuple with the result; None where numbers do not differ.
+        """
+        place = self._place(frame, Use.NUMPY)
+        if place is None:
+            return None
+        self._of_numpy.add(place)
+        first = len(self._writer.tape.ops)
+        result = function()
+        self._results.append((place, first, len(self._writer.tape.ops)))
+        return (result,)
+
     def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
         """Return where a number is asked for, if numbers differ there."""
-        if self._is_busy or not (use in ASKS or (use is Use.BOOL and self._places)):
+        if self._is_busy or not (use in _VARYING_USES or (use is Use.BOOL and self._places)):
             return None
         code = frame.f_code
         offset = instruction_at(code, frame.f_lasti)
@@ -229,8 +256,13 @@ class Varying:
         return rounds
 
     def useless(self) -> Iterator[Place]:
-        """Yield the places of loops that do not close, and of numbers that are guarded later."""
+        """Yield the places of loops that do not close, and of numbers that are guarded later.
+
+        Also those whose numbers come to code that cannot be followed.
+        """
         tape = self._writer.tape
+        if self._values.origin.contents.has_lost:
+            yield from self._of_numpy
         for place, rounds in self._rounds:
             states = [tape.states[number].key for number in rounds.asked if number in tape.states]
             if len(states) > _FEW_ROUNDS and len({*states}) == len(states):

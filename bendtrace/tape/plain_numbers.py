@@ -120,6 +120,8 @@ def asks(value: Any) -> bool:
         return _is_known_type(value)
     if kind is functools.partial:
         return asks(value.func) and all(map(asks, (*value.args, *value.keywords.values())))
+    if kind.__name__ == "cython_function_or_method":  # no class that all of them share
+        return _uses_torch(str(value.__module__))
     if kind not in _OF_C:
         return _is_known_type(kind, _OBJECTS)
     try:
@@ -129,9 +131,8 @@ def asks(value: Any) -> bool:
         pass
     owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
     if owner is None or isinstance(owner, types.ModuleType):
-        return _uses_torch(
-            str(getattr(value, "__module__", None) or getattr(owner, "__name__", ""))
-        )
+        module = str(getattr(value, "__module__", None) or getattr(owner, "__name__", ""))
+        return _uses_torch(module) or (module == "numpy" and value.__name__ in _OF_NUMPY)
     if owner in _NUMBERS if isinstance(owner, type) else type(owner) in _NUMBERS:
         return value.__name__ in _FROM_TEXT
     owner = owner if isinstance(owner, type) else type(owner)
@@ -177,7 +178,10 @@ def is_of_c(cls: type) -> bool:
     return isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
 
 
-_NOT_OF_NUMPY = frozenset({"timedelta64", "datetime64", "void", "object_"})
+_OF_NUMPY = frozenset({"arange", "empty", "zeros"})  # functions that are written in C
+_NOT_OF_NUMPY = frozenset(
+    {"timedelta64", "datetime64", "void", "object_", "BitGenerator", "SeedSequence"}
+)
 
 
 # Packages
@@ -220,6 +224,8 @@ def is_known_code(code: CodeType, module: str) -> bool:
     package = module.partition(".")[0]
     if module.startswith("namedtuple_"):  # their constructors, which Python writes
         return True
+    if package == "numpy" and code.co_name.endswith("_dispatcher"):
+        return True  # it only says which arguments to ask for `__array_function__`
     if package in _PASSING_ON or code.co_filename.startswith("<frozen "):
         return True
     if package in ("typing", "enum"):

@@ -34,6 +34,11 @@ class Origin(Protocol):
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
         """Return the text of a function for the value of `scalar`."""
 
+    def numpy(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of numpy on traced scalars."""
+
 
 class _Node:
     """Answers torch's C++ code with the plain value if a call bypasses the tracer.
@@ -150,17 +155,26 @@ class TracedScalar:
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         import numpy  # only numpy itself calls this
 
-        return numpy.asarray(self._consume(FunctionUse("numpy")), dtype=dtype)
+        return numpy.asarray(self._consume(Use.NUMPY), dtype=dtype)
 
     # What numpy asks of operands: it tells plain numbers from others, whose types count.
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        return getattr(function, method)(*_without_traced(inputs), **_without_traced(options))
+        if method == "__call__":
+            return self._numpy(function, inputs, options)
+        return getattr(function, method)(*plain_for_numpy(inputs), **plain_for_numpy(options))
 
     def __array_function__(
         self, function: Any, types: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return function(*_without_traced(args), **_without_traced(kwargs))
+        return self._numpy(function, args, kwargs)
+
+    def _numpy(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        origin = self._origin
+        if not origin.active:
+            return function(*plain_for_numpy(args), **plain_for_numpy(kwargs))
+        origin.turns += 1
+        return origin.numpy(function, args, kwargs)
 
     def __round__(self, digits: Any = None) -> Any:
         return _arithmetic(round, (self,) if digits is None else (self, digits))
@@ -190,14 +204,14 @@ class TracedScalar:
         return _arithmetic(pow, (self, other) if modulus is None else (self, other, modulus))
 
 
-def _without_traced(value: Any) -> Any:
+def plain_for_numpy(value: Any) -> Any:
     """Return arguments for numpy, with the traced scalars in them made plain and guarded."""
     if isinstance(value, TracedScalar):
-        return value._consume(FunctionUse("numpy"))
+        return value._consume(Use.NUMPY)
     if type(value) in (tuple, list):
-        return type(value)([_without_traced(item) for item in value])
+        return type(value)([plain_for_numpy(item) for item in value])
     if type(value) is dict:
-        return {key: _without_traced(item) for key, item in value.items()}
+        return {key: plain_for_numpy(item) for key, item in value.items()}
     return value
 
 

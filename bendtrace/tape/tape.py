@@ -295,6 +295,7 @@ class Use(Enum):
     HASH = "hash"
     FORMAT = "format"
     LIST = "tolist"
+    NUMPY = "numpy"
 
 
 @dataclass(frozen=True, slots=True)

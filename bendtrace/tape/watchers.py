@@ -28,6 +28,9 @@ class Watcher(Protocol):
     ) -> Any:
         """Run `function(*args, **kwargs)` as one op, called in `frame` if given."""
 
+    def draw(self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType) -> Any:
+        """Draw random numbers of Python or numpy as one op, for code in `frame`."""
+
     def follow_classes(self, frame: FrameType) -> None:
         """Record calls of the classes of old that code has taken under other names."""
 

@@ -160,6 +160,7 @@ def _draw(name: str) -> Callable[..., Any]:
 
     draw.__name__ = draw.__qualname__ = name
     draw.is_draw = True  # type: ignore[attr-defined]
+    draw.of_numpy = None  # type: ignore[attr-defined]
     return draw
 
 
@@ -179,7 +180,19 @@ def _draw_globally(of_numpy: bool, name: str, by_module: bool) -> Callable[..., 
 
     draw.__name__ = draw.__qualname__ = name
     draw.is_draw = True  # type: ignore[attr-defined]
+    draw.of_numpy = of_numpy  # type: ignore[attr-defined]
     return draw
+
+
+def numpys_generator(function: Any, args: tuple[Any, ...]) -> Any:
+    """Return the generator of numpy's that a draw is from; None for one of Python's.
+
+    Args:
+        function: the function that replays call to draw.
+        args: the arguments that it receives.
+    """
+    found = args[0] if function.of_numpy is None else global_generators()[function.of_numpy]
+    return None if isinstance(found, random.Random) else found
 
 
 def entries_of_pythons_draws() -> Iterator[tuple[Any, str, Any]]:
@@ -210,10 +223,10 @@ def _method(name: str) -> Callable[..., Any]:
             return call.__wrapped__(self, *args, **kwargs)
         if self is _python:
             function = _draw_globally(False, name, by_module=False)
-            return watcher.opaque_call(function, args, kwargs, sys._getframe(1))
+            return watcher.draw(function, args, kwargs, sys._getframe(1))
         if not watcher.holds(self):  # one of the run's own, which begins as it began
             return call.__wrapped__(self, *args, **kwargs)
-        return watcher.opaque_call(_draw(name), (self, *args), kwargs, sys._getframe(1))
+        return watcher.draw(_draw(name), (self, *args), kwargs, sys._getframe(1))
 
     return call
 
@@ -228,8 +241,9 @@ def _function(module: Any, name: str, of_numpy: bool) -> Callable[..., Any]:
         if watcher is None:
             return call.__wrapped__(*args, **kwargs)
         function = _draw_globally(of_numpy, name, by_module=True)
-        return watcher.opaque_call(function, args, kwargs, sys._getframe(1))
+        return watcher.draw(function, args, kwargs, sys._getframe(1))
 
+    call.is_draw = of_numpy  # type: ignore[attr-defined]
     return call
 
 
@@ -241,8 +255,9 @@ def _method_in_place(name: str) -> Callable[..., Any]:
         function, watcher = _draw_globally(True, name, by_module=False), current_watcher()
         if watcher is None:
             return function(*args, **kwargs)
-        return watcher.opaque_call(function, args, kwargs, sys._getframe(1))
+        return watcher.draw(function, args, kwargs, sys._getframe(1))
 
+    call.is_draw = True  # type: ignore[attr-defined]
     return call
 
 
@@ -305,8 +320,9 @@ def _watching_method(name: str) -> Callable[..., Any]:
         generator, watcher = self.original, current_watcher()
         if watcher is None:
             return getattr(generator, name)(*args, **kwargs)
-        return watcher.opaque_call(_draw(name), (generator, *args), kwargs, sys._getframe(1))
+        return watcher.draw(_draw(name), (generator, *args), kwargs, sys._getframe(1))
 
+    call.is_draw = True  # type: ignore[attr-defined]
     return call
 
 

@@ -699,7 +699,8 @@ _mro = attrgetter("__mro__")
 
 
 def _filters(module: Any) -> Any:
-    return (*module.filters,)
+    # `catch_warnings` makes the same filters again for each call: their items are compared.
+    return [*chain.from_iterable(module.filters)]
 
 
 def _precision(module: Any) -> Any:
