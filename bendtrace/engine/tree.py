@@ -208,7 +208,7 @@ class TraceTree:
         if recording.places and self._aside:
             for names, one in self._aside:
                 assert one.graph is not None
-                if _asks_at(one, steady):
+                if _asks_at(one, steady) and not _asks_at(one, self.varying):
                     self._insert(names, one)
                 elif program.graph is not None:
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from bendtrace.errors import NondeterminismError
 from bendtrace.python import operands, results, stacks
 from bendtrace.python.internals import internal
-from bendtrace.python.sites import PACKAGE, user_place
+from bendtrace.python.sites import PACKAGE, TORCH, user_place
 from bendtrace.tape.array_functions import (
     ArrayFunction,
     array_of,
@@ -43,6 +43,7 @@ from bendtrace.tape.array_functions import (
     shares_unseen,
 )
 from bendtrace.tape.captured import PLAIN_TYPES, module_of
+from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import build
 from bendtrace.tape.watchers import call_silently
@@ -284,6 +285,7 @@ class Arrays:
         found = self.carry_out(function, args, kwargs, frame, _READ)
         if not self._is_on:
             self._deny()
+        self.has_lost = self.has_lost or (is_content(found) and id(found) not in self._known)
         return found
 
     # What the rest of the recorder asks
@@ -312,7 +314,11 @@ class Arrays:
         code = frame.f_code
         known = self._codes.get(code)
         if known is None:
-            known = self._codes[code] = not is_finished_code(code, frame.f_globals)
+            is_package = is_finished_code(code, frame.f_globals)
+            known = self._codes[code] = not is_package or (
+                uses_torch(str(frame.f_globals.get("__name__")))
+                and not code.co_filename.startswith((TORCH, PACKAGE))
+            )
         return known
 
     def _event(self, address: int, what: int) -> None:

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dis
 import functools
+import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType
+from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -39,8 +40,8 @@ from bendtrace.record.values import TRACED_AS, Values
 from bendtrace.record.writer import Writer
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
-from bendtrace.tape.plain_numbers import needs_plain_numbers
-from bendtrace.tape.scalars import TRACED, TracedFloat, TracedInt, TracedScalar
+from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
+from bendtrace.tape.scalars import TRACED, TracedFloat, TracedInt, TracedScalar, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.provenance import is_finished
 
@@ -114,15 +115,19 @@ class Varying:
         if is_awaited(frame):
             return True  # the same call asks for another number, or again
         place = self._place(frame, use)
-        if place is None:
+        if place is None and (use is not Use.NUMPY or self._is_busy):
             return False
         called = _call_of(frame, callee)
         if called is None:
             return False
-        function, given = called
+        function, given, named = called
         first = len(self._writer.tape.ops)
         self._is_busy = True
         try:
+            if place is None:
+                return _makes_array(function) and self._make_array(function, given, named, frame)
+            if named and use is not Use.NUMPY:
+                return False
             if place not in self.places and type(function) is not functools._lru_cache_wrapper:
                 return False
             result: Any
@@ -133,11 +138,9 @@ class Varying:
             elif use is Use.BOOL:
                 result = self._in_order(function, given)
             elif use is Use.NUMPY:
-                arrays = self._values.origin.contents
-                if not arrays.takes(function, given, {}, frame):
+                result = self._by_numpy(function, given, named, frame, place)
+                if result is None:
                     return False
-                result = arrays.call(function, given, {}, frame)
-                self._of_numpy.add(place)
             elif function is len and type(scalar) is TracedInt:
                 result = scalar  # that of a container of the state
             elif (function is item_of and _has_item(*given)) or (
@@ -169,7 +172,7 @@ class Varying:
         while callee.f_back is not None and callee.f_back is not frame:
             callee = callee.f_back
         called = _call_of(frame, callee)
-        if called is None or len(called[1]) != 1 or not isinstance(called[1][0], Tensor):
+        if called is None or called[2] or len(called[1]) != 1 or not isinstance(called[1][0], Tensor):
             return False
         try:
             if called[0] not in _OF_TENSORS:
@@ -179,6 +182,24 @@ class Varying:
         scalar = self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
         self._results.append((place, op.index, op.index + 1))
         return exchange(frame, scalar, self._ended)
+
+    def _by_numpy(
+        self, function: Any, given: tuple[Any, ...], named: dict[str, Any], frame: FrameType,
+        place: Place,
+    ) -> Any:  # fmt: skip
+        """Return what a function of numpy makes of numbers; None if that cannot be followed."""
+        arrays = self._values.origin.contents
+        if not arrays.takes(function, given, named, frame):
+            return None
+        self._of_numpy.add(place)
+        return arrays.call(function, given, named, frame)
+
+    def _make_array(
+        self, function: Any, given: tuple[Any, ...], named: dict[str, Any], frame: FrameType
+    ) -> bool:
+        """Have a function of numpy make its array of plain numbers."""
+        plain = plain_for_numpy((given, named))
+        return exchange(frame, function(*plain[0], **plain[1]), self._ended)
 
     def computes(self, frame: FrameType, function: Callable[[], Any]) -> tuple[Any] | None:
         """Compute a number of numpy's where numbers differ between runs.
@@ -272,7 +293,9 @@ class Varying:
             if place not in self.places:
                 continue
             for index in range(first, end):
-                origins.setdefault(index, set()).add(place)
+                # Floats rarely come twice, and the whole numbers that they are rounded to do.
+                if not _rounds(tape, index):
+                    origins.setdefault(index, set()).add(place)
         for op in tape.ops if origins else ():
             if op.kind is OpKind.SCALAR:
                 for operand in op.operands:
@@ -357,12 +380,19 @@ class Rounds:
         raise StopIteration
 
 
+def _rounds(tape: Tape, index: int) -> bool:
+    """Return whether an op makes whole numbers of floats."""
+    op = tape.ops[index]
+    return op.target in _ROUNDING and type(tape.ops[op.operands[0]].meta) is float
+
+
+_ROUNDING = frozenset({int, round, math.floor, math.ceil, math.trunc})
 _NUMBERS = TRACED | {int, float}
 _MOST_SORTED = 64
 _FEW_ROUNDS = 4
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
-_ASKING = frozenset({"CALL", "BINARY_SUBSCR"})
+_ASKING = frozenset({"CALL", "CALL_FUNCTION_EX", "BINARY_SUBSCR"})
 
 
 def _asking() -> tuple[FrameType, FrameType]:
@@ -373,18 +403,36 @@ def _asking() -> tuple[FrameType, FrameType]:
     return callee.f_back or callee, callee
 
 
-def _call_of(frame: FrameType, callee: FrameType) -> tuple[Any, tuple[Any, ...]] | None:
+def _call_of(
+    frame: FrameType, callee: FrameType
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
     places = stacks.layout()
     stack = None if places is None else stacks.read(frame, callee, places)
     if stack is None or stack.name not in _ASKING or stack.operands is None:
         return None
     if stack.name == "BINARY_SUBSCR":
-        return item_of, tuple(stack.operands)
-    if _has_keywords(frame.f_code, instruction_at(frame.f_code, frame.f_lasti)):
-        return None
+        return item_of, tuple(stack.operands), {}
     function, *given = (one for one in stack.operands if one is not stacks.EMPTY)
-    return function, tuple(given)
+    named: dict[str, Any] = {}
+    if stack.name == "CALL_FUNCTION_EX":
+        given, named = list(given[0]), dict(*given[1:])
+    elif names := _keywords(frame.f_code, instruction_at(frame.f_code, frame.f_lasti)):
+        named = dict(zip(names, given[-len(names) :], strict=True))
+        given = given[: -len(names)]
+    while type(function) is functools.partial:
+        given, named = [*function.args, *given], {**function.keywords, **named}
+        function = function.func
+    return function, tuple(given), named
+
+
+def _makes_array(function: Any) -> bool:
+    """Return whether a function is one of numpy's that C code takes traced numbers for arrays in."""
+    return (
+        type(function) is BuiltinFunctionType
+        and function.__name__ in MAKES_ARRAYS
+        and getattr(sys.modules.get("numpy"), function.__name__, None) is function
+    )
 
 
 def _has_item(container: Any, key: Any) -> bool:
@@ -398,9 +446,11 @@ def _has_item(container: Any, key: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _has_keywords(code: CodeType, offset: int) -> bool:
-    before = [step.name for step in single_steps(code) if step.offset < offset]
-    return "KW_NAMES" in before[-2:]
+def _keywords(code: CodeType, offset: int) -> tuple[str, ...]:
+    """Return the names of the arguments that an instruction passes by name."""
+    before = [step for step in single_steps(code) if step.offset < offset]
+    found = [code.co_consts[step.argument or 0] for step in before[-2:] if step.name == "KW_NAMES"]
+    return found[0] if found else ()
 
 
 def _is_plain(value: Any) -> bool:

@@ -39,6 +39,7 @@ import torch
 
 from bendtrace.python.bytecode import constant_of, has, single_steps, steps_of
 from bendtrace.python.features import is_off
+from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
 
@@ -121,7 +122,7 @@ def asks(value: Any) -> bool:
     if kind is functools.partial:
         return asks(value.func) and all(map(asks, (*value.args, *value.keywords.values())))
     if kind.__name__ == "cython_function_or_method":  # no class that all of them share
-        return _uses_torch(str(value.__module__))
+        return uses_torch(str(value.__module__))
     if kind not in _OF_C:
         return _is_known_type(kind, _OBJECTS)
     try:
@@ -132,7 +133,7 @@ def asks(value: Any) -> bool:
     owner = getattr(value, "__objclass__", None) or getattr(value, "__self__", None)
     if owner is None or isinstance(owner, types.ModuleType):
         module = str(getattr(value, "__module__", None) or getattr(owner, "__name__", ""))
-        return _uses_torch(module) or (module == "numpy" and value.__name__ in _OF_NUMPY)
+        return uses_torch(module) or (module == "numpy" and _is_numpys(value.__name__))
     if owner in _NUMBERS if isinstance(owner, type) else type(owner) in _NUMBERS:
         return value.__name__ in _FROM_TEXT
     owner = owner if isinstance(owner, type) else type(owner)
@@ -150,6 +151,7 @@ def is_exact_format(text: str) -> bool:
 
 
 _FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|c)")
+_OF_TIME = re.compile(r"[<>=]?([mM]8|datetime64|timedelta64)")  # types of numpy's that insist too
 
 
 def _is_known_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
@@ -165,7 +167,7 @@ def _is_known_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
         or base in _NO_CODE
         or not is_of_c(base)
         or issubclass(base, BaseException)
-        or _uses_torch(base.__module__)
+        or uses_torch(base.__module__)
         or (base.__module__.startswith("numpy") and base.__name__ not in _NOT_OF_NUMPY)
         for base in cls.__mro__
     )
@@ -178,7 +180,17 @@ def is_of_c(cls: type) -> bool:
     return isinstance(vars(cls).get("__new__"), types.BuiltinFunctionType)
 
 
-_OF_NUMPY = frozenset({"arange", "empty", "zeros"})  # functions that are written in C
+# Functions of numpy that are written in C.
+_OF_NUMPY = frozenset({"arange", "empty", "zeros"})
+# These take a traced number for an array, to which other rules apply: `array([n], dtype="U")`.
+# `record/varying.py` has them called with plain ones.
+MAKES_ARRAYS = frozenset({"array", "asarray"})
+
+
+def _is_numpys(name: str) -> bool:
+    return name in _OF_NUMPY or (name in MAKES_ARRAYS and can_exchange())
+
+
 _NOT_OF_NUMPY = frozenset(
     {"timedelta64", "datetime64", "void", "object_", "BitGenerator", "SeedSequence"}
 )
@@ -200,7 +212,7 @@ _FOR_TENSORS = frozenset({"torch", "bendtrace", "einops", "opt_einsum", "jaxtypi
 _known_packages: dict[str, tuple[int, bool]] = {}
 
 
-def _uses_torch(module: str) -> bool:
+def uses_torch(module: str) -> bool:
     """Return whether a module belongs to torch, or to a package that uses torch."""
     package = module.partition(".")[0]
     if package in _FOR_TENSORS:
@@ -230,7 +242,7 @@ def is_known_code(code: CodeType, module: str) -> bool:
         return True
     if package in ("typing", "enum"):
         return not code.co_name.startswith("__") or code.co_name in _OF_CLASSES
-    return _uses_torch(module)
+    return uses_torch(module)
 
 
 # Methods in `typing` and `enum` that receive no numbers.
@@ -435,7 +447,7 @@ def _is_telling(text: str, code: CodeType) -> bool:
     """Return whether a text formats exact numbers, or names something that tells them apart."""
     if text in _OWN or text in _OPERATORS:
         return looks_up(code)
-    return is_exact_format(text)
+    return is_exact_format(text) or _OF_TIME.match(text) is not None
 
 
 # Methods whose results Python takes for exact numbers.
