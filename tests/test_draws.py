@@ -343,7 +343,6 @@ def test_an_error_leaves_the_generators_as_in_eager() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("arrays", "rand at .* returns a ndarray, which cannot be followed"),
         ("reads_the_state", "bit_generator .*reads or sets the state"),
         ("copied", "__reduce__ at|reads or sets"),
         ("drawn_in_c", "moves self.numpy past the tracer"),
@@ -353,9 +352,6 @@ def test_what_runs_live(name: str, reason: str) -> None:
     class Own(Layers):
         def forward(self, x: Tensor) -> Tensor:
             return getattr(self, name)(x)  # type: ignore[no-any-return]
-
-        def arrays(self, x: Tensor) -> Tensor:
-            return x + torch.from_numpy(np.random.rand(3, 4)).float()
 
         def reads_the_state(self, x: Tensor) -> Tensor:
             y = x * self.numpy.random()

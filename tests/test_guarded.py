@@ -1436,7 +1436,10 @@ def other_default_device(x: Tensor) -> Tensor:
 # Randomness
 
 
-@case("random numbers of torch, Python and numpy")
+DRAWN = "random numbers of torch, Python and numpy; arrays of them (Python 3.11)"
+
+
+@case(DRAWN)
 def draws(x: Tensor) -> Tensor:
     return torch.nn.functional.dropout(x) * torch.rand(3) + torch.randn_like(x)
 
@@ -1476,21 +1479,30 @@ def seed_asked_for(x: Tensor) -> Tensor:
     return x * torch.initial_seed()
 
 
-@case("random numbers of torch, Python and numpy")
+@case(DRAWN)
 def pythons(x: Tensor) -> Tensor:
     random.seed(x.shape[0])
     return x * random.random()
 
 
-@case("random numbers of torch, Python and numpy")
+@case(DRAWN)
 def numpys(x: Tensor) -> Tensor:
     np.random.seed(x.shape[0])
     return x * np.random.rand()
 
 
-@case("arrays of random numbers; draws that C code makes unseen", live_at="np.random.rand(")
-def numpys_array(x: Tensor) -> Tensor:
-    return x * torch.from_numpy(np.random.rand(*x.shape))
+if can_exchange_operands():
+
+    @case(DRAWN)
+    def numpys_array(x: Tensor) -> Tensor:
+        return x * torch.from_numpy(np.random.rand(*x.shape))
+
+
+@case("`numpy.random.shuffle`; draws that C code makes unseen", live_at="np.random.shuffle(")
+def shuffled(x: Tensor) -> Tensor:
+    order = np.arange(len(x))
+    np.random.shuffle(order)
+    return x[torch.from_numpy(order)]
 
 
 # What is one operation

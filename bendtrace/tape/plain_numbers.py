@@ -118,11 +118,13 @@ def asks(value: Any) -> bool:
     if kind in _NO_CODE:
         return True
     if isinstance(value, type):
-        return _is_known_type(value)
+        is_seeded = any(base.__name__ in _SEEDED for base in value.__mro__)
+        return _is_known_type(value) and not is_seeded
     if kind is functools.partial:
         return asks(value.func) and all(map(asks, (*value.args, *value.keywords.values())))
     if kind.__name__ == "cython_function_or_method":  # no class that all of them share
-        return uses_torch(str(value.__module__))
+        is_draw = value.__qualname__.startswith(("Generator.", "RandomState.", "seed"))
+        return is_draw or uses_torch(str(value.__module__))
     if kind not in _OF_C:
         return _is_known_type(kind, _OBJECTS)
     try:
@@ -191,9 +193,8 @@ def _is_numpys(name: str) -> bool:
     return name in _OF_NUMPY or (name in MAKES_ARRAYS and can_exchange())
 
 
-_NOT_OF_NUMPY = frozenset(
-    {"timedelta64", "datetime64", "void", "object_", "BitGenerator", "SeedSequence"}
-)
+_NOT_OF_NUMPY = frozenset({"timedelta64", "datetime64", "void", "object_"})
+_SEEDED = frozenset({"BitGenerator", "SeedSequence"})  # of numpy, by numbers of Python only
 
 
 # Packages

@@ -27,6 +27,7 @@ def some(*shape: int, seed: int = 0) -> Call:
 
 STREAM = [some(4, seed=seed) for seed in range(6)]
 SQUARES = [some(3, 3, seed=seed) for seed in range(6)]
+VARIOUS = [some(2 + seed % 3, 4, seed=seed) for seed in range(16)]
 LONG = [some(4, seed=seed) for seed in range(40)]
 
 
@@ -297,6 +298,109 @@ def a_write_to_a_tensors_own_memory(x: torch.Tensor) -> Any:
     return x + copied + torch.from_numpy(array)
 
 
+# Random numbers, and what numpy makes of numbers
+
+
+@followed(*STREAM)
+def an_array_in_random_order(x: torch.Tensor) -> Any:
+    return x + torch.from_numpy(np.random.permutation(x.detach().numpy()))
+
+
+@followed(*STREAM)
+def a_choice_by_probabilities(x: torch.Tensor) -> Any:
+    likely = torch.softmax(x.detach().double(), 0).numpy()
+    return x * np.random.choice(4, p=likely / likely.sum())
+
+
+@followed(*VARIOUS)
+def a_random_mask(x: torch.Tensor) -> Any:
+    return x.masked_fill(torch.from_numpy(np.random.rand(*x.shape) < 0.3), 0.0)
+
+
+@followed(*VARIOUS)
+def noise_of_a_shape(x: torch.Tensor) -> Any:
+    return x + torch.tensor(np.random.normal(0, 1, size=x.shape), dtype=x.dtype)
+
+
+@followed(*VARIOUS)
+def rows_by_chance(x: torch.Tensor) -> Any:
+    rows = np.random.choice(len(x), max(1, len(x) // 2), replace=False)
+    return x[torch.as_tensor(rows)].sum(0)
+
+
+@followed(*VARIOUS)
+def a_side_by_the_greatest(x: torch.Tensor) -> Any:
+    drawn = np.random.uniform(size=3)
+    return x * drawn.mean() if drawn.max() > 0.8 else x * 2
+
+
+@followed(*VARIOUS)
+def a_box_that_is_cut(x: torch.Tensor) -> Any:
+    share, width = np.random.rand(), x.shape[1]
+    half = int(width * np.sqrt(1 - share)) // 2
+    middle = np.random.randint(width)
+    low, high = int(np.clip(middle - half, 0, width)), int(np.clip(middle + half, 0, width))
+    y = x.clone()
+    y[:, low:high] = x.flip(0)[:, low:high]
+    return y
+
+
+@followed(*VARIOUS)
+def spans_that_are_masked(x: torch.Tensor) -> Any:
+    count = int(0.4 * len(x) + np.random.rand(1).item())
+    mask = np.zeros(x.shape, dtype=bool)
+    starts = np.random.choice(np.arange(len(x)), count, replace=False)
+    for start in np.concatenate([starts, np.array([0])]):
+        mask[start : start + 1] = True
+    return x.masked_fill(torch.from_numpy(mask), 0.0)
+
+
+@followed(*VARIOUS)
+def a_mixture(x: torch.Tensor) -> Any:
+    weights = np.float32(np.random.dirichlet([1.0, 1.0, 1.0]))
+    share = np.float32(np.random.beta(1.0, 1.0))
+    mixed = torch.zeros_like(x)
+    for k in range(3):
+        mixed = mixed + weights[k] * (x * (k + 1))
+    return share * x + (1 - share) * mixed
+
+
+class HoldsGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source = np.random.default_rng(3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for _ in range(self.source.integers(3)):
+            x = x * 1.5
+        return x + torch.from_numpy(self.source.normal(size=x.shape[1])).float()
+
+
+case(*VARIOUS, served=never_live)(HoldsGenerator)
+
+
+@followed(*VARIOUS)
+def a_generator_by_a_number(x: torch.Tensor) -> Any:
+    source = np.random.default_rng(len(x))
+    return x * source.normal()
+
+
+@followed(*VARIOUS)
+def functions_of_a_number(x: torch.Tensor) -> Any:
+    mean = x.mean().item()
+    return x * np.exp(-mean) + np.clip(mean, -0.1, 0.1) * np.float32(mean)
+
+
+@case(*VARIOUS)
+def types_that_numpy_finds(x: torch.Tensor) -> Any:
+    rows, mean = len(x), x.mean().item()
+    found = [
+        np.array([rows, 1]), np.array([rows], dtype="U"), np.array([(rows, 1)], dtype="i4,i4"),
+        np.array([mean, rows]), np.asarray([rows], dtype="M8[D]"), np.asarray(rows, dtype="S3"),
+    ]  # fmt: skip
+    return x * 2, [(array.dtype.str, array.tobytes()) for array in found]
+
+
 @refused(*STREAM)
 def a_write_after_a_tensor_was_made(x: torch.Tensor) -> Any:
     array = np.sort(x.detach().numpy())
@@ -322,8 +426,10 @@ def a_view_from_the_end(x: torch.Tensor) -> Any:
 
 
 @refused(*STREAM)
-def an_array_in_random_order(x: torch.Tensor) -> Any:
-    return x + torch.from_numpy(np.random.permutation(x.detach().numpy()))
+def an_array_that_is_shuffled(x: torch.Tensor) -> Any:
+    array = x.detach().numpy().copy()
+    np.random.shuffle(array)
+    return x + torch.from_numpy(array)
 
 
 class Special(np.ndarray[Any, Any]):
