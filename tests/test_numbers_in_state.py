@@ -56,6 +56,8 @@ class Holds(nn.Module):
         self.counter: Any = collections.Counter()
         self.losses: list[Any] = []
         self.latest: Any = collections.deque(maxlen=400)
+        self.metrics: dict[str, Any] = {"train": {"loss": [], "n": 0}}
+        self.nested: list[Any] = [[], [1]]
         self.history: dict[str, list[Any]] = {"sum": [], "n": []}
 
     def forward(self, x: Tensor) -> Any:
@@ -163,6 +165,15 @@ STREAMS: dict[str, tuple[str, int]] = {
     "a `__setattr__`": ("self.watched += 1; y = y * self.watched + self.writes", 3),
     "an appended list": ("self.losses.append(x.mean().item()); self.step += 1", 3),
     "appended items": ("self.step += 1; self.history['n'].extend([{'v': x.sum()}, self.step])", 3),
+    "what is in a dict": (
+        "part = self.metrics['train']; part['loss'].append(x.mean().item()); part['n'] += 1", 3
+    ),
+    "by a key of each": (
+        "for key, value in (('loss', x.sum().item()), ('more', len(x))):\n"
+        "    self.metrics['train'].setdefault(key, []).append(value)", 3
+    ),
+    "by the operator": ("self.losses += [x.mean().item()]; self.losses.extend(x[0].tolist())", 1),
+    "beside nested lists": ("self.losses.append(1); self.nested.append(x.sum().item())", 1),
     "an appended deque": ("self.latest.append((y, x.max().item()))", 1),
 }  # fmt: skip
 
@@ -316,6 +327,15 @@ READ = {
     "by another name": "log = self.losses; log.append(1); y = y * len(log)",
     "now and then": "self.losses.append(self.step); self.step += 1\n"
     "if self.step % 5 == 0: y = y * sum(self.losses)",
+    "its truth": "y = y * 2 if self.losses else y\nself.losses += [1]",
+    "the truth in a dict": "part = self.metrics['train']\n"
+    "if part['loss']: y = y * 2\n"
+    "part['loss'].append(1)",
+    "its length in a dict": "part = self.metrics['train']; part['loss'].append(1)\n"
+    "for key in ('loss', 'n'): y = y * (len(part[key]) if key == 'loss' else 1)",
+    "what it is in": "part = self.metrics['train']; part['loss'].append(1); y = (y, part)",
+    "by a method of what it is in": "get = self.metrics['train'].get; get('loss').append(1)\n"
+    "y = y * len(get('loss'))",
     "what comes out": "self.losses.append(1); y = (y, self.losses)",
     "by a computed name": "self.losses.append(1); y = y * len(getattr(self, 'los' + 'ses'))",
     "all attributes": "self.losses.append(1); y = y * len(vars(self)['losses'])",

@@ -315,14 +315,31 @@ def hands_over(code: CodeType, name: str, level: int) -> bool:
         return True
     if name not in code.co_names and name not in code.co_freevars + code.co_cellvars:
         return False
-    return _Operating(single_steps(code)).hands_over(name, level)
+    return _Operating(code).hands_over(name, level)
+
+
+def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
+    """Return whether code does nothing with a list or deque but add to it.
+
+    Code may look up what the list is in, and other things there: `m = self.metrics["train"]`,
+    then `m["losses"].append(x)` and `m["calls"] += 1`.
+
+    Args:
+        code: the code, without the functions in it.
+        name: the attribute, global or variable of a function around it that leads to the list.
+        keys: the keys of the items that lie between, the outermost first.
+    """
+    if name in _texts_in(code.co_consts):
+        return False
+    return not _Adding(code, name, keys).hands_over(name, len(keys))
 
 
 class _Operating:
     """Follows a container on the stack, from where code loads it."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self._steps = steps
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
+        self._steps = single_steps(code)
         self._variables: set[tuple[str, int]] = set()
 
     def hands_over(self, name: str, level: int) -> bool:
@@ -340,7 +357,7 @@ class _Operating:
         # What is on the stack: the levels of containers, None for others, and `len`.
         stack: list[Any] = ["len"] * self._is_length(at) + [level]
         for step in self._steps[at + 1 :]:
-            if not any(type(one) is int for one in stack):
+            if not any(map(_leads_on, stack)):
                 return False
             name = "BINARY_SUBSCR" if _is_item(step) else step.name
             count = step.argument or 0
@@ -348,36 +365,62 @@ class _Operating:
                 continue
             if name == "STORE_FAST":
                 kept = stack.pop()
+                if type(kept) is _Method and kept.level:
+                    return True
                 if type(kept) is int and self._is_variable_lost(step.value, kept):
                     return True
-            elif name == "LOAD_FAST" or name in CONSTANTS or name in ("LOAD_GLOBAL", "LOAD_DEREF"):
+            elif name in CONSTANTS:
+                stack.append(_Constant(constant_of(self._code, step.name, count)))
+            elif name in ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF"):
                 stack.append("len" if step.value == "len" else None)
             elif name == "COPY" and count <= len(stack):
                 stack.append(stack[-count])
-            elif name == "SWAP" and count <= len(stack):
+            elif name == "STORE_ATTR" and stack[-2:-1] == [0] and self._stays(step):
+                del stack[-2:]
+            elif name == "SWAP":
+                stack[:0] = [None] * (count - len(stack))
                 stack[-1], stack[-count] = stack[-count], stack[-1]
-            elif name in _TAKING or name in ("CALL", "BUILD_TUPLE", "BUILD_SLICE"):
+            elif name in _TAKING or name in _BUILDING:
                 takes = _TAKING.get(name, count + (name == "CALL"))
                 taken = [*[None] * (takes - len(stack)), *stack[max(len(stack) - takes, 0) :]]
                 del stack[max(len(stack) - takes, 0) :]
                 # What is operated on is the last, or the last but one in front of a key.
                 place = -1 if takes == 1 or name == "CONTAINS_OP" else -2
                 own = taken.pop(place) if takes and name in _TAKING else None
-                if name == "CALL" and taken[0] == "len" and takes == 2:
+                if name == "CALL" and taken[0] == "len" and takes == 2 and self._may_ask(taken[1]):
                     taken.pop()
-                if any(type(one) is int for one in taken):
+                if name == "CALL" and type(taken[0]) is _Method:
+                    own = taken.pop(0)
+                if any(map(_leads_on, taken)):
                     return True
-                if name == "BINARY_SUBSCR" and type(own) is int and own:
-                    stack.append(own - 1)
-                elif name not in _GIVING_NOTHING:
-                    stack.append(None)
+                if type(own) in (int, _Method) and not self._may(step, name, own):
+                    return True
+                if name not in _GIVING_NOTHING:
+                    stack.append(self._result(step, name, own, taken))
             elif _is_test(name):
-                stack.pop()
+                if not (self._may_ask(stack.pop()) or name == "POP_TOP"):
+                    return True
                 if any(type(one) is int for one in stack):
                     return True
             else:
                 return True
         return True
+
+    def _may_ask(self, one: Any) -> bool:
+        """Return whether code may ask for the length, or the truth, of what is on the stack."""
+        return True
+
+    def _stays(self, step: Step) -> bool:
+        """Return whether code assigns a container to where it has it from."""
+        return False
+
+    def _may(self, step: Step, name: str, own: Any) -> bool:
+        """Return whether code may do an instruction to a container of some level."""
+        return True
+
+    def _result(self, step: Step, name: str, own: Any, taken: Sequence[Any]) -> Any:
+        """Return what an instruction leaves on the stack: a level, or None."""
+        return own - 1 if name == "BINARY_SUBSCR" and type(own) is int and own else None
 
     def _is_length(self, at: int) -> bool:
         """Return whether `len` is called with what an instruction loads, or with an item of it."""
@@ -398,6 +441,72 @@ class _Operating:
         )
 
 
+class _Constant(NamedTuple):
+    """A constant on the stack."""
+
+    value: Any
+
+
+class _Method(NamedTuple):
+    """A method on the stack, of a container at some level."""
+
+    name: str
+    level: int
+
+
+class _Adding(_Operating):
+    """Follows a list that is to be added to, and what it is in.
+
+    Args:
+        code: the code.
+        name: what leads to the list.
+        keys: the keys of the items that lie between.
+    """
+
+    def __init__(self, code: CodeType, name: str, keys: Sequence[Any]) -> None:
+        super().__init__(code)
+        self._name, self._keys = name, keys
+
+    def _may(self, step: Step, name: str, own: Any) -> bool:
+        if type(own) is _Method:
+            return True
+        if own:  # what the list is in: to have its items, or its keys
+            return name in _OF_HOLDERS or (_is_call(step) and step.value in _LOOKING_UP)
+        return _extends(step) or (_is_call(step) and step.value in ADDS)
+
+    def _may_ask(self, one: Any) -> bool:
+        return one is None or one != 0
+
+    def _stays(self, step: Step) -> bool:
+        return not self._keys and bool(step.value == self._name)
+
+    def _result(self, step: Step, name: str, own: Any, taken: Sequence[Any]) -> Any:
+        if type(own) is int and _is_call(step):
+            return _Method(step.value, own)
+        if own == 0 and _extends(step):
+            return own
+        level = own.level if type(own) is _Method else own
+        if not level or not (name == "BINARY_SUBSCR" or type(own) is _Method):
+            return None
+        key = taken[0] if taken else None
+        if type(key) is _Constant and key.value != self._keys[len(self._keys) - level]:
+            return None  # something else
+        return level - 1
+
+
+def _leads_on(one: Any) -> bool:
+    """Return whether what is on the stack is a container, or gives one."""
+    return type(one) is int or (type(one) is _Method and one.level > 0)
+
+
+def _extends(step: Step) -> bool:
+    return step.name == "BINARY_OP" and step.shown == "+="
+
+
+_OF_HOLDERS = frozenset({"BINARY_SUBSCR", "CONTAINS_OP", "STORE_SUBSCR"})
+_LOOKING_UP = frozenset({"get", "setdefault"})
+
+
 def _is_test(name: str) -> bool:
     return name.startswith("POP_JUMP") or name == "POP_TOP"
 
@@ -409,6 +518,7 @@ _TAKING = {
     "BINARY_SUBSCR": 2, "CONTAINS_OP": 2, "COMPARE_OP": 2, "BINARY_OP": 2, "DELETE_SUBSCR": 2,
     "STORE_SUBSCR": 3,
 }  # fmt: skip
+_BUILDING = frozenset({"CALL", "BUILD_TUPLE", "BUILD_LIST", "BUILD_SLICE"})
 _GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR"})
 
 

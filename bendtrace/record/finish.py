@@ -15,7 +15,6 @@ from torch.nn.utils import parametrize
 from bendtrace.python.internals import internal
 from bendtrace.python.places import full_place_text
 from bendtrace.python.results import is_computation
-from bendtrace.python.usage import read_names
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.names import node_names
 from bendtrace.record.one_op import assigned_in
@@ -47,7 +46,7 @@ from bendtrace.watch.functions import (
     name_of,
 )
 from bendtrace.watch.functions import is_gate as may_be_gate
-from bendtrace.watch.growing import access_name, note_added
+from bendtrace.watch.growing import access_name, is_read, note_added
 from bendtrace.watch.kinds import is_value
 from bendtrace.watch.provenance import is_finished
 from bendtrace.watch.reachability import reachable_from
@@ -259,12 +258,12 @@ class Finish:
 
     def _look_at_growing(self, changes: list[Change], ran: Ran) -> None:
         """Block if code has read what the run takes for something that it only adds to."""
-        read = frozenset().union(*map(read_names, ran.codes))
         for part in self.environment.parts:
-            if part.kind is CaptureKind.GROWING and access_name(part) in read:
+            if part.kind is CaptureKind.GROWING and is_read(part, ran.codes):
                 self.block(f"the run adds to {part.label}, and reads it", access_name(part))
         lists = (one.part for one in changes if one.key is None)
-        note_added(self._function, {access_name(part) for part in lists} - read)
+        added = {access_name(part) for part in lists if not is_read(part, ran.codes)}
+        note_added(self._function, added)
 
     def block(self, reason: str, *names: str) -> None:
         """Record why the run must not be replayed, and where the model uses one of the names."""

@@ -10,13 +10,13 @@ import operator
 import pickle
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.python.usage import ADDS, read_names
+from bendtrace.python.usage import ADDS, only_adds, read_names
 from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.executed import key_of
@@ -41,25 +41,52 @@ def growing_in(found: Found) -> dict[int, Any]:
         candidates = [part for part in candidates if access_name(part) not in found.names]
     if not candidates:
         return {}
-    read = {name for one in found.functions for name in other_names_in(one)}
-    if not read.isdisjoint(READING) or any(id(part.value) in _READERS for part in found.parts):
+    otherwise = {name for one in found.functions for name in other_names_in(one)}
+    if not otherwise.isdisjoint(READING) or any(id(one.value) in _READERS for one in found.parts):
         return {}
-    for function in found.functions:
-        for code in codes_in(function.__code__):
-            read |= read_names(code)
-    read -= {name for name, times in _known_methods(found.function).items() if times >= _OFTEN}
+    codes = [code for one in found.functions for code in codes_in(one.__code__)]
+    known = _known_methods(found.function)
     tied = {part.value.index for part in found.parts if part.kind is CaptureKind.ALIAS}
     owners = owners_in(found)
     for part in found.parts:
         if part.index in tied:  # what holds it is known by another name, too
             tied.update(_holders(part))
-    return {
-        id(part.value): part.value
+    growing = {
+        part.index: part.value
         for part in candidates
         if part.index not in tied
-        and access_name(part) not in read
+        and (known[access_name(part)] >= _OFTEN or not is_read(part, codes, otherwise))
         and is_users(part, owners, found)
     }
+    # Nobody looks into these, so the lists in them are no parts of their own.
+    inside = {part.index for part in candidates if not growing.keys().isdisjoint(_holders(part))}
+    return {id(value): value for index, value in growing.items() if index not in inside}
+
+
+def is_read(
+    part: Captured, codes: Iterable[types.CodeType], otherwise: Container[str] = ()
+) -> bool:
+    """Return whether code does more with a list or deque than to add to it.
+
+    Args:
+        part: the list or deque.
+        codes: the code.
+        otherwise: names that are used otherwise than by instructions.
+    """
+    name = access_name(part)
+    reading = [code for code in codes if name in read_names(code)]
+    if name in otherwise:
+        return True
+    return bool(reading) and not all(only_adds(code, name, _keys_of(part)) for code in reading)
+
+
+def _keys_of(part: Captured) -> list[Any]:
+    """Return the keys by which code gets from what it names to a part, the outermost first."""
+    root, keys = _root_of(part), []
+    while part is not root and part.parent is not None:
+        keys.append(part.key)
+        part = part.parent
+    return keys[::-1]
 
 
 def owners_in(found: Found) -> dict[int, type]:
