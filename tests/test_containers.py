@@ -195,6 +195,14 @@ def counts(self: Holds, x: Tensor) -> Any:
     return x * self.counter[best] + self.numbers[best]
 
 
+@program(8)
+def counts_of_lists(self: Holds, x: Tensor) -> Any:
+    rows = (x[0] * 100).long().tolist()
+    self.counter.update(rows)
+    self.seen.update(rows)
+    return x * len(self.counter) + len(self.seen)
+
+
 @program(7)
 def written_to(self: Holds, x: Tensor) -> Tensor:
     best = int(x[0].argmax())

@@ -48,8 +48,8 @@ _OPERATIONS: dict[type, frozenset[str]] = {
     dict: _OF_DICTS,
     collections.OrderedDict: _OF_DICTS | {"move_to_end", "popitem"},
     collections.defaultdict: _OF_DICTS,
-    collections.Counter: _OF_DICTS,
-    set: frozenset({"__contains__", "__len__", "add", "discard", "remove", "clear"}),
+    collections.Counter: _OF_DICTS | {"update"},
+    set: frozenset({"__contains__", "__len__", "add", "discard", "remove", "clear", "update"}),
 }
 _STORING = frozenset({"__setitem__", "setdefault", "add"})
 _FACTORIES = (None, int, float, bool)
@@ -217,6 +217,8 @@ def _report(container: Watching, name: str, frame: FrameType) -> None:
 
 
 def _can_be_given(name: str, args: tuple[Any, ...]) -> bool:
+    if name == "update":  # by the members of a list
+        return len(args) == 1 and type(args[0]) in (list, tuple) and all(map(_is_key, args[0]))
     keys, rest = args[:1], args[1:]
     if not all(map(_is_key, keys)) or not all(map(_is_value, rest)):
         return False
