@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -419,6 +420,25 @@ def test_nothing_is_exchanged_while_somebody_traces() -> None:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("seed", [0, 200])
+def test_programs_side_by_side_ask_each_in_their_own_way(seed: int) -> None:
+    """What is read is followed in some runs and guarded in others; a call takes over neither."""
+    items: list[list[Any]] = [[1, 2, 3, 4], ["a", "bb", "ccc", "dddd"]]
+
+    def model(x: Tensor) -> Any:
+        total = 0
+        for turn, column in enumerate(x.argmax(1).tolist()):
+            item = items[turn % 2][column]
+            total = total * 3 + (len(item) if turn % 2 else item)
+        return x * total
+
+    bended = bt.BendedModule(model)
+    for number in range(30):
+        torch.manual_seed(number + seed)
+        x = torch.randn(random.Random(number).randint(2, 6), 4)
+        assert torch.equal(bended(x), model(x))
+
+
 def test_items_that_are_not_there_and_items_that_change() -> None:
     """An item that is missing is an error of the model, which may catch it."""
     rates = [*RATES[:12]]

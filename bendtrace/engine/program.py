@@ -183,9 +183,9 @@ class Program:
         return Lifting(excluded, inputs=inputs, places=self.places)
 
     def traces_numbers_unlike(self, other: Program) -> bool:
-        """Return whether a run of another program guards numbers that are traced in runs of this one.
+        """Return whether runs of two programs guard, and trace, different numbers.
 
-        Or the other way round. Only numbers of the state are left out here.
+        A run that is resumed asks where its own program does, so it can follow no other one.
         """
         one, two = (
             (each.places, each.is_lifted, each.excluded if each.is_lifted else None)

@@ -584,7 +584,7 @@ class TraceTree:
             if other is program or other.live_only or not other.admits(arguments):
                 continue
             if other.traces_numbers_unlike(program):
-                continue  # a run that is resumed asks for numbers where its program does
+                continue
             for recording in other.recordings():
                 seen, first = recording.environment, program.recording.environment
                 more = seen.sees_more_than(first) or seen.ties_more_than(first)

@@ -39,7 +39,7 @@ class _Awaited(NamedTuple):
     Attributes:
         frame: the frame that receives it.
         offset: the instruction that gives it.
-        address: where it will be.
+        address: where it will be; 0 if nothing takes its place.
         value: what takes its place.
         ended: is called then, with whether the instruction gave a result.
     """
@@ -81,6 +81,16 @@ def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> b
     if address is None:
         return False
     _awaited.append(_Awaited(frame, frame.f_lasti, address, value, ended))
+    frame.f_trace_opcodes = True
+    _set_trace(_callback, None)
+    return True
+
+
+def call_after(frame: FrameType, ended: Callable[[bool], object]) -> bool:
+    """Have a function called when the instruction of a frame has ended, as `exchange` does."""
+    if sys.gettrace() is not None or _awaited:
+        return False
+    _awaited.append(_Awaited(frame, frame.f_lasti, 0, None, ended))
     frame.f_trace_opcodes = True
     _set_trace(_callback, None)
     return True
@@ -139,7 +149,7 @@ def _put_result(what: int) -> None:
     if _own.watch is None:
         one.frame.f_trace_opcodes = False
         _set_trace(None, None)
-    if what == _STEPS:
+    if what == _STEPS and one.address:
         before = word_at(one.address)
         _api.Py_IncRef(ctypes.py_object(one.value))
         ctypes.c_size_t.from_address(one.address).value = id(one.value)
@@ -208,6 +218,21 @@ COMPUTING: frozenset[Any] = frozenset(
 def item_of(container: Any, key: Any) -> Any:
     """Return an item of a list, tuple or dict of numbers."""
     return container[key]
+
+
+def item_among(key: Any, in_list: bool, *items: Any) -> Any:
+    """Return an item of a list or tuple that has some items."""
+    return ([*items] if in_list else items)[key]
+
+
+def set_item(container: Any, key: Any, value: Any) -> None:
+    """Assign an item of a list."""
+    container[key] = value
+
+
+def stored(value: Any, before: Any, key: int, position: int, count: int) -> Any:
+    """Return an item of a list of some length behind an assignment to one of its items."""
+    return value if key % count == position else before
 
 
 def in_order(position: int, *numbers: Any) -> Any:

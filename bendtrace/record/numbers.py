@@ -194,9 +194,7 @@ class Numbers:
         frame, arrays = outside_scalars(), self._recorder.contents
         is_seen = get_ident() == self._thread and current_watcher() is self._recorder
         if is_seen and self.varying is not None and arrays.takes(function, args, kwargs, frame):
-            found = self.varying.computes(
-                frame, lambda: arrays.call(function, args, kwargs, frame)
-            )
+            found = self.varying.computes(frame, lambda: arrays.call(function, args, kwargs, frame))
             if found is not None:
                 return found[0]
         return function(*plain_for_numpy(args), **plain_for_numpy(kwargs))

@@ -26,12 +26,16 @@ from bendtrace.python import stacks
 from bendtrace.python.bytecode import assign, counters_at, local_in, single_steps
 from bendtrace.python.results import (
     COMPUTING,
+    call_after,
     can_exchange,
     exchange,
     in_order,
     is_awaited,
     is_computation,
+    item_among,
     item_of,
+    set_item,
+    stored,
 )
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.python.usage import compares_identity
@@ -41,7 +45,14 @@ from bendtrace.record.writer import Writer
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
-from bendtrace.tape.scalars import TRACED, TracedFloat, TracedInt, TracedScalar, plain_for_numpy
+from bendtrace.tape.scalars import (
+    TRACED,
+    TracedFloat,
+    TracedInt,
+    TracedScalar,
+    plain,
+    plain_for_numpy,
+)
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.provenance import is_finished
 
@@ -69,7 +80,10 @@ def place_of(guard: Guard) -> Place | None:
     if type(guard.answer) not in (int, float):
         return None
     code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
-    if code.co_filename.startswith(TORCH) or dis.opname[code.co_code[offset]] not in _ASKING:
+    instruction = dis.opname[code.co_code[offset]]
+    if code.co_filename.startswith(TORCH) or instruction not in _ASKING:
+        return None
+    if instruction == "STORE_SUBSCR" and guard.use is not Use.INDEX:
         return None
     return code, offset
 
@@ -98,6 +112,7 @@ class Varying:
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
         self._writer, self._values, self._arithmetic = writer, values, arithmetic
+        self._recorder: Any = values.origin
         self._is_busy = not can_exchange()
         self._rounds: list[tuple[Place, Rounds]] = []
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
@@ -131,7 +146,9 @@ class Varying:
             if place not in self.places and type(function) is not functools._lru_cache_wrapper:
                 return False
             result: Any
-            if function is range:
+            if function is set_item:
+                result = self._store(given, frame)
+            elif function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._uncached(function, given)
@@ -143,15 +160,17 @@ class Varying:
                     return False
             elif function is len and type(scalar) is TracedInt:
                 result = scalar  # that of a container of the state
-            elif (function is item_of and _has_item(*given)) or (
-                function in COMPUTING and all(type(one) in _NUMBERS for one in given)
-            ):
+            elif function is item_of and _has_item(*given):
+                result = self._item(*given)
+            elif function in COMPUTING and all(type(one) in _NUMBERS for one in given):
                 result = self._arithmetic(function, given)
             else:
                 return False
         finally:
             self._is_busy = False
         self._results.append((place, first, len(self._writer.tape.ops)))
+        if function is set_item:
+            return bool(result)
         return result is not None and exchange(frame, result, self._ended)
 
     def answers_of(self, op: Op, value: Any, use: Use | FunctionUse, frame: FrameType) -> bool:
@@ -172,7 +191,12 @@ class Varying:
         while callee.f_back is not None and callee.f_back is not frame:
             callee = callee.f_back
         called = _call_of(frame, callee)
-        if called is None or called[2] or len(called[1]) != 1 or not isinstance(called[1][0], Tensor):
+        if (
+            called is None
+            or called[2]
+            or len(called[1]) != 1
+            or not isinstance(called[1][0], Tensor)
+        ):
             return False
         try:
             if called[0] not in _OF_TENSORS:
@@ -188,7 +212,7 @@ class Varying:
         place: Place,
     ) -> Any:  # fmt: skip
         """Return what a function of numpy makes of numbers; None if that cannot be followed."""
-        arrays = self._values.origin.contents
+        arrays: Any = self._recorder.contents
         if not arrays.takes(function, given, named, frame):
             return None
         self._of_numpy.add(place)
@@ -198,8 +222,8 @@ class Varying:
         self, function: Any, given: tuple[Any, ...], named: dict[str, Any], frame: FrameType
     ) -> bool:
         """Have a function of numpy make its array of plain numbers."""
-        plain = plain_for_numpy((given, named))
-        return exchange(frame, function(*plain[0], **plain[1]), self._ended)
+        args, kwargs = plain_for_numpy((given, named))
+        return exchange(frame, function(*args, **kwargs), self._ended)
 
     def computes(self, frame: FrameType, function: Callable[[], Any]) -> tuple[Any] | None:
         """Compute a number of numpy's where numbers differ between runs.
@@ -250,6 +274,34 @@ class Varying:
             return [self._arithmetic(in_order, (at, *given)) for at in range(len(given))]
         return self._arithmetic(function, given)
 
+    def _store(self, given: tuple[Any, ...], frame: FrameType) -> bool:
+        """Let each item of a list of numbers depend on the key that one is assigned by."""
+        container, key, value = given
+        if type(container) is not list or type(key) is not TracedInt:
+            return False
+        if len(container) > _MOST_STORED or self._values.environment.find(container) is not None:
+            return False
+        kinds, count = {*map(type, map(plain, (value, *container)))}, len(container)
+        if kinds not in _OF_NUMBERS or not (key >= -count and key < count):
+            return False
+        items = [
+            self._arithmetic(stored, (value, before, key, position, count))
+            for position, before in enumerate(container)
+        ]
+
+        def ended(gave: bool) -> None:
+            container[:] = items if gave else container
+            self._ended(gave)
+
+        return call_after(frame, ended)
+
+    def _item(self, container: Any, key: Any) -> Any:
+        """Return an item of a container of numbers, by a number that varies."""
+        kind = type(container)
+        if kind is dict or TRACED.isdisjoint(map(type, container)):
+            return self._arithmetic(item_of, (container, key))
+        return self._arithmetic(item_among, (key, kind is list, *container))
+
     def _ended(self, gave: bool) -> None:
         if not gave:
             self._writer.tape.block("code failed where it computed with a number that varies")
@@ -282,7 +334,7 @@ class Varying:
         Also those whose numbers come to code that cannot be followed.
         """
         tape = self._writer.tape
-        if self._values.origin.contents.has_lost:
+        if self._recorder.contents.has_lost:
             yield from self._of_numpy
         for place, rounds in self._rounds:
             states = [tape.states[number].key for number in rounds.asked if number in tape.states]
@@ -330,23 +382,23 @@ class Varying:
         if not is_computation(inner) or not all(map(_is_plain, given)):
             return None
         environment, misses = self._values.environment, function.cache_info().misses
-        plain = function(*without_traced(given))
+        original = function(*without_traced(given))
         misses = function.cache_info().misses - misses
-        if _holders(plain) and not is_finished(inner):
+        if _holders(original) and not is_finished(inner):
             return None  # the model may change what is kept for its next call
         environment.computed[function] = environment.computed.get(function, 0) + misses
         before = _content(given)
         result = inner(*given)
         copied = _without(result)
-        if not identical(copied, plain) or not identical(_content(given), before):
+        if not identical(copied, original) or not identical(_content(given), before):
             return None
-        self._cached.append((result, copied, _holders(result), plain))
+        self._cached.append((result, copied, _holders(result), original))
         return result
 
     def finish(self) -> None:
         """Look whether code has changed, or keeps, what a cache holds for later calls."""
-        for result, copied, holders, plain in self._cached:
-            _change_alike(plain, result)
+        for result, copied, holders, original in self._cached:
+            _change_alike(original, result)
             if not identical(_without(result), copied) or _holders(result) != holders:
                 self._writer.tape.block("code changes, or keeps, what a cache has returned")
 
@@ -390,9 +442,10 @@ _ROUNDING = frozenset({int, round, math.floor, math.ceil, math.trunc})
 _NUMBERS = TRACED | {int, float}
 _MOST_SORTED = 64
 _FEW_ROUNDS = 4
+_MOST_STORED = 16
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
-_ASKING = frozenset({"CALL", "CALL_FUNCTION_EX", "BINARY_SUBSCR"})
+_ASKING = frozenset({"CALL", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
 
 
 def _asking() -> tuple[FrameType, FrameType]:
@@ -413,6 +466,9 @@ def _call_of(
         return None
     if stack.name == "BINARY_SUBSCR":
         return item_of, tuple(stack.operands), {}
+    if stack.name == "STORE_SUBSCR":
+        value, container, key = stack.operands
+        return set_item, (container, key, value), {}
     function, *given = (one for one in stack.operands if one is not stacks.EMPTY)
     named: dict[str, Any] = {}
     if stack.name == "CALL_FUNCTION_EX":
@@ -427,7 +483,7 @@ def _call_of(
 
 
 def _makes_array(function: Any) -> bool:
-    """Return whether a function is one of numpy's that C code takes traced numbers for arrays in."""
+    """Return whether a function of numpy's takes a traced number for an array."""
     return (
         type(function) is BuiltinFunctionType
         and function.__name__ in MAKES_ARRAYS
@@ -440,7 +496,7 @@ def _has_item(container: Any, key: Any) -> bool:
     if type(container) not in (dict, list, tuple) or len(container) > _MOST_ITEMS:
         return False
     is_dict = type(container) is dict
-    kinds = {*map(type, container.values() if is_dict else container)}
+    kinds = {*map(type, container.values() if is_dict else map(plain, container))}
     is_by_number = not is_dict or {*map(type, container)} == {int}
     return kinds in _OF_NUMBERS and is_by_number and type(key) is TracedInt
 

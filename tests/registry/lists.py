@@ -1,0 +1,163 @@
+"""Lists of numbers that code reads and assigns by numbers that were computed."""
+
+from __future__ import annotations
+
+import functools
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import bendtrace as bt
+from bendtrace.python.results import can_exchange
+from tests.registry.calls import Call, args, case
+
+
+def some(seed: int) -> Call:
+    """Random rows, of which there are 2 to 6."""
+
+    def make() -> tuple[Any, ...]:
+        own = torch.Generator().manual_seed(seed)
+        return (torch.randn(Random(seed).randint(2, 6), 4, generator=own),)
+
+    return args(make)
+
+
+STREAM = [some(seed) for seed in range(40)]
+
+
+def follows(most: int, bended: bt.BendedModule) -> None:
+    assert bended.stats.live == 0, bended.why_live
+    if can_exchange():
+        assert bended.stats.traces <= most, bended.stats
+
+
+def followed(most: int) -> Any:
+    return case(*STREAM, served=functools.partial(follows, most))
+
+
+def best(x: Tensor) -> list[int]:
+    return x.argmax(1).tolist()
+
+
+@followed(8)
+def counts(x: Tensor) -> Any:
+    found = [0] * 4
+    for column in best(x):
+        found[column] += 1
+    return x.sum(0) * torch.tensor(found, dtype=torch.float), found
+
+
+@followed(11)
+def sums(x: Tensor) -> Any:
+    found = [0.0] * 4
+    for column, row in zip(best(x), x, strict=True):
+        found[column] += row.sum().item()
+    return x * max(found) + sum(found)
+
+
+@followed(8)
+def places_from_the_end(x: Tensor) -> Any:
+    found = [0] * 4
+    for column in best(x):
+        found[-column - 1] += column
+    return x * torch.tensor(found)
+
+
+@followed(8)
+def an_order_turned_around(x: Tensor) -> Any:
+    found = [0] * len(x)
+    for place, row in enumerate(x[:, 0].argsort().tolist()):
+        found[row] = place
+    return x[found]
+
+
+@followed(9)
+def a_side_by_the_counts(x: Tensor) -> Any:
+    found = [0] * 4
+    for column in best(x):
+        found[column] += 1
+    return x * 2 if found[0] > found[1] else x - found[2]
+
+
+@followed(8)
+def copies_on_the_way(x: Tensor) -> Any:
+    found, seen = [0] * 4, []
+    for column in best(x):
+        found[column] = found[(column + 1) % 4] + column
+        seen.append([*found])
+    return x, seen
+
+
+@followed(8)
+def a_function_that_assigns(x: Tensor) -> Any:
+    found = [0] * 4
+
+    def add(column: int) -> int:
+        found[column] += 1
+        return found[column]
+
+    return x * sum(map(add, best(x))) + torch.tensor(found)
+
+
+@followed(9)
+def items_that_are_swapped(x: Tensor) -> Any:
+    order, (one, other) = [0, 1, 2, 3], best(x)[:2]
+    order[one], order[other] = order[other], order[one]
+    return x[:, order]
+
+
+@case(*STREAM)
+def an_index_that_is_not_there(x: Tensor) -> Any:
+    found = [0] * 3
+    try:
+        for column in best(x):
+            found[column] += 1
+    except IndexError as error:
+        return x * len(str(error)) + sum(found)
+    return x + sum(found)
+
+
+@case(*STREAM)
+def groups_that_are_joined(x: Tensor) -> Any:
+    parents = [0, 1, 2, 3]
+
+    def root(one: int) -> int:
+        while parents[one] != one:
+            one = parents[one]
+        return one
+
+    for one, other in zip(best(x), best(-x), strict=True):
+        parents[root(one)] = root(other)
+    return x * torch.tensor(parents)
+
+
+@case(*STREAM)
+def a_list_that_is_too_long_to_follow(x: Tensor) -> Any:
+    """Its index is guarded, in runs that are resumed as well."""
+    found = [0] * 40
+    for column in best(x):
+        found[column * 3] += 1
+    return x * sum(found[:7])
+
+
+@case(*STREAM)
+def other_items(x: Tensor) -> Any:
+    rows, truths, names = [torch.zeros(4)] * 4, [False] * 4, [""] * 4
+    for column, row in zip(best(x), x, strict=True):
+        rows[column] = rows[column] + row
+        truths[column] = True
+        names[column] += "a"
+    return torch.stack(rows), truths, names
+
+
+HELD = [0] * 4
+
+
+@case(*STREAM)
+def a_list_that_stays(x: Tensor) -> Any:
+    HELD[:] = [0] * 4
+    for column in best(x):
+        HELD[column] += 1
+    return x * torch.tensor(HELD)
