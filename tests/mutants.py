@@ -28,7 +28,7 @@ from typing import Any
 from bendtrace.engine.check import GuardCode
 from bendtrace.engine.source import Source
 from bendtrace.python.versions import Words
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.guards import KINDS
 from bendtrace.tape.tape import Guard
 
@@ -68,13 +68,13 @@ def drop(mutant: str) -> None:
     """Drop a check in this process."""
     if mutant.startswith("guard:"):
         dropped = KINDS[mutant.removeprefix("guard:")]
-        guard = Writer.guard
+        guard = TapeWriter.guard
 
-        def guarded(self: Writer, kind: type[Guard], *rest: Any) -> None:
+        def guarded(self: TapeWriter, kind: type[Guard], *rest: Any) -> None:
             if kind is not dropped:
                 guard(self, kind, *rest)
 
-        Writer.guard = guarded  # type: ignore[method-assign]
+        TapeWriter.guard = guarded  # type: ignore[method-assign]
         return
     places: dict[int, str] = {}  # of the checks of the latest run, by their numbers
     note, line = GuardCode.note, Source.line

@@ -11,13 +11,13 @@ from unittest import mock
 from bendtrace.engine.dispatcher import Floor
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import Divergence, Node
-from bendtrace.record.states import States
+from bendtrace.record.states import StateReader
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import Guard, State
+from bendtrace.tape.tape import Guard, RunState
 
 __all__ = ["followed", "past_joins", "resumed_anywhere"]
 
-_run, _read = Program.run, States.read
+_run, _read = Program.run, StateReader.read
 # The states that were known to follow and read, to the same effect.
 followed: list[bytes] = []
 
@@ -80,15 +80,15 @@ def resumed_anywhere(seed: int, most: int = 2) -> Iterator[None]:
 
     with (
         mock.patch.object(Program, "run", run),
-        mock.patch.object(States, "read", _read_and_followed),
+        mock.patch.object(StateReader, "read", _read_and_followed),
         mock.patch.object(Floor, "takes", return_value=False),
     ):
         yield
 
 
 def _read_and_followed(
-    states: States, guard: Guard, turn: int, compared: frozenset[int]
-) -> State | None:
+    states: StateReader, guard: Guard, turn: int, compared: frozenset[int]
+) -> RunState | None:
     """Read a state also where it is known to follow, and compare the two."""
     follower, tape = states._follower, states._writer.tape
     known = None if follower is None else follower.state(tape)

@@ -24,7 +24,7 @@ from bendtrace.tape.tape import (
     OpKind,
     Ref,
 )
-from bendtrace.watch.direct_calls import ENTRIES, Asked, Entry, cheapest, plain_values
+from bendtrace.watch.direct_calls import ENTRIES, Asked, FunctionEquivalent, cheapest, plain_values
 from tests.promise import bits
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -177,7 +177,7 @@ def _made(value: Any, given: list[Tensor]) -> Any:
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda e: e.function.__qualname__)
 @pytest.mark.filterwarnings("ignore")
-def test_a_call_in_place_of_another_does_the_same(entry: Entry):
+def test_a_call_in_place_of_another_does_the_same(entry: FunctionEquivalent):
     made = CASES.get(entry.function.__name__, _inplace)()
     resolved = 0
     for args, kwargs in made:

@@ -952,7 +952,7 @@ def test_random_numbers_are_drawn_as_by_the_model() -> None:
     assert bended.stats.traces < 16, bended.stats
 
 
-READER = states._Reader
+READER = states._StateWalk
 _begin, _frame = READER.__init__, READER._frame
 _tensor, _scalar = READER._tensor, READER._scalar
 
@@ -1072,7 +1072,7 @@ def test_what_c_may_hold_is_in_no_state(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_run_that_does_not_fit_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is missing in the key, a run is compared with what is known where it joins."""
-    monkeypatch.setattr(states._Reader, "changes", lambda self: ())
+    monkeypatch.setattr(states._StateWalk, "changes", lambda self: ())
     with pytest.raises(NondeterminismError, match="where it did"):
         is_right(Notes(), INPUTS)
 

@@ -20,7 +20,14 @@ from bendtrace.log.capture import aligned_copy
 from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import keeps_version
 from bendtrace.python.results import is_computation
-from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
+from bendtrace.tape.captured import (
+    Added,
+    AttributeKey,
+    CaptureKind,
+    EnvironmentChange,
+    is_array,
+    slots_of,
+)
 from bendtrace.tape.structure import cached_results
 from bendtrace.watch.draws import RandomStates, restorer_of
 from bendtrace.watch.environment import Environment
@@ -413,7 +420,7 @@ def _put(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
         space[name] = item
 
 
-def _revert(change: Change, before: dict[Any, Any]) -> None:
+def _revert(change: EnvironmentChange, before: dict[Any, Any]) -> None:
     """Restore what was there before a change."""
     if change.key is Added.ITEMS:
         for _ in change.value:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bendtrace.engine.analysis import Analysis, GuardKind, tested_ops
 from bendtrace.engine.source import Source, define, dependencies_of, fails
-from bendtrace.python.versions import Entries, Reader, Unreadable, Words, offsets, version_of
+from bendtrace.python.versions import Reader, TableEntries, Unreadable, Words, offsets, version_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,
@@ -197,7 +197,7 @@ class CheckWriter:
         if self._classes.tables:
             tables = [table.value for table in self._classes.tables]
             kinds = [part.type for part in self._in_tables()]
-            source.names["entries"] = Entries(tables, kinds, self._ranks())
+            source.names["entries"] = TableEntries(tables, kinds, self._ranks())
             source.line("    entries.read()")
         source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
 

@@ -22,14 +22,14 @@ from bendtrace.tape.captured import (
     Added,
     AttributeKey,
     Captured,
-    Change,
+    EnvironmentChange,
     refill,
 )
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
-from bendtrace.watch.direct_calls import ENTRIES, Call, cheapest, plain_values
+from bendtrace.watch.direct_calls import ENTRIES, EquivalentCall, cheapest, plain_values
 
 # Seen in 2.13 to 2.15; test_direct_calls notices.
 
@@ -99,7 +99,7 @@ class RunWriter:
         self.source: Source = Source()
         self._current = schedule.entry  # what is in force where the code has come to
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
-        self._direct: dict[int, Call] = {}
+        self._direct: dict[int, EquivalentCall] = {}
         if direct:
             ops = [op for op in self.tape.ops[self.schedule.start :] if op.target in ENTRIES]
             plain = plain_values(self.tape) if ops else set()
@@ -344,7 +344,7 @@ def _items_of(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list)) else ()
 
 
-def _store(source: Source, change: Change, value: str) -> str:
+def _store(source: Source, change: EnvironmentChange, value: str) -> str:
     holder = source.part(change.part)
     if change.key is Added.ITEMS:
         return f"{holder}.extend({value})"

@@ -30,7 +30,7 @@ from bendtrace.tape.contexts import Context, ContextSwitch, current_context
 from bendtrace.tape.structure import (
     Construction,
     Existing,
-    Fixed,
+    FixedObject,
     Instance,
     Opaque,
 )
@@ -683,7 +683,7 @@ def _objects_in(value: Any) -> Iterable[Any]:
         yield from _objects_in(value.items)
     elif isinstance(value, Array):
         yield "an array of numpy"
-    elif isinstance(value, (Existing, Fixed, Instance, Construction, Opaque)):
+    elif isinstance(value, (Existing, FixedObject, Instance, Construction, Opaque)):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:

@@ -22,7 +22,7 @@ from bendtrace.engine.stretches import Divergence, Exit, Finished
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
 from bendtrace.python.compare import is_uneven
-from bendtrace.python.internals import Missing, pytree
+from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
 from bendtrace.record.rank_sync import is_one_of_several
@@ -90,7 +90,7 @@ class Examples:
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep copies of inputs; the same tensor stays one."""
-        if isinstance(pytree, Missing):  # without which nothing is exported
+        if isinstance(pytree, MissingInternal):  # without which nothing is exported
             self.missed += 1
             return
         # Modes around the call see what the model does, and nothing of this.

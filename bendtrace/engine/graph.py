@@ -25,7 +25,7 @@ from bendtrace.errors import NondeterminismError
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, counts, map_refs
+from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, counts, map_refs
 from bendtrace.watch.functions import name_of
 from bendtrace.watch.writes import works_in_place
 
@@ -273,7 +273,7 @@ class Graph:
         holes = tuple(named.get(names.name(hole), -1) for hole in state.holes)
         if -1 in holes:
             return False
-        first.states[ahead] = State(state.key, holes, state.kept)
+        first.states[ahead] = RunState(state.key, holes, state.kept)
         self._pass(self.first, ahead)
         return True
 

@@ -27,13 +27,13 @@ from bendtrace.tape.captured import (
     Access,
     Captured,
     CaptureKind,
-    Change,
+    EnvironmentChange,
     TensorFacts,
     put,
 )
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, refs_in
+from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, refs_in
 from bendtrace.watch.functions import table_name
 from bendtrace.watch.writes import works_in_place
 
@@ -59,7 +59,7 @@ class Growth:
     old: int
     new: int
     dim: int
-    change: Change
+    change: EnvironmentChange
     part: Captured
     place: _Place
 
@@ -270,7 +270,7 @@ def know_states(recording: Recording, analysis: Analysis, joins: bool = True) ->
         tape.states[number] = _state_after(tape, number)
 
 
-def _state_after(tape: Tape, number: int) -> State:
+def _state_after(tape: Tape, number: int) -> RunState:
     """Return a state that is known by the path to it: it holds all computed values."""
     before = number - 1
     while before >= 0 and before not in tape.states:
@@ -286,7 +286,7 @@ def _state_after(tape: Tape, number: int) -> State:
     ]
     content = repr((known.key, between, tape.guards[number].name)).encode("utf-8", "replace")
     key = hashlib.blake2b(content, digest_size=20).digest()
-    return State(key, known.holes + computed, known.kept)
+    return RunState(key, known.holes + computed, known.kept)
 
 
 def _gives_value(op: Op) -> bool:
@@ -295,7 +295,7 @@ def _gives_value(op: Op) -> bool:
     )
 
 
-_START = State(b"", (), ())
+_START = RunState(b"", (), ())
 
 
 def unread_in(recording: Recording, analysis: Analysis) -> list[int]:

@@ -30,7 +30,7 @@ from bendtrace.record.recorder import Recording
 from bendtrace.record.varying import Counter, Lifting, Place
 from bendtrace.tape.captured import Captured, identical
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import AfterOp, Guard, State, Stop, Tape, counts, describe_raised
+from bendtrace.tape.tape import AfterOp, Guard, RunState, Stop, Tape, counts, describe_raised
 
 # Following a run along the graph, so that it need not read the states that it comes to.
 
@@ -51,7 +51,7 @@ class Following:
         self._exit: Exit | None = None  # what is known to follow
         self._number = -1  # the question of the run that the exit answers
 
-    def state(self, tape: Tape) -> State | None:
+    def state(self, tape: Tape) -> RunState | None:
         """Return the state of the latest question; None if it has to be read.
 
         Args:
@@ -76,7 +76,7 @@ class Following:
         if -1 in holes or not is_same:
             self._exit = None
             return None
-        return State(found.key, holes, found.kept)
+        return RunState(found.key, holes, found.kept)
 
     def _agree(self, tape: Tape, known: Tape, exit: Exit, ahead: int) -> bool:
         """Return whether the same was asked since the last state, with the same answers."""
@@ -86,7 +86,7 @@ class Following:
             for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
         )
 
-    def passes(self, tape: Tape, state: State) -> None:
+    def passes(self, tape: Tape, state: RunState) -> None:
         """Take the state of the latest question, which has been answered by now."""
         number = len(tape.guards) - 1
         before = tape.states.get(number - 1)

@@ -20,7 +20,7 @@ from bendtrace.record.effects import HARMLESS
 from bendtrace.record.numbers import error_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.blocks import Passage, Portion
-from bendtrace.tape.captured import Change
+from bendtrace.tape.captured import EnvironmentChange
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_handled, refs_in
@@ -97,7 +97,7 @@ class Schedule:
         for splice in splices:
             self.splices.setdefault(splice.position, []).append(splice)
         self.end: int = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
-        self.changes: list[Change] = recording.changes if stop is None else []
+        self.changes: list[EnvironmentChange] = recording.changes if stop is None else []
         values = [change.value for change in self.changes]
         self.outputs: tuple[Any, list[Any]] | tuple[()] = (
             (recording.root.output, values) if stop is None else ()

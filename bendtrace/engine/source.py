@@ -33,12 +33,12 @@ from bendtrace.tape.guards import kind_of
 from bendtrace.tape.structure import (
     Construction,
     Existing,
-    Fixed,
+    FixedObject,
     Instance,
     build,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
-from bendtrace.watch.direct_calls import Asked, Call
+from bendtrace.watch.direct_calls import Asked, EquivalentCall
 from bendtrace.watch.monkeypatches import monkeypatches
 
 INFIX: dict[Any, str] = {
@@ -207,7 +207,7 @@ class Source:
             return self._instance(value)
         if kind is Construction:
             return self._construction(value)
-        if kind is Fixed:
+        if kind is FixedObject:
             return self.bound(value.value)
         if kind is Array:
             return self._array(value)
@@ -292,7 +292,7 @@ class Source:
             return f"{self.value(args[0])}.{_GETTERS[target]}"
         return self._called(target, args, op.kwargs)
 
-    def direct(self, call: Call) -> str:
+    def direct(self, call: EquivalentCall) -> str:
         """Return an expression that makes a call in place of a recorded one.
 
         `watched` has to be defined where it says what is given back.

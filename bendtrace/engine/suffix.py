@@ -13,7 +13,7 @@ from bendtrace.engine.codegen import RunWriter
 from bendtrace.engine.schedule import Schedule, is_droppable
 from bendtrace.engine.source import Code
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import Access, Captured, CaptureKind, Change
+from bendtrace.tape.captured import Access, Captured, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard, SameGuard
 from bendtrace.tape.structure import existing_in
@@ -94,7 +94,9 @@ class Suffix:
         self._slots, self._lacking = self._follow()
         self._dropped = self._before_cuts()
         self._settle()
-        self.changes: list[Change] = [recording.changes[number] for number in sorted(self._changes)]
+        self.changes: list[EnvironmentChange] = [
+            recording.changes[number] for number in sorted(self._changes)
+        ]
         self.written: frozenset[int] = frozenset(self._written())
         self.is_straight: bool = not self.guards and not any(
             op.raised is not None or is_handled(op.scope, op.site)
@@ -226,7 +228,7 @@ class Suffix:
                     if ref.index in op.writes:
                         self._need(op.index, 0, None, -1)
 
-    def _belongs(self, change: Change) -> bool:
+    def _belongs(self, change: EnvironmentChange) -> bool:
         """Return whether a change is made by the rest."""
         holder = _module_of(change)
         refs = [ref.index for ref in refs_in(change.value)]
@@ -424,7 +426,7 @@ def _any_in(ordered: Sequence[int], call: ModuleCall) -> bool:
     return found < len(ordered) and ordered[found] < call.stop
 
 
-def _module_of(change: Change) -> str:
+def _module_of(change: EnvironmentChange) -> str:
     """Return the qualified name of the module that a change is in, as far as its label tells."""
     label = change.part.label
     return label.removeprefix("self.") if label.startswith("self.") else ""

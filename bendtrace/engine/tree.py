@@ -29,7 +29,7 @@ from bendtrace.tape.captured import (
     Access,
     Captured,
     CaptureKind,
-    Change,
+    EnvironmentChange,
     holds_number,
     identical,
 )
@@ -654,7 +654,7 @@ def _is_item(part: Captured) -> bool:
     return part.parent is not None and part.parent.kind is CaptureKind.LIST
 
 
-def _evolving(change: Change) -> str:
+def _evolving(change: EnvironmentChange) -> str:
     """Return the label under which a change counts: the label of the list, for its items."""
     return change.part.label if change.part.kind is CaptureKind.LIST else change.label
 

@@ -20,7 +20,7 @@ from bendtrace.insert.interjection import Interjection
 from bendtrace.insert.plan import Plan
 from bendtrace.record.one_op import assigned_in
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, Change
+from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, EnvironmentChange
 from bendtrace.watch.code_facts import cells_of, codes_in, functions_of, names_in
 from bendtrace.watch.functions import OpOverload
 from bendtrace.watch.owners import parts_of
@@ -176,7 +176,7 @@ class _Run:
         )
 
     @staticmethod
-    def _is_held_argument(change: Change, reach: Reached) -> bool:
+    def _is_held_argument(change: EnvironmentChange, reach: Reached) -> bool:
         return any(type(thing) is change.part.type for thing in reach.held.values())
 
     @functools.cached_property

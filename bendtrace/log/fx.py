@@ -36,7 +36,7 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import KINDS, ErrorGuard
-from bendtrace.tape.structure import Construction, Existing, Fixed, Instance, Opaque, build
+from bendtrace.tape.structure import Construction, Existing, FixedObject, Instance, Opaque, build
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, map_refs, refs_in
 from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.owners import is_leaf_module
@@ -213,7 +213,7 @@ class _Writer:
             return self.nodes[value.name]
         if isinstance(value, Instance):
             return self._built(value)
-        if isinstance(value, (Existing, Fixed, Construction, Opaque)):
+        if isinstance(value, (Existing, FixedObject, Construction, Opaque)):
             raise ConversionError(f"{value} is an object of the model, not a value of the graph")
         return value
 

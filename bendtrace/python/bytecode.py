@@ -181,7 +181,7 @@ def branches(code: CodeType) -> bool:
     )
 
 
-class Step(NamedTuple):
+class InstructionStep(NamedTuple):
     """An instruction in a form common to all Python versions.
 
     Attributes:
@@ -206,7 +206,7 @@ _IDLE = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAK
 _LOADS = frozenset({"LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 
 
-def single_steps(code: CodeType) -> tuple[Step, ...]:
+def single_steps(code: CodeType) -> tuple[InstructionStep, ...]:
     """Return the effective instructions, with combined ones as two steps.
 
     Since Python 3.13, `STORE_FAST_LOAD_FAST` and similar ones name two local variables; since 3.14,
@@ -217,11 +217,11 @@ def single_steps(code: CodeType) -> tuple[Step, ...]:
 
 
 @functools.lru_cache(maxsize=1024)  # `dis` is slow, and the same code is read for several reasons
-def _single_steps(code: CodeType, file: str) -> tuple[Step, ...]:
+def _single_steps(code: CodeType, file: str) -> tuple[InstructionStep, ...]:
     return tuple(_decoded(code))
 
 
-def _decoded(code: CodeType) -> Iterator[Step]:
+def _decoded(code: CodeType) -> Iterator[InstructionStep]:
     for step in dis.get_instructions(code):
         name = step.opname
         if name in _IDLE:
@@ -230,10 +230,12 @@ def _decoded(code: CodeType) -> Iterator[Step]:
             first = "STORE_FAST" if name.startswith("STORE") else "LOAD_FAST"
             other = "STORE_FAST" if name.count("STORE") == 2 else "LOAD_FAST"
             for part, value in zip((first, other), step.argval, strict=True):
-                yield Step(step.offset, part, None, value, value, None)
+                yield InstructionStep(step.offset, part, None, value, value, None)
             continue
         name = "LOAD_FAST" if name in _LOADS else name
-        yield Step(step.offset, name, step.arg, step.argval, step.argrepr, step.positions)
+        yield InstructionStep(
+            step.offset, name, step.arg, step.argval, step.argrepr, step.positions
+        )
 
 
 # Which local variables of some code can still be read from an instruction on.

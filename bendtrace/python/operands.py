@@ -72,7 +72,7 @@ def instructions(code: CodeType) -> dict[int, Instruction]:
     return found
 
 
-def addresses(frame: FrameType, instruction: Instruction, places: stacks.Layout) -> list[int]:
+def addresses(frame: FrameType, instruction: Instruction, places: stacks.FrameLayout) -> list[int]:
     """Return where the operands of an instruction are in memory, from the lowest up."""
     first = stacks.word_at(id(frame) + places.inner) + places.slots
     return [first + _WORD * (instruction.first + k) for k in range(instruction.size)]

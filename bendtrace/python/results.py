@@ -33,7 +33,7 @@ _RAISES, _STEPS = 1, 7  # PyTrace_EXCEPTION, PyTrace_OPCODE
 _MARKS = 3
 
 
-class _Awaited(NamedTuple):
+class _PendingExchange(NamedTuple):
     """A result that is going to be exchanged.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Awaited(NamedTuple):
     ended: Callable[[bool], object]
 
 
-_awaited: list[_Awaited] = []
+_awaited: list[_PendingExchange] = []
 
 
 class _Thread(threading.local):
@@ -80,7 +80,7 @@ def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> b
     address = address_of_result(frame, places)
     if address is None:
         return False
-    _awaited.append(_Awaited(frame, frame.f_lasti, address, value, ended))
+    _awaited.append(_PendingExchange(frame, frame.f_lasti, address, value, ended))
     frame.f_trace_opcodes = True
     _set_trace(_callback, None)
     return True
@@ -153,7 +153,7 @@ _kept = _LINE_OF_C(_step)  # as long as C may call it
 _callback = ctypes.cast(_kept, ctypes.c_void_p)
 
 
-class _Number:
+class _ProbeNumber:
     """Has its number exchanged."""
 
     def __init__(self, other: object) -> None:
@@ -175,7 +175,7 @@ def can_exchange() -> bool:
     if sys.gettrace() is not None:
         return False
     other = object()
-    number: Any = _Number(other)
+    number: Any = _ProbeNumber(other)
     count = sys.getrefcount(other)
     found = [int(number), *[int(number)], 1]
     try:

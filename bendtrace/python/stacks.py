@@ -29,7 +29,7 @@ _MARKS = 3  # bits of a pointer that say how it is counted
 _NOT_AN_OBJECT = 3  # with both of them set, it is a number
 
 
-class Layout(NamedTuple):
+class FrameLayout(NamedTuple):
     """The positions of fields, in bytes.
 
     Attributes:
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     leaves: bool = False
 
 
-class Number(NamedTuple):
+class InterpreterNumber(NamedTuple):
     """A slot that holds a number of the interpreter itself: the progress of a loop (3.15)."""
 
     value: int
@@ -97,7 +97,7 @@ class Stack(NamedTuple):
 def read(
     frame: FrameType,
     callee: FrameType | None,
-    places: Layout,
+    places: FrameLayout,
     compared: frozenset[int] = frozenset(),
 ) -> Stack | None:
     """Read the content of a running frame.
@@ -144,7 +144,7 @@ def read(
     return Stack(code, offset, slots, below, operands, instruction.name)
 
 
-def suspended_stack(frame: FrameType, places: Layout) -> Stack | None:
+def suspended_stack(frame: FrameType, places: FrameLayout) -> Stack | None:
     """Read the frame of a generator that is suspended at a `yield`."""
     code = frame.f_code
     instruction = _instructions(code).get(frame.f_lasti)
@@ -157,7 +157,7 @@ def suspended_stack(frame: FrameType, places: Layout) -> Stack | None:
     return Stack(code, frame.f_lasti, slots[:count], below, None, instruction.name)
 
 
-def address_of_result(frame: FrameType, places: Layout) -> int | None:
+def address_of_result(frame: FrameType, places: FrameLayout) -> int | None:
     """Return where the result of a frame's current call or operator will be, in memory."""
     instruction = _instructions(frame.f_code).get(frame.f_lasti)
     if instruction is None or not frame.f_code.co_flags & _OPTIMIZED:
@@ -168,7 +168,7 @@ def address_of_result(frame: FrameType, places: Layout) -> int | None:
     return first + _WORD * (variables(frame.f_code) + instruction.base)
 
 
-def is_called_by_c(frame: FrameType, caller: FrameType, places: Layout) -> bool:
+def is_called_by_c(frame: FrameType, caller: FrameType, places: FrameLayout) -> bool:
     """Return whether C has called the code of a frame, not an instruction of the caller's."""
     return _is_entered_from_c(frame, word_at(id(caller) + places.inner), places)
 
@@ -196,7 +196,7 @@ def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[An
 def _value(address: int) -> Any:
     word = word_at(address)
     if word & _MARKS == _NOT_AN_OBJECT:
-        return Number(word >> 2)
+        return InterpreterNumber(word >> 2)
     word &= ~_MARKS
     return ctypes.cast(word, ctypes.py_object).value if word else EMPTY
 
@@ -207,7 +207,7 @@ def variables(code: CodeType) -> int:
     return len(code.co_varnames) + cells + len(code.co_freevars)
 
 
-def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
+def _is_entered_from_c(frame: FrameType, caller: int, places: FrameLayout) -> bool:
     """Return whether C has called a frame, not an instruction of the frame before."""
     inner = word_at(id(frame) + places.inner)
     if places.entry >= 0:
@@ -215,7 +215,7 @@ def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
     return word_at(inner + places.previous) != caller
 
 
-def _interrupts(frame: FrameType, places: Layout) -> bool:
+def _interrupts(frame: FrameType, places: FrameLayout) -> bool:
     """Return whether a frame runs because something was freed, or because of a signal.
 
     The instruction below it may then have freed its operands already. A weak reference that calls
@@ -357,7 +357,7 @@ _LONGEST = 128
 
 
 @functools.lru_cache(maxsize=1)
-def layout() -> Layout | None:
+def layout() -> FrameLayout | None:
     """Return the positions of fields in frames; None if they cannot be found."""
     if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
         return None
@@ -383,7 +383,7 @@ class _Look:
         return True
 
 
-def _find_layout() -> Layout | None:
+def _find_layout() -> FrameLayout | None:
     """Search some frames for objects that are known to be in them."""
     look, one, two = _Look(), object(), object()
     step = look.__call__
@@ -402,11 +402,11 @@ def _find_layout() -> Layout | None:
         if any(some[k] != caller for some, (_, caller, _) in zip(words[:2], called, strict=True)):
             continue
         if all(some[k] != caller for some, (_, caller, _) in zip(words[2:], by_c, strict=True)):
-            return Layout(_INNER, slots, k * _WORD, -1)
+            return FrameLayout(_INNER, slots, k * _WORD, -1)
         for byte in range((k + 1) * _WORD, slots):
             marks = [raw[byte] for _, _, raw in look.seen]
             if marks == [0, 0, 1, 1]:
-                return Layout(_INNER, slots, k * _WORD, byte)
+                return FrameLayout(_INNER, slots, k * _WORD, byte)
     return None
 
 
@@ -421,7 +421,7 @@ def _where(rows: list[list[int]], held: list[int]) -> int | None:
 class _FrameProbe:
     """Looks at the frame that led to it."""
 
-    def __init__(self, places: Layout) -> None:
+    def __init__(self, places: FrameLayout) -> None:
         self.places = places
         self.seen: list[Stack | None] = []
 
@@ -437,7 +437,7 @@ class _FrameProbe:
 class _Compared:
     """Looks at the rest of a comparison when the truth of its result is asked for."""
 
-    def __init__(self, places: Layout) -> None:
+    def __init__(self, places: FrameLayout) -> None:
         self.places = places
         self.is_left = False
 
@@ -454,7 +454,7 @@ class _Compared:
         return True
 
 
-def _leaves(places: Layout) -> bool:
+def _leaves(places: FrameLayout) -> bool:
     compared = _Compared(places)
     return bool(compared.is_left if compared > places else False)
 
@@ -464,7 +464,7 @@ def _looping(asked: _FrameProbe, one: object) -> Iterator[bool]:
         yield asked.step()
 
 
-def _fits(places: Layout) -> bool:
+def _fits(places: FrameLayout) -> bool:
     """Return whether a layout finds the known objects in some frames."""
     asked, first, second = _FrameProbe(places), object(), object()
     made = []
@@ -476,7 +476,10 @@ def _fits(places: Layout) -> bool:
     next(generator)
     in_condition, in_call, in_map, in_generator = asked.seen
     for seen in in_generator, suspended_stack(generator.gi_frame, places):
-        if seen is None or [*map(type, seen.below)] not in ([type(iter(()))], [tuple, Number]):
+        if seen is None or [*map(type, seen.below)] not in (
+            [type(iter(()))],
+            [tuple, InterpreterNumber],
+        ):
             return False
     for seen, pushed in (in_condition, [first, second]), (in_call, [first, second, 1]):
         if seen is None or seen.code is not _fits.__code__ or seen.slots[1] is not asked:
@@ -486,7 +489,7 @@ def _fits(places: Layout) -> bool:
             return False
         # What the loops go through; as from 3.15 on a tuple has a number for its iterator.
         loops = [type(value) for value in below[: -len(pushed)]]
-        if loops not in ([type(iter(())), zip], [tuple, Number, zip]):
+        if loops not in ([type(iter(())), zip], [tuple, InterpreterNumber, zip]):
             return False
     if in_condition is None or in_condition.operands != [asked]:
         return False

@@ -35,9 +35,9 @@ class Role:
 
     kind: str
     text: str
-    heads: Loop | None
-    tests: Loop | None
-    loops: tuple[Loop, ...]
+    heads: SourceLoop | None
+    tests: SourceLoop | None
+    loops: tuple[SourceLoop, ...]
     is_subscript: bool = False
     several: bool = False
 
@@ -227,7 +227,7 @@ def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
     return ()
 
 
-def _is_test(test: Handed) -> bool:
+def _is_test(test: TruthChain) -> bool:
     return test.child is getattr(test.parent, "test", None)
 
 
@@ -331,7 +331,7 @@ _parsing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Loop:
+class SourceLoop:
     """A loop of the source; each `for` of a comprehension is one.
 
     Attributes:
@@ -452,9 +452,9 @@ class SourceFile:
             yield node, parent
             node = parent
 
-    def loops_around(self, node: ast.AST) -> tuple[Loop, ...]:
+    def loops_around(self, node: ast.AST) -> tuple[SourceLoop, ...]:
         """Return the loops whose body an expression is in, outermost first."""
-        found: list[Loop] = []
+        found: list[SourceLoop] = []
         for child, parent in self.ancestors(node):
             if isinstance(parent, FUNCTIONS):
                 break
@@ -474,18 +474,22 @@ class SourceFile:
         return tuple(reversed(found))
 
     @functools.cache  # noqa: B019 - files are few and kept for the life of the process anyway
-    def loop(self, node: ast.AST) -> Loop:
+    def loop(self, node: ast.AST) -> SourceLoop:
         """Describe a loop."""
         if isinstance(node, ast.While):
             text = self.text(node.test)
-            return Loop("while", span_of(node), text, _leaves_early(node), None)
+            return SourceLoop("while", span_of(node), text, _leaves_early(node), None)
         if isinstance(node, ast.comprehension):
             owner = self.parents[node]
             assert isinstance(owner, ast.expr)
             early = isinstance(owner, ast.GeneratorExp) and not self._is_exhausted(owner)
-            return Loop("comprehension", span_of(owner), self.text(node.iter), early, node.iter)
+            return SourceLoop(
+                "comprehension", span_of(owner), self.text(node.iter), early, node.iter
+            )
         assert isinstance(node, (ast.For, ast.AsyncFor))
-        return Loop("for", span_of(node), self.text(node.iter), _leaves_early(node), node.iter)
+        return SourceLoop(
+            "for", span_of(node), self.text(node.iter), _leaves_early(node), node.iter
+        )
 
     def _is_exhausted(self, generator: ast.GeneratorExp) -> bool:
         caller = self.parents[generator]
@@ -503,7 +507,7 @@ def source_file(file: str) -> SourceFile:
 
 
 @dataclass
-class Handed:
+class TruthChain:
     """The expressions around a truth value that pass it on, unchanged or negated.
 
     Attributes:
@@ -519,7 +523,7 @@ class Handed:
     inverted: bool
 
 
-def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -> Handed:
+def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -> TruthChain:
     """Follow a truth value outwards, past `and` and `or` only if `outcome` decides them."""
     decider, inverted, child = node, False, node
     while (parent := file.parents.get(child)) is not None:
@@ -536,10 +540,10 @@ def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -
         elif not (isinstance(parent, ast.Call) and name_of_call(parent) == "bool"):
             break
         child = parent
-    return Handed(decider, child, parent, inverted)
+    return TruthChain(decider, child, parent, inverted)
 
 
-def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[Handed, bool]:
+def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[TruthChain, bool]:
     """Return where a truth value ends up, and its value there."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.NotIn):
         outcome = not outcome  # what was compared is an item

@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from bendtrace.python.bytecode import CONSTANTS, Step, constant_of, has, single_steps, steps_of
+from bendtrace.python.bytecode import (
+    CONSTANTS,
+    InstructionStep,
+    constant_of,
+    has,
+    single_steps,
+    steps_of,
+)
 from bendtrace.python.features import is_off
 
 _IDENTITY = frozenset({"id", "is_", "is_not"})
@@ -114,7 +121,10 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
         code, offset = found.f_code, found.f_lasti
         known = _tests.get((id(code), offset, depth))
         if known is None:
-            known = _tests[id(code), offset, depth] = (code, _Flow(code).after(offset, depth))
+            known = _tests[id(code), offset, depth] = (
+                code,
+                _StackValueFlow(code).after(offset, depth),
+            )
         if known[1] is not None:
             return known[1]
         found = found.f_back  # it is returned: look what the caller does with it
@@ -123,7 +133,7 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
 
 def drops(frame: FrameType) -> bool:
     """Return whether code drops the result of its current instruction, as in `x.add_(1)`."""
-    flow = _Flow(frame.f_code)
+    flow = _StackValueFlow(frame.f_code)
     return flow.next_after(frame.f_lasti) == "POP_TOP"
 
 
@@ -179,7 +189,7 @@ def compares_items(frame: FrameType) -> bool:
 _HAS_ASKING = bool(dict(_find_asking(compile("1 if x == y else 2", "<bendtrace>", "eval"))))
 
 
-class _Flow:
+class _StackValueFlow:
     """Follows the value on top of the stack through one code object.
 
     The answers are True (it is tested, or dropped), False (it may go anywhere) and None (it is
@@ -321,7 +331,7 @@ def hands_over(code: CodeType, name: str, level: int) -> bool:
 class _Operating:
     """Follows a container on the stack, from where code loads it."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[InstructionStep]) -> None:
         self._steps = steps
         self._variables: set[tuple[str, int]] = set()
 
@@ -412,7 +422,7 @@ _TAKING = {
 _GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR"})
 
 
-def _is_read(steps: Sequence[Step], at: int) -> bool:
+def _is_read(steps: Sequence[InstructionStep], at: int) -> bool:
     """Return whether an instruction uses a name, and what it stands for is not only added to."""
     name = steps[at].name
     if name.endswith("_FAST") or not isinstance(steps[at].value, str):
@@ -425,14 +435,14 @@ def _is_read(steps: Sequence[Step], at: int) -> bool:
     return not (_is_call(steps[at]) and steps[at].value in ADDS)
 
 
-def _is_call(step: Step) -> bool:
+def _is_call(step: InstructionStep) -> bool:
     """Return whether an instruction loads a method to call it, so that nothing can keep it."""
     if step.name == "LOAD_ATTR":  # since Python 3.12
         return sys.version_info >= (3, 12) and bool((step.argument or 0) & 1)
     return step.name == "LOAD_METHOD"
 
 
-def _is_item(step: Step) -> bool:
+def _is_item(step: InstructionStep) -> bool:
     return step.name == "BINARY_SUBSCR" or (step.name == "BINARY_OP" and step.shown == "[]")
 
 

@@ -352,7 +352,7 @@ class Words:
         return Reader(words.take, places, fixed, self.end_of_versions, tuple(self._kept))
 
 
-class Entries:
+class TableEntries:
     """The classes and ranks of tables' values, which may change while the tables do not.
 
     Only the tables keep their tensors alive, and no weak references tell when one dies: torch swaps

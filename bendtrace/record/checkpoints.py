@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.python.sites import user_place
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.blocks import Block, Passage, Portion, is_plain_context
-from bendtrace.tape.captured import Change
+from bendtrace.tape.captured import EnvironmentChange
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Checkpoint, Settings
+from bendtrace.tape.tape import Checkpoint, CheckpointSettings
 from bendtrace.tape.watchers import call_silently
 
 
@@ -34,12 +34,12 @@ class Checkpoints:
 
     def __init__(
         self,
-        writer: Writer,
-        changes: Callable[[], list[Change] | None],
+        writer: TapeWriter,
+        changes: Callable[[], list[EnvironmentChange] | None],
         exchanges: Callable[[], bool],
     ) -> None:
-        self.writer: Writer = writer
-        self.changes: Callable[[], list[Change] | None] = changes
+        self.writer: TapeWriter = writer
+        self.changes: Callable[[], list[EnvironmentChange] | None] = changes
         self.exchanges: Callable[[], bool] = exchanges
         self.current: Checkpointed | None = None
 
@@ -58,7 +58,9 @@ class Checkpoints:
             return None
         call = functools.partial(function, *args, **kwargs)
         given = [value for value in args if isinstance(value, Tensor)]
-        return Checkpointed(self, call, Settings(preserves, check, debug, early_stop), given)
+        return Checkpointed(
+            self, call, CheckpointSettings(preserves, check, debug, early_stop), given
+        )
 
     def passes(self, index: int, value: Tensor) -> None:
         """Note that something inserted is about to replace a value."""
@@ -97,17 +99,17 @@ class Checkpointed:
         self,
         run: Checkpoints,
         call: Callable[[], Any],
-        settings: Settings,
+        settings: CheckpointSettings,
         given: Sequence[Tensor],
     ) -> None:
         self._run = run
         self._writer = run.writer
         self._call = call
-        self.settings: Settings = settings
+        self.settings: CheckpointSettings = settings
         self._given = given
         self._begin: tuple[int, int] | None = None
         self._block: Block | None = None
-        self._before: list[Change] | None = None
+        self._before: list[EnvironmentChange] | None = None
         self._tensors: tuple[int, ...] = ()
         self._passages: list[Passage] = []
         self._originals: dict[int, Tensor] = {}
@@ -197,7 +199,7 @@ class Checkpointed:
         script.hold.block = None
         return opened
 
-    def _has_changed(self, now: list[Change] | None) -> bool:
+    def _has_changed(self, now: list[EnvironmentChange] | None) -> bool:
         before = self._before
         if before is None or now is None or len(before) != len(now):
             return True  # or nobody can tell

@@ -40,7 +40,7 @@ from bendtrace.tape.structure import (
     FUNCTION_METADATA,
     Construction,
     Existing,
-    Fixed,
+    FixedObject,
     Instance,
     Opaque,
     build,
@@ -58,7 +58,7 @@ from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, tells_sizes_from_tuples
 
 
-class Values(Protocol):
+class ValueLookup(Protocol):
     """The mapping from values to the ops that returned them."""
 
     tape: Tape
@@ -104,7 +104,7 @@ class Encoder:
         called: the function that the arguments are for, if it is not one of the most usual.
     """
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: ValueLookup) -> None:
         self._values = values
         self.called: Any = None
 
@@ -116,7 +116,7 @@ class Encoder:
         return self._values.writes_outside()
 
     def made_as(self, tensor: Tensor) -> int | None:
-        """Return the op that made a tensor (see `Values.made_as`)."""
+        """Return the op that made a tensor (see `RunValues.made_as`)."""
         return self._values.made_as(tensor)
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
@@ -246,7 +246,7 @@ class Encoder:
         said = {name: getattr(function, name) for name in FUNCTION_METADATA}
         parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), said)
         return Construction(
-            make_function, function.__code__, Fixed(function.__globals__),
+            make_function, function.__code__, FixedObject(function.__globals__),
             *(self.output(part, what, memo) for part in parts),
         )  # fmt: skip
 

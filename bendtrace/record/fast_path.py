@@ -23,8 +23,8 @@ from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
 from bendtrace.python.usage import compares_identity
 from bendtrace.record.encoding import Encoder
-from bendtrace.record.values import Values
-from bendtrace.record.writer import Known, Writer
+from bendtrace.record.values import RunValues
+from bendtrace.record.writer import Known, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import (
     any_autocast,
@@ -72,7 +72,7 @@ _inference = torch.is_inference_mode_enabled
 _anomaly = torch.is_anomaly_enabled
 
 
-class _Kind(Enum):
+class _FunctionKind(Enum):
     """The facts that the fast path needs about a function."""
 
     SIMPLE = "simple"  # works element by element, and writes to nothing
@@ -82,8 +82,8 @@ class _Kind(Enum):
 
 
 def fast_path_for(
-    values: Values,
-    writer: Writer,
+    values: RunValues,
+    writer: TapeWriter,
     encoder: Encoder,
     observer: Observer | None,
     show: Callable[[Op, Any, Any], None],
@@ -280,8 +280,8 @@ def hooks_around() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def _kind_of(func: Any) -> _Kind:
-    # (Functions that may return None are guarded by `Values.bind`.)
+def _kind_of(func: Any) -> _FunctionKind:
+    # (Functions that may return None are guarded by `RunValues.bind`.)
     is_special = func in SPECIAL or func in OPTIONAL or may_vary(func)
     if is_special or may_be_patched(func) or tells_sizes_from_tuples(func):
         kind = _SPECIAL
@@ -293,8 +293,8 @@ def _kind_of(func: Any) -> _Kind:
     return kind
 
 
-_kinds: dict[Any, _Kind] = {}
-_SIMPLE, _PURE, _USUAL, _SPECIAL = _Kind
+_kinds: dict[Any, _FunctionKind] = {}
+_SIMPLE, _PURE, _USUAL, _SPECIAL = _FunctionKind
 _CALL = OpKind.CALL
 NOT_TAKEN: Any = object()
 _LATER = 1 << 60

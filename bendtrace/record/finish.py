@@ -20,8 +20,8 @@ from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.names import node_names
 from bendtrace.record.one_op import assigned_in
 from bendtrace.record.varying import Place
-from bendtrace.record.writer import Writer
-from bendtrace.tape.captured import Access, CaptureKind, Change
+from bendtrace.record.writer import TapeWriter
+from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
@@ -105,7 +105,7 @@ class Recording:
         self.tape: Tape = tape
         self.environment: Environment = environment
         self.root: ModuleCall = root
-        self.changes: list[Change] = []
+        self.changes: list[EnvironmentChange] = []
         self.is_transient: bool = False
         self.draws = self.writes_outside = False
         self.output_reads: dict[int, int] = {}
@@ -171,7 +171,7 @@ class Finish:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: TapeWriter,
         environment: Environment,
         encoder: Encoder,
         start: str,
@@ -190,7 +190,9 @@ class Finish:
         if parametrize._cache_enabled:
             self.block("the values of parametrizations are cached around the call")
 
-    def recording(self, output: Any, ran: Ran | None = None) -> tuple[Recording, list[Change]]:
+    def recording(
+        self, output: Any, ran: Ran | None = None
+    ) -> tuple[Recording, list[EnvironmentChange]]:
         """Record the result and the changes of the run; return the recording and the plain changes.
 
         Args:
@@ -241,7 +243,9 @@ class Finish:
             encoded = self._encoder.output(
                 change.value, f"what is assigned to {change.label}", memo
             )
-            recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
+            recording.changes.append(
+                EnvironmentChange(change.part, change.key, encoded, change.deleted)
+            )
         self._writer.writes.begin()
         root.output = self._encoder.output(output, "the output", memo)
         if any(id(given) in memo for given in self._writer.given):
@@ -257,7 +261,7 @@ class Finish:
         self._writer.require_end()
         return recording, changes
 
-    def _look_at_growing(self, changes: list[Change], ran: Ran) -> None:
+    def _look_at_growing(self, changes: list[EnvironmentChange], ran: Ran) -> None:
         """Block if code has read what the run takes for something that it only adds to."""
         read = frozenset().union(*map(read_names, ran.codes))
         for part in self.environment.parts:
@@ -272,7 +276,7 @@ class Finish:
         place = next(named, self._start)
         self.tape.block(f"{reason} (see {place})" if place else reason)
 
-    def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
+    def clean(self, changes: list[EnvironmentChange], *own: Any) -> dict[int, Any]:
         """Make the run's remains in its environment plain; return the plain values."""
         self.environment.put_back()
         memo = self.environment.things()
@@ -366,7 +370,7 @@ class Finish:
                     f"the run writes to a tensor in the memory of {array.label}", array.label
                 )
 
-    def _check_opaque_ops(self, changes: list[Change]) -> None:
+    def _check_opaque_ops(self, changes: list[EnvironmentChange]) -> None:
         """Block if code that is called as one op might read the run's changes.
 
         A replay changes objects only at its end. Other ops read no objects.

@@ -19,16 +19,16 @@ from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.texts import Texts, goes_to_screen
-from bendtrace.record.values import TRACED_AS, Values
+from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Varying
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain
 from bendtrace.tape.tape import FunctionUse, Guard, OpKind, Raised, Ref, Use, refs_in, use_by
 from bendtrace.tape.watchers import Inserter, current_watcher
 
 
-class Numbers:
+class NumberRecorder:
     """Records what is asked of the traced scalars of a run, and what is computed with them.
 
     Args:
@@ -49,8 +49,8 @@ class Numbers:
 
     def __init__(
         self,
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         encoder: Encoder,
         texts: Texts,
         inserter: Inserter | None,

@@ -33,7 +33,7 @@ from bendtrace.tape.tape import Op, Tape, Use
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.collectives import (
     Collective,
-    Group,
+    RankGroup,
     Ranks,
     collective_of,
     groups_of,
@@ -48,24 +48,24 @@ _distributed = torch.distributed.is_available()
 
 
 @dataclass
-class Settings:
+class RankSyncSettings:
     """The settings that say whether ranks agree, and how many seconds they wait."""
 
     enabled: bool = True
     timeout: float = 1800.0
 
 
-_settings = Settings()
+_settings = RankSyncSettings()
 
 
-def settings() -> Settings:
+def settings() -> RankSyncSettings:
     """Return the settings of the process."""
     return _settings
 
 
 # Known groups in which models communicate, however a call is served.
-_groups: MutableMapping[Any, tuple[Group, ...]] = WeakIdKeyDictionary()
-_asked: MutableMapping[Any, list[Group]] = WeakIdKeyDictionary()
+_groups: MutableMapping[Any, tuple[RankGroup, ...]] = WeakIdKeyDictionary()
+_asked: MutableMapping[Any, list[RankGroup]] = WeakIdKeyDictionary()
 _is_any_known = False  # whether these ever had an entry
 _calls: MutableMapping[Any, tuple[str, int]] = WeakIdKeyDictionary()
 _named: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def _next_call(model: Any) -> tuple[str, int]:
     return found
 
 
-def ask(model: Any, group: Group) -> Callable[[], None]:
+def ask(model: Any, group: RankGroup) -> Callable[[], None]:
     """Make the ranks of a group agree at the end of each call of a model.
 
     Returns:
@@ -124,7 +124,7 @@ def _look_at(model: Any, names: frozenset[str]) -> None:
         _note(model, found)
 
 
-def _note(model: Any, groups: Iterable[Group]) -> None:
+def _note(model: Any, groups: Iterable[RankGroup]) -> None:
     """Record that a model communicates, and in which groups."""
     global _is_any_known
     if can_be_known(model):
@@ -156,7 +156,7 @@ def needs_agreement(model: Any, tape: Tape) -> bool:
     return _settings.enabled and _is_running()
 
 
-def _groups_of(model: Any) -> tuple[Group, ...]:
+def _groups_of(model: Any) -> tuple[RankGroup, ...]:
     if not can_be_known(model):
         return ()
     size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
@@ -167,12 +167,12 @@ def _groups_of(model: Any) -> tuple[Group, ...]:
 # Calls
 
 
-class _Local(threading.local):
+class _CurrentJointCall(threading.local):
     call: JointCall | None = None
     forbidden: str = ""
 
 
-_local = _Local()
+_local = _CurrentJointCall()
 
 
 class JointCall:
@@ -187,10 +187,10 @@ class JointCall:
         is_left: whether the call is suspended, to be continued by another run.
     """
 
-    def __init__(self, model: Any, groups: Iterable[Group]) -> None:
+    def __init__(self, model: Any, groups: Iterable[RankGroup]) -> None:
         self.model = model
-        self.groups: list[Group] = list(dict.fromkeys(groups))
-        self.counts: dict[Group, int] = {}
+        self.groups: list[RankGroup] = list(dict.fromkeys(groups))
+        self.counts: dict[RankGroup, int] = {}
         self.tape: Tape | None = None
         self.replays: bool = False
         self.error: RankDivergenceError | None = None
@@ -257,7 +257,7 @@ class JointCall:
         except RuntimeError:  # the store is gone: so are the others
             pass
 
-    def _meet(self, group: Group, what: str, op: Op | None) -> None:
+    def _meet(self, group: RankGroup, what: str, op: Op | None) -> None:
         try:
             ranks_of_process().meet(group, what, what + self._guards(op))
         except RankDivergenceError as error:

@@ -40,15 +40,15 @@ from bendtrace.record.encoding import (
 )
 from bendtrace.record.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.record.finish import Finish, Recording, failing_op
-from bendtrace.record.numbers import Numbers, plain_in
+from bendtrace.record.numbers import NumberRecorder, plain_in
 from bendtrace.record.one_op import Given
 from bendtrace.record.rank_sync import is_one_of_several
 from bendtrace.record.scopes import Scopes
-from bendtrace.record.states import States
+from bendtrace.record.states import StateReader
 from bendtrace.record.texts import Texts, goes_to_screen
-from bendtrace.record.values import TRACED_AS, Values
+from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Lifting, Varying
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
@@ -58,7 +58,7 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
-    State,
+    RunState,
     Tape,
     Use,
     describe_raised,
@@ -136,21 +136,25 @@ class Recorder(RecordingMode):
         self.environment = environment
         self._function = function
         self._start = definition(function)
-        self._writer = Writer(environment, script, INTERCEPT_CODES | {Recorder._outcome.__code__})
+        self._writer = TapeWriter(
+            environment, script, INTERCEPT_CODES | {Recorder._outcome.__code__}
+        )
         self.tape: Tape = self._writer.tape
-        self._values = Values(self._writer, environment, self, self._start, observer)
+        self._values = RunValues(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
         self._ran = ran(self._wants_inside)
         self._within = False  # in one op, during which the mode stays switched on
         self._texts = Texts(self._writer, self._as_one)
         outermost = Recorder._outcome.__code__
         reads_states = reads_states or is_one_of_several()  # which cannot begin again by itself
-        self._states = States(
+        self._states = StateReader(
             self._writer, self._values, environment, outermost, reads_states, inserter, self._texts
         )
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
-        self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
+        self._numbers = NumberRecorder(
+            self._writer, self._values, self._encoder, self._texts, inserter
+        )
         self._varying = Varying(
             frozenset() if lifting is None else lifting.places,
             self._writer, self._values, self._numbers.arithmetic,
@@ -292,7 +296,7 @@ class Recorder(RecordingMode):
             self._observer.argument(op, value)
         return value
 
-    def _read_state(self, guard: Guard) -> State | None:
+    def _read_state(self, guard: Guard) -> RunState | None:
         self.active = False  # what is read here is not the model's reading
         try:
             with self._ran.left():
@@ -300,7 +304,7 @@ class Recorder(RecordingMode):
         finally:
             self.active = True
 
-    def _goes_on_from(self, state: State, answer: Any) -> None:
+    def _goes_on_from(self, state: RunState, answer: Any) -> None:
         self._states.go_on_from(state, answer, self.turns)
 
     def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType) -> Any:
@@ -828,7 +832,7 @@ class Entered:
         outermost: the code that called the model.
     """
 
-    def __init__(self, ran: Ran, values: Values, own: tuple[object, ...], outermost: CodeType):
+    def __init__(self, ran: Ran, values: RunValues, own: tuple[object, ...], outermost: CodeType):
         self._ran, self._values = ran, values
         self._own, self._outermost = own, outermost
         ran.enters_foreign = self._enters_foreign

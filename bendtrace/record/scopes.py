@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bendtrace.python.internals import internal
 from bendtrace.python.statements import called_by
 from bendtrace.record.encoding import Encoder
-from bendtrace.record.values import Values
-from bendtrace.record.writer import Known, Writer
+from bendtrace.record.values import RunValues
+from bendtrace.record.writer import Known, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
@@ -62,8 +62,8 @@ class Scopes:
 
     def __init__(
         self,
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         encoder: Encoder,
         environment: Environment,
         ran: Ran,

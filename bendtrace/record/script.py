@@ -46,7 +46,7 @@ from bendtrace.tape.tape import (
     OpKind,
     Raised,
     Ref,
-    State,
+    RunState,
     Stop,
     Tape,
     TensorMeta,
@@ -90,7 +90,7 @@ class _Step:
     """
 
     op: Op
-    names: _Names
+    names: _SectionNames
     tape: Tape
     index: int
     value: Any = None
@@ -128,12 +128,12 @@ class _Question:
     name: Name
     answer: Any
     other: Name
-    state: State | None
+    state: RunState | None
     holes: tuple[Name, ...]
     guard: Guard
 
 
-class _Names:
+class _SectionNames:
     """Names the values of a recorded run, as far as a section can use them."""
 
     def __init__(self, section: Section, handed: Sequence[Name], script: Script) -> None:
@@ -192,11 +192,11 @@ class _Names:
 class Follower(Protocol):
     """Knows states that a run comes to (see `Following` in `engine/program.py`)."""
 
-    def state(self, tape: Tape) -> State | None:
+    def state(self, tape: Tape) -> RunState | None:
         """Return the state of the latest question; None if it has to be read."""
         ...
 
-    def passes(self, tape: Tape, state: State) -> None:
+    def passes(self, tape: Tape, state: RunState) -> None:
         """Take the state of the latest question."""
         ...
 
@@ -268,7 +268,7 @@ class Script:
             last = answer
             if following is not None:
                 last = following.tape.guards[following.entered].answer
-            names = _Names(section, handed, self)
+            names = _SectionNames(section, handed, self)
             handed = self._read(section, names, last)
         for index, value in held.items():
             if not is_exact:
@@ -282,7 +282,7 @@ class Script:
 
     # Reading what was recorded
 
-    def _read(self, section: Section, names: _Names, answer: Any) -> Sequence[Name]:
+    def _read(self, section: Section, names: _SectionNames, answer: Any) -> Sequence[Name]:
         tape, entered, left = section.tape, section.entered, section.left
         position = tape.guards[entered].position if entered >= 0 else 0
         number, holes = entered + 1, ()
@@ -311,7 +311,7 @@ class Script:
         return self._known_as(self.firsts.get(name, name))
 
     def _add_question(
-        self, tape: Tape, number: int, names: _Names, answer: Any
+        self, tape: Tape, number: int, names: _SectionNames, answer: Any
     ) -> tuple[Name, ...]:
         guard, state = tape.guards[number], tape.states.get(number)
         holes = () if state is None else tuple(map(names.of, state.holes))
@@ -336,7 +336,7 @@ class Script:
         if type(name) is int:
             self._steps[name].tape, self._steps[name].index = tape, index
 
-    def late(self, op: Op, names: _Names) -> Name:
+    def late(self, op: Op, names: _SectionNames) -> Name:
         """Return the name of a value that its state does not hold, since it is read from the rest.
 
         Raises:
@@ -363,7 +363,7 @@ class Script:
         elif step is not None and not step.is_known:
             step.value, step.is_known = value, True
 
-    def _learn_same(self, guard: IdentityGuard, names: _Names) -> None:
+    def _learn_same(self, guard: IdentityGuard, names: _SectionNames) -> None:
         """Note that a result, or an element of one, is a tensor that was there before."""
         path: tuple[Any, ...] = ()
         op, before = names.tape.ops[guard.index], self.first(names.of(guard.other))
@@ -617,7 +617,7 @@ class Script:
             and identical(question.answer, guard.answer)
         )
 
-    def asks(self, guard: Guard) -> State | None:
+    def asks(self, guard: Guard) -> RunState | None:
         """Look a question of the run up; return the state in which it is asked, if that was read.
 
         Raises:
@@ -634,7 +634,7 @@ class Script:
         self._asked += 1
         state = question.state
         if state is not None:
-            state = State(state.key, tuple(map(self._index_of, question.holes)), state.kept)
+            state = RunState(state.key, tuple(map(self._index_of, question.holes)), state.kept)
         if self._asked == len(self._questions) and self._taken == len(self._steps):
             self._end()
         return state

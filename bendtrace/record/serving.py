@@ -183,7 +183,7 @@ def _steps(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any
             made.close()
 
 
-class _Awaited:
+class _ContextAwaitable:
     """Awaits what has the methods of a generator, within a context."""
 
     def __init__(self, made: Any, within: Callable[[], AbstractContextManager[None]]) -> None:
@@ -194,7 +194,7 @@ class _Awaited:
 
 
 async def _awaited(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
-    return await _Awaited(made, within)
+    return await _ContextAwaitable(made, within)
 
 
 async def _asynchronous_steps(
@@ -204,7 +204,7 @@ async def _asynchronous_steps(
     try:
         while True:
             try:
-                value = await _Awaited(step, within)
+                value = await _ContextAwaitable(step, within)
             except StopAsyncIteration:
                 return
             try:
@@ -214,7 +214,7 @@ async def _asynchronous_steps(
             except BaseException as error:
                 step = made.athrow(error)
     finally:
-        await _Awaited(made.aclose(), within)
+        await _ContextAwaitable(made.aclose(), within)
 
 
 ENDS.add(call_itself.__code__)

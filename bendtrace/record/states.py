@@ -37,9 +37,9 @@ from bendtrace.record.checkpoints import Checkpointed
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
 from bendtrace.record.texts import Texts, has_marks
-from bendtrace.record.values import LOOKS, Values
+from bendtrace.record.values import LOOKS, RunValues
 from bendtrace.record.varying import Rounds
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.array_functions import carries_array
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -54,7 +54,7 @@ from bendtrace.tape.contexts import current_context, current_settings, dispatch_
 from bendtrace.tape.guards import IdentityGuard
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
-from bendtrace.tape.tape import Guard, OpKind, Ref, State, map_refs
+from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, map_refs
 from bendtrace.tape.watchers import Inserter
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
@@ -62,7 +62,7 @@ from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
 
 
-class States:
+class StateReader:
     """Reads the states of one run.
 
     Args:
@@ -80,8 +80,8 @@ class States:
 
     def __init__(
         self,
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         environment: Environment,
         outermost: CodeType,
         reads_all: bool,
@@ -100,12 +100,12 @@ class States:
         self._left = _MOST_AT_FIRST
         self._follower = None if writer.script is None else writer.script.follower
         self.unread: list[str] = []
-        self._before: State | None = None
+        self._before: RunState | None = None
         self._answer: tuple[str, str] = "", ""  # of the question before
         self._position = 0  # the length of the tape there
         self._turn = -1
 
-    def read(self, guard: Guard, turn: int, compared: frozenset[int]) -> State | None:
+    def read(self, guard: Guard, turn: int, compared: frozenset[int]) -> RunState | None:
         """Return the state in which the value of an op is asked for; None if it is not read.
 
         Args:
@@ -127,7 +127,7 @@ class States:
             self.go_on_from(known, answer, turn)
             return known
         with torch._C.DisableTorchFunction():
-            reader = _Reader(self._values, self._environment, self._texts)
+            reader = _StateWalk(self._values, self._environment, self._texts)
             try:
                 key = _digest(
                     "identity" if is_identity else guard.name,
@@ -144,7 +144,7 @@ class States:
                 self.unread.append(str(error))
                 state = self._after(guard)
             else:
-                state = State(key, tuple(reader.holes), tuple(reader.kept))
+                state = RunState(key, tuple(reader.holes), tuple(reader.kept))
         if follower is not None:
             follower.passes(tape, state)
         before = self._before
@@ -153,7 +153,7 @@ class States:
         self.go_on_from(state, answer, turn)
         return state
 
-    def go_on_from(self, state: State, answer: Any, turn: int) -> None:
+    def go_on_from(self, state: RunState, answer: Any, turn: int) -> None:
         """Take a state as read, with the answer to its question."""
         self._before, self._answer = state, (type(answer).__name__, str(answer))
         self._position, self._turn = len(self._writer.tape.ops), turn
@@ -179,7 +179,7 @@ class States:
             frame = frame.f_back
         return True
 
-    def _after(self, guard: Guard) -> State:
+    def _after(self, guard: Guard) -> RunState:
         """Return a state that is identified only by the path that led to it."""
         before = self._before
         made = tuple(
@@ -189,9 +189,9 @@ class States:
             or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
         )
         if before is None:
-            return State(_digest("start", guard.name), made, ())
+            return RunState(_digest("start", guard.name), made, ())
         key = _digest("after", before.key, self._answer, guard.name)
-        return State(key, before.holes + made, before.kept)
+        return RunState(key, before.holes + made, before.kept)
 
 
 # Without `reads_all`, a run reads at most so many states, and only those with fewer frames below
@@ -216,10 +216,10 @@ def _global_state(modes: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class _Reader:
+class _StateWalk:
     """Reads one state."""
 
-    def __init__(self, values: Values, environment: Environment, texts: Texts) -> None:
+    def __init__(self, values: RunValues, environment: Environment, texts: Texts) -> None:
         self._texts = texts
         self._values = values
         self._ops = values.tape.ops
@@ -250,7 +250,7 @@ class _Reader:
             chain.clear()  # a frame that is held by itself would keep all values alive
 
     def _read_chain(
-        self, chain: list[FrameType], places: stacks.Layout, compared: frozenset[int]
+        self, chain: list[FrameType], places: stacks.FrameLayout, compared: frozenset[int]
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
@@ -299,7 +299,7 @@ class _Reader:
             return _plain(value, kind)
         if value is stacks.EMPTY:
             return ("empty",)  # different from the text "empty"
-        if kind is stacks.Number:
+        if kind is stacks.InterpreterNumber:
             return value
         if isinstance(value, Tensor):
             return self._tensor(value)
@@ -572,23 +572,23 @@ _ITERATORS: tuple[Any, ...] = (
     iter(set()), reversed([]), zip(), enumerate(()), map(len, ()),
 )  # fmt: skip
 _READERS: dict[type, Any] = {
-    tuple: _Reader.values_of,
-    list: _Reader.values_of,
-    torch.Size: _Reader.values_of,
-    set: _Reader._hashed,
-    frozenset: _Reader._hashed,
-    dict: _Reader._mapping,
-    slice: _Reader._slice,
-    Checkpointed: _Reader._checkpointed,
-    Rounds: _Reader._rounds,
-    types.FunctionType: _Reader._function,
-    types.MethodType: _Reader._method,
-    types.BuiltinFunctionType: _Reader._builtin,
-    types.CellType: _Reader._cell,
-    types.GeneratorType: _Reader._generator,
-    functools.partial: _Reader._partial,
-    contextvars.Token: _Reader._token,
-    **{type(iterator): _Reader._reduced for iterator in _ITERATORS},
+    tuple: _StateWalk.values_of,
+    list: _StateWalk.values_of,
+    torch.Size: _StateWalk.values_of,
+    set: _StateWalk._hashed,
+    frozenset: _StateWalk._hashed,
+    dict: _StateWalk._mapping,
+    slice: _StateWalk._slice,
+    Checkpointed: _StateWalk._checkpointed,
+    Rounds: _StateWalk._rounds,
+    types.FunctionType: _StateWalk._function,
+    types.MethodType: _StateWalk._method,
+    types.BuiltinFunctionType: _StateWalk._builtin,
+    types.CellType: _StateWalk._cell,
+    types.GeneratorType: _StateWalk._generator,
+    functools.partial: _StateWalk._partial,
+    contextvars.Token: _StateWalk._token,
+    **{type(iterator): _StateWalk._reduced for iterator in _ITERATORS},
 }
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
 from bendtrace.python.usage import compares_identity, only_tests
-from bendtrace.record.writer import Known, Writer
+from bendtrace.record.writer import Known, TapeWriter
 from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -66,7 +66,7 @@ from bendtrace.watch.writes import storage_of, version_of, works_in_place
 TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
 
-class Values:
+class RunValues:
     """Identifies the values of a run by the ops that returned them.
 
     Args:
@@ -87,7 +87,7 @@ class Values:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: TapeWriter,
         environment: Environment,
         origin: Origin,
         start: str,

@@ -35,8 +35,8 @@ from bendtrace.python.results import (
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.python.usage import compares_identity
 from bendtrace.record.encoding import without_traced
-from bendtrace.record.values import TRACED_AS, Values
-from bendtrace.record.writer import Writer
+from bendtrace.record.values import TRACED_AS, RunValues
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
@@ -88,8 +88,8 @@ class Varying:
     def __init__(
         self,
         places: frozenset[Place],
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
     ) -> None:
         self.places: frozenset[Place] = places
@@ -476,7 +476,7 @@ class Lifting:
         self.places: frozenset[Place] = places
 
     def begin(
-        self, writer: Writer, values: Values, call: Callable[..., Any], outermost: CodeType
+        self, writer: TapeWriter, values: RunValues, call: Callable[..., Any], outermost: CodeType
     ) -> None:
         """Take part in a run.
 

@@ -32,7 +32,7 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
-    State,
+    RunState,
     Tape,
     Use,
     counts,
@@ -67,7 +67,7 @@ def _tensors_in(environment: Environment) -> dict[Any, Tensor]:
     return found
 
 
-class Writer:
+class TapeWriter:
     """Adds ops and guards to a tape.
 
     Args:
@@ -122,8 +122,8 @@ class Writer:
             script.begin(self.aliases, _tensors_in(environment))
             self.handed, self.errors = script.values, script.errors
         self.is_behind: bool = script is not None and script.is_active
-        self.read_state: Callable[[Guard], State | None] | None = None
-        self.goes_on_from: Callable[[State, Any], None] | None = None
+        self.read_state: Callable[[Guard], RunState | None] | None = None
+        self.goes_on_from: Callable[[RunState, Any], None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
         self.is_inside: bool = False
         self.resumed_at: int | None = None

@@ -18,8 +18,8 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch
-from bendtrace.tape.structure import Construction, Fixed, Instance, build
-from bendtrace.tape.tape import Op, Ref, Settings
+from bendtrace.tape.structure import Construction, FixedObject, Instance, build
+from bendtrace.tape.tape import CheckpointSettings, Op, Ref
 
 # Runs a block: it is advanced where the block begins and where it ends, so that the saved tensors
 # are torch's concern. Seen in 2.13 to 2.15; torch's own compiler uses it in the same way.
@@ -153,7 +153,7 @@ def _arguments(value: Any, known: dict[int, Any]) -> Any:
         return {key: _arguments(item, known) for key, item in value.items()}
     if kind is slice:
         return slice(*_arguments((value.start, value.stop, value.step), known))
-    if kind is Fixed:
+    if kind is FixedObject:
         return value.value
     if kind is Construction:
         return value.maker(*_arguments(value.args, known))
@@ -181,7 +181,7 @@ class Block:
         function: the model's own function, if that is to be called again instead of the portions.
     """
 
-    def __init__(self, settings: Settings, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, settings: CheckpointSettings, tensors: Iterable[Tensor]) -> None:
         self.function: Callable[[], Any] | None = None
         self._portions: list[tuple[Portion, tuple[Any, ...], tuple[int, int] | None]] = []
         self._around = [keeper() for keeper in KEEPERS]

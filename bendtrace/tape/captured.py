@@ -313,7 +313,7 @@ class Captured:
 
 
 @dataclass(slots=True)
-class Change:
+class EnvironmentChange:
     """A change that a run made to its environment.
 
     Attributes:

@@ -1,6 +1,6 @@
 """The kinds of guards.
 
-To add one, write its class here, and call `Writer.guard` where it is asked. A layer
+To add one, write its class here, and call `TapeWriter.guard` where it is asked. A layer
 refuses a kind that it does not know: compiled paths and exported programs name the kinds that they
 can write.
 """

@@ -266,7 +266,7 @@ class Existing:
         return self.part.label
 
 
-class Fixed:
+class FixedObject:
     """An object used itself, not a copy, that no scan has found."""
 
     __slots__ = ("value",)
@@ -275,7 +275,7 @@ class Fixed:
         self.value: Any = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fixed) and other.value is self.value
+        return isinstance(other, FixedObject) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)

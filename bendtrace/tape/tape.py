@@ -397,7 +397,7 @@ class Guard:
         return answer
 
 
-class Settings(NamedTuple):
+class CheckpointSettings(NamedTuple):
     """The options of `torch.utils.checkpoint` for a block (see there)."""
 
     preserves_rng: bool
@@ -419,7 +419,7 @@ class Checkpoint:
 
     begin: tuple[int, int]
     end: tuple[int, int]
-    settings: Settings
+    settings: CheckpointSettings
     tensors: tuple[int, ...]
 
     def holds(self, guard: int) -> bool:
@@ -442,7 +442,7 @@ class AfterOp:
 Stop: TypeAlias = int | AfterOp
 
 
-class State(NamedTuple):
+class RunState(NamedTuple):
     """The state of a run when it asked for a value (see `states.py`).
 
     Attributes:
@@ -487,7 +487,7 @@ class Tape:
     blockers: list[str] = field(default_factory=list)
     is_joint: bool = False
     joint: dict[int, str] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, RunState] = field(default_factory=dict)
     counters: set[int] = field(default_factory=set)
     aliases: dict[int, int] = field(default_factory=dict)
     outlines: dict[int, Any] = field(default_factory=dict)

@@ -156,7 +156,7 @@ _COUNTED = {"allgather_": 0, "reduce_scatter_": 1}
 class Collective:
     """One op in which all ranks of a group take part."""
 
-    group: Group
+    group: RankGroup
     text: str
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ def _describe(value: Any) -> Iterator[str]:
             yield from _describe(item)
 
 
-def _group_in(value: Any) -> Group | None:
+def _group_in(value: Any) -> RankGroup | None:
     if isinstance(value, torch.ScriptObject):
         try:
             return group_of(dist.ProcessGroup.unbox(value))
@@ -211,12 +211,12 @@ def _group_in(value: Any) -> Group | None:
     return None
 
 
-def group_of(group: Any) -> Group:
+def group_of(group: Any) -> RankGroup:
     """Return the properties of a process group that are the same on all ranks."""
-    return Group(group.group_name, tuple(dist.get_process_group_ranks(group)))
+    return RankGroup(group.group_name, tuple(dist.get_process_group_ranks(group)))
 
 
-def world() -> Group:
+def world() -> RankGroup:
     """Return the default process group."""
     return group_of(dist.group.WORLD)
 
@@ -224,7 +224,7 @@ def world() -> Group:
 # Which models do
 
 
-def groups_of(model: nn.Module) -> list[Group]:
+def groups_of(model: nn.Module) -> list[RankGroup]:
     """Return the groups over which a model's parameters and buffers are distributed."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
@@ -547,7 +547,7 @@ JOINT: frozenset[Any] = frozenset(
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """A process group: its name, which is the same on all ranks, and its (global) ranks."""
 
     name: str
@@ -585,7 +585,7 @@ class Ranks:
     _is_gone: bool = False
     _latest: dict[str, int] = field(default_factory=dict)  # at which all came to agree
 
-    def meet(self, group: Group, what: str, told: str) -> None:
+    def meet(self, group: RankGroup, what: str, told: str) -> None:
         """Wait until all ranks of a group are about to do the same.
 
         Args:
@@ -614,7 +614,7 @@ class Ranks:
             raise self._divergence(group, key, told)
         self._latest[group.name] = number
 
-    def leave(self, groups: Iterable[Group], told: str) -> None:
+    def leave(self, groups: Iterable[RankGroup], told: str) -> None:
         """Stop others from waiting for this rank at their next meeting.
 
         Args:
@@ -639,7 +639,7 @@ class Ranks:
 
     # Waiting
 
-    def _answer(self, group: Group, key: str) -> bytes:
+    def _answer(self, group: RankGroup, key: str) -> bytes:
         """Wait for the last rank to come, or for somebody to find out that it will not."""
         started, patience = time.monotonic(), _PATIENCE
         before: Any = None
@@ -673,7 +673,7 @@ class Ranks:
         return {rank for rank, place in places.items() if place.get("at") == key}
 
     def _hopeless(
-        self, group: Group, key: str, places: Mapping[int, Mapping[str, Any]]
+        self, group: RankGroup, key: str, places: Mapping[int, Mapping[str, Any]]
     ) -> dict[int, str]:
         """Return why one of those who are missing will never come; empty if they all may."""
         late = sorted(set(group.ranks) - self._at(key, places))
@@ -707,7 +707,7 @@ class Ranks:
         for rank, text in told.items():
             self._exchange(f"{key}/told/{rank}", text)
 
-    def _divergence(self, group: Group, key: str, told: str) -> RankDivergenceError:
+    def _divergence(self, group: RankGroup, key: str, told: str) -> RankDivergenceError:
         self._exchange(f"{key}/told/{self.rank}", told)  # unless it was given up before
         found: dict[int, str] = {}
         until = time.monotonic() + _REPORT_SECONDS
@@ -721,12 +721,12 @@ class Ranks:
 
     # The store
 
-    def _next(self, group: Group) -> int:
+    def _next(self, group: RankGroup) -> int:
         number = self.events.get(group.name, 0)
         self.events[group.name] = number + 1
         return number
 
-    def _forget(self, group: Group, number: int) -> None:
+    def _forget(self, group: RankGroup, number: int) -> None:
         """Remove the messages of a meeting that all have left."""
         if number >= 0:
             for name in ("what", "count", "answer"):

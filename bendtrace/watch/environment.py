@@ -27,7 +27,7 @@ from bendtrace.tape.captured import (
     Added,
     Captured,
     CaptureKind,
-    Change,
+    EnvironmentChange,
     compares_by_identity,
     content_of,
     holds_number,
@@ -40,7 +40,7 @@ from bendtrace.tape.structure import cached_results, entries_of, flat
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watching
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
-from bendtrace.watch.findings import Found, Places
+from bendtrace.watch.findings import Found, LookupPlaces
 from bendtrace.watch.growing import (
     READING,
     access_name,
@@ -77,7 +77,7 @@ class Environment(Found):
         lifted: the labels in the state that are inputs of the run.
     """
 
-    places: Places
+    places: LookupPlaces
     held: dict[int, dict[Any, Any]]
     alone: list[Captured]
     bare: list[Captured]
@@ -219,7 +219,7 @@ class Environment(Found):
         if growing and growing_in(self).keys() != growing.keys():
             self._scan(arguments, plain_numbers, {}, containers)
             return
-        self.places = Places(self.parts, self.held)
+        self.places = LookupPlaces(self.parts, self.held)
         self.contents = self.places.read()
         self.bare, self.alone = [], []
         self._sort_out(self.parts)
@@ -377,7 +377,7 @@ class Environment(Found):
             elif part.kind in COPIED:
                 self.alone.append(part)
 
-    def changes(self, is_over: bool = True) -> Iterator[Change]:
+    def changes(self, is_over: bool = True) -> Iterator[EnvironmentChange]:
         """Yield the differences since the parts were listed.
 
         Args:
@@ -420,7 +420,7 @@ class Environment(Found):
                 self.leaves_watched_objects |= is_full(part.value)
                 self.block(f"the run does more with {part.label} than add to it", "")
             elif added:
-                yield Change(part, Added.ITEMS, added)
+                yield EnvironmentChange(part, Added.ITEMS, added)
         if not self.watched_objects.same():
             self.leaves_watched_objects = True
             for label in dict.fromkeys(self.watched_objects.changed()):
@@ -432,7 +432,7 @@ class Environment(Found):
         for name in sorted(name for name in names if name in space):
             self.block(f"the run makes {name}, which was not there", name)
 
-    def changes_so_far(self) -> list[Change] | None:
+    def changes_so_far(self) -> list[EnvironmentChange] | None:
         """Return the changes of a run in progress; None if they cannot be followed."""
         kept, left = list(self.blockers), self.leaves_watched_objects
         try:
@@ -443,7 +443,7 @@ class Environment(Found):
 
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool
-    ) -> Iterator[Change]:
+    ) -> Iterator[EnvironmentChange]:
         if part.kind in COPIED and not is_as_copied(part, part.value):
             self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
         if before is None:
@@ -453,7 +453,9 @@ class Environment(Found):
             for key, value in before.items():
                 is_cell = isinstance(part.value, types.CellType)
                 if now.get(key) is not value and (is_cell or not is_over):
-                    yield Change(part, key, now.get(key))  # the run may well change it back
+                    yield EnvironmentChange(
+                        part, key, now.get(key)
+                    )  # the run may well change it back
                 elif now.get(key) is not value:
                     if isinstance(part.value, types.MappingProxyType):
                         self.leaves_watched_objects = True  # perhaps only the first run does
@@ -465,14 +467,14 @@ class Environment(Found):
             if not _in_one_order(written, now):  # as a replay would leave them
                 self.block(f"the run changes the order of {part.label}", part.label)
         if part.kind is CaptureKind.LIST and len(before) != len(now):
-            yield Change(part, None, list(part.value))
+            yield EnvironmentChange(part, None, list(part.value))
             return
         for key, value in now.items():
             if key not in before or before[key] is not value:
-                yield Change(part, key, value)
+                yield EnvironmentChange(part, key, value)
         for key in before:
             if key not in now:
-                yield Change(part, key, None, deleted=True)
+                yield EnvironmentChange(part, key, None, deleted=True)
 
     def lift(self, labels: frozenset[str]) -> list[Captured]:
         """Return the parts that are numbers with some labels, which the run takes as inputs.
@@ -542,7 +544,7 @@ class Environment(Found):
         """Let go of tensors and contents once the run is over."""
         if self.compares_identity:
             _ = self.owned
-        self.held, self.contents, self.places = {}, None, Places((), {})
+        self.held, self.contents, self.places = {}, None, LookupPlaces((), {})
         self._items.clear()
         self.growing = {}
         self.depends: Depends = Depends()

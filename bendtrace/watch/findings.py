@@ -813,7 +813,7 @@ _values = methodcaller("values")
 _cell_contents = attrgetter("cell_contents")
 
 
-class Places:
+class LookupPlaces:
     """Where to look: dicts that modules consist of, names in namespaces, and cells.
 
     Args:
@@ -1015,7 +1015,7 @@ class Found:
         self.own: list[Captured] = self.parts
         self.by_id: dict[int, Captured] = {}
         self.held: dict[int, dict[Any, Any]] = {}
-        self.places: Places = Places((), {})
+        self.places: LookupPlaces = LookupPlaces((), {})
         self.contents: Contents | None = self.places.read()
         self.bare: list[Captured] = []
         self.alone: list[Captured] = []

@@ -104,7 +104,7 @@ def reachable_from(
 
 
 def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reachable:
-    search = _Search()
+    search = _ReachabilitySearch()
     if isinstance(subject, type):
         search.add_class(subject, entries)
     else:
@@ -141,7 +141,7 @@ _STREAMS = frozenset({"stdout", "stderr"})
 _OF_STREAMS = frozenset(dir(sys.__stdout__)) - frozenset(dir(object))
 
 
-class _Search:
+class _ReachabilitySearch:
     """Follows names from functions to the functions and classes that they refer to."""
 
     def __init__(self) -> None:

@@ -359,7 +359,7 @@ def _extent(array: Any) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedArray:
     """An array, and the tensors in its memory.
 
     Attributes:
@@ -389,7 +389,7 @@ class SharedArrays:
     def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
         self._tape = tape
         self._find = find
-        self._shared: dict[int, _Shared] = {}  # by the storage of the tensors
+        self._shared: dict[int, _SharedArray] = {}  # by the storage of the tensors
 
     def __bool__(self) -> bool:
         return bool(self._shared)
@@ -419,7 +419,7 @@ class SharedArrays:
             first = array.__array_interface__["data"][0]
             if first <= made.data_ptr() < first + array.nbytes:
                 was_there = self._find(array) is not None
-                self._shared[storage_of(out)] = _Shared(
+                self._shared[storage_of(out)] = _SharedArray(
                     array, Array(array), was_there, again is not None and not was_there,
                     user_place(frame),
                 )  # fmt: skip
@@ -452,11 +452,11 @@ class SharedArrays:
     def _storages_of(self, given: Iterable[Tensor]) -> set[int]:
         return {storage_of(tensor) for tensor in given} & self._shared.keys()
 
-    def _compare(self, shared: _Shared) -> None:
+    def _compare(self, shared: _SharedArray) -> None:
         if shared.content != shared.array:
             self._block(shared, "is written to afterwards")
 
-    def _block(self, shared: _Shared, what: str) -> None:
+    def _block(self, shared: _SharedArray, what: str) -> None:
         reason = f"the array whose memory a tensor shares since {shared.place} {what}"
         if shared.is_resumed:
             raise NondeterminismError(
@@ -469,7 +469,7 @@ class SharedArrays:
         self._shared = {key: other for key, other in self._shared.items() if other is not shared}
 
 
-def _is_free(shared: _Shared) -> bool:
+def _is_free(shared: _SharedArray) -> bool:
     """Return whether nobody but the tensor can reach an array."""
     held = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
     if held > (0 if shared.is_resumed else 1):
