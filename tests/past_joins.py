@@ -10,7 +10,7 @@ from unittest import mock
 
 from bendtrace.engine.dispatcher import Floor
 from bendtrace.engine.program import Program
-from bendtrace.engine.stretches import Divergence, Node
+from bendtrace.engine.stretches import Divergence, StateNode
 from bendtrace.record.states import StateReader
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import Guard, RunState
@@ -103,10 +103,10 @@ def _read_and_followed(
     return state
 
 
-class _Passing(dict[int, Node]):
+class _Passing(dict[int, StateNode]):
     """The nodes of a piece, of which so many are passed; no answer of the next one is known."""
 
-    def __init__(self, nodes: dict[int, Node], passed: Iterator[int]) -> None:
+    def __init__(self, nodes: dict[int, StateNode], passed: Iterator[int]) -> None:
         super().__init__(nodes)
         self._passed = passed
 
@@ -114,4 +114,4 @@ class _Passing(dict[int, Node]):
         node = super().get(number)
         if node is None or next(self._passed, None) is not None:
             return node
-        return Node(node.piece, node.number)
+        return StateNode(node.piece, node.number)

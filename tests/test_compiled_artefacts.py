@@ -186,7 +186,7 @@ def test_a_model_warns_of_what_is_damaged(tmp_path: Path, monkeypatch: pytest.Mo
             for _ in range(3):
                 bended(torch.ones(2, 3))
 
-    monkeypatch.setattr(module.Settings, "compilers", lambda self, on_cpu: (backend,))
+    monkeypatch.setattr(module.CompileSettings, "compilers", lambda self, on_cpu: (backend,))
     call()
     spoiled(entry(tmp_path), "a damaged library")
     with pytest.warns(CompileWarning, match="is not used, and made anew: "):

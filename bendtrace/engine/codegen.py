@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed, may_be_caught
-from bendtrace.engine.source import Code, Departure, Source, Splice, define, gives_nothing
+from bendtrace.engine.source import (
+    Code,
+    Departure,
+    GeneratedSource,
+    ValueSplice,
+    define,
+    gives_nothing,
+)
 from bendtrace.tape.blocks import Block, Portion
 from bendtrace.tape.captured import (
     Access,
@@ -47,7 +54,7 @@ def write_run(schedule: Schedule, direct: bool = False) -> Code:
 
 def write_portion(portion: Portion) -> Callable[..., None]:
     """Return a function that carries out a portion of a checkpointed block again."""
-    source, passages, current = Source(), list(portion.passages), None
+    source, passages, current = GeneratedSource(), list(portion.passages), None
     source.begin("again(E, switch)")
 
     def switch_to(context: Context | None) -> None:
@@ -96,7 +103,7 @@ class RunWriter:
     def __init__(self, schedule: Schedule, direct: bool = False) -> None:
         self.schedule = schedule
         self.tape: Tape = schedule.tape
-        self.source: Source = Source()
+        self.source: GeneratedSource = GeneratedSource()
         self._current = schedule.entry  # what is in force where the code has come to
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
         self._direct: dict[int, EquivalentCall] = {}
@@ -243,7 +250,7 @@ class RunWriter:
         self.source.line("E.hold.block.end()")
         self.source.line("E.hold.block = None")
 
-    def _pass_through(self, splice: Splice) -> None:
+    def _pass_through(self, splice: ValueSplice) -> None:
         """Write that a value is passed through something, which may replace it."""
         source = self.source
         assert splice.context is not None
@@ -344,7 +351,7 @@ def _items_of(value: Any) -> Iterable[Any]:
     return value if isinstance(value, (tuple, list)) else ()
 
 
-def _store(source: Source, change: EnvironmentChange, value: str) -> str:
+def _store(source: GeneratedSource, change: EnvironmentChange, value: str) -> str:
     holder = source.part(change.part)
     if change.key is Added.ITEMS:
         return f"{holder}.extend({value})"

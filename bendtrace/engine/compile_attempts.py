@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
 from bendtrace.engine.compile_probing import with_place
-from bendtrace.engine.compile_settings import Settings
+from bendtrace.engine.compile_settings import CompileSettings
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.tape import Op
 from bendtrace.watch.writes import storage_of
@@ -31,7 +31,7 @@ _WARM = 2  # calls before times are taken
 _TIMED = 6  # calls of either kind whose times are taken
 
 
-class State(Enum):
+class CompileState(Enum):
     """The state of a compiled function."""
 
     MEASURED = "being measured"
@@ -60,9 +60,9 @@ class CompiledFunction:
         is_unusable: whether the backend itself failed.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompileSettings) -> None:
         self.settings = settings
-        self.state = State.MEASURED if settings.drop_slower else State.USED
+        self.state = CompileState.MEASURED if settings.drop_slower else CompileState.USED
         self.reason: str = ""
         self.raised: str = ""
         self.seconds: float = 0.0
@@ -75,7 +75,7 @@ class CompiledFunction:
         # For each graph that has been compared with a replay, the right order of dimensions for
         # those results that it lays out in memory in another one.
         self._confirmed: dict[int, dict[int, tuple[int, ...]]] = {}
-        self._missing: dict[int, Missing] = {}
+        self._missing: dict[int, ZeroGradientHook] = {}
 
     @property
     def graphs(self) -> int:
@@ -85,7 +85,7 @@ class CompiledFunction:
     @property
     def is_used(self) -> bool:
         """Return whether calls are tried on it."""
-        return self.state in (State.MEASURED, State.USED)
+        return self.state in (CompileState.MEASURED, CompileState.USED)
 
     @property
     def speed(self) -> float | None:
@@ -102,9 +102,9 @@ class CompiledFunction:
     def was_replayed(self, seconds: float) -> None:
         """Record the duration of a replay; with enough durations of both, use the faster one."""
         self.replayed.append(seconds)
-        if self.state is State.MEASURED and len(self.replayed) >= _TIMED:
+        if self.state is CompileState.MEASURED and len(self.replayed) >= _TIMED:
             faster = min(self.served) < min(self.replayed)
-            self.state = State.USED if faster else State.SLOWER
+            self.state = CompileState.USED if faster else CompileState.SLOWER
 
     def compile(
         self, function: Callable[..., Any], compiler: Callable[..., Any], may_assume: bool = False
@@ -182,12 +182,12 @@ class CompiledFunction:
         if different is None:
             pairs = [(slots[id(a)], a, b) for a, b in compared.differentiable if id(a) in slots]
             found = missing(pairs, known)
-            if isinstance(found, Missing):
+            if isinstance(found, ZeroGradientHook):
                 self._missing[result.graph] = found
             else:
                 different = found
         if different is not None:
-            self.state, self.reason = State.REFUSED, f"compiled, {different}"
+            self.state, self.reason = CompileState.REFUSED, f"compiled, {different}"
             return False
         # Inductor lays out some results in an order that it likes better.
         moved = {slots[key]: order for key, order in orders.items()}
@@ -205,7 +205,7 @@ class CompiledFunction:
         self.raised = str(error)
         self.is_unusable = failed.is_of_backend
         if failed.is_final:
-            self.state = State.REFUSED
+            self.state = CompileState.REFUSED
 
     def op_at(self, line: int) -> Op | None:
         """Return the op of the model in a line of the source that is compiled."""
@@ -458,7 +458,7 @@ def _between_values(ours: Tensor, theirs: Tensor) -> str | None:
 _Edge = tuple[Any, int]
 
 
-class Missing(NamedTuple):
+class ZeroGradientHook(NamedTuple):
     """A hook that takes zeros away from the gradients of one graph, and its place.
 
     Attributes:
@@ -481,7 +481,7 @@ class Missing(NamedTuple):
 
 def missing(
     pairs: Iterable[tuple[int, Tensor, Tensor]], known: Iterable[Tensor]
-) -> Missing | str | None:
+) -> ZeroGradientHook | str | None:
     """Return what takes zeros away; None if there are none, or why that is impossible.
 
     Args:
@@ -518,7 +518,7 @@ def missing(
             slot for slot, number in enumerate(inputs) if number in reached
         )
     assert ways[0] is not None
-    return Missing(pairs[0][0], ways[0][0], _hook(needed))
+    return ZeroGradientHook(pairs[0][0], ways[0][0], _hook(needed))
 
 
 def _hook(needed: dict[int, set[int]]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bendtrace.engine.analysis import Analysis
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.schedule import Schedule
-from bendtrace.engine.splices import Splice, apply_step
+from bendtrace.engine.splices import GateSplice, apply_step
 from bendtrace.python.internals import TorchDispatchMode
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Array
@@ -52,10 +52,10 @@ from bendtrace.watch.functions import (
 from bendtrace.watch.host_io import environ
 from bendtrace.watch.writes import storage_of, works_in_place
 
-_NOTHING: Mapping[int, Splice] = {}
+_NOTHING: Mapping[int, GateSplice] = {}
 
 
-class Refusal(Exception):
+class CompileRefusal(Exception):
     """Why a path is not compiled, in a sentence."""
 
 
@@ -80,7 +80,7 @@ class Findings:
 
 
 def probe(
-    recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, Splice] = _NOTHING
+    recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, GateSplice] = _NOTHING
 ) -> Findings | None:
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
@@ -93,7 +93,7 @@ def probe(
         What was found; None if the arguments lead another way.
 
     Raises:
-        Refusal: an op writes to what was there before, or draws random numbers.
+        CompileRefusal: an op writes to what was there before, or draws random numbers.
     """
     states = RandomStates()
     try:
@@ -101,12 +101,12 @@ def probe(
     finally:
         if states.differ():
             states.restore()
-            raise Refusal("it draws random numbers")
+            raise CompileRefusal("it draws random numbers")
 
 
 class _Probe:
     def __init__(
-        self, recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, Splice]
+        self, recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, GateSplice]
     ) -> None:
         self._tape = recording.tape
         self._arguments = arguments
@@ -132,7 +132,7 @@ class _Probe:
         for splice in self._splices.values():
             self._protected.update(map(storage_of, splice.tensors))
         switch = ContextSwitch()
-        mode = _Watch(self._protected)
+        mode = _OperatorWatch(self._protected)
         try:
             for position, guards, op in self._schedule.steps():
                 if not all(self._holds(guard) for _, guard in guards):
@@ -141,7 +141,7 @@ class _Probe:
                 if op is not None:
                     self._carry_out(op, switch, mode)
                     self._forget(2 * position + 1)
-        except Refusal:
+        except CompileRefusal:
             raise
         except Exception:  # the arguments are such that the model raises
             return None
@@ -160,12 +160,12 @@ class _Probe:
         value = op.target.read(self._arguments)
         if isinstance(value, Tensor):
             if type(value) not in _PLAIN or value.layout is not torch.strided:
-                raise Refusal(f"{op.target.label} is no plain dense tensor")
+                raise CompileRefusal(f"{op.target.label} is no plain dense tensor")
             self._protected.add(storage_of(value))
             self._note(op.index, value)
         self._values[op.index] = value
 
-    def _carry_out(self, op: Op, switch: ContextSwitch, mode: _Watch) -> None:
+    def _carry_out(self, op: Op, switch: ContextSwitch, mode: _OperatorWatch) -> None:
         if op.kind is OpKind.CALL:
             switch.to(op.context)
         args, kwargs = self._actual(op.args), self._actual(op.kwargs)
@@ -183,10 +183,10 @@ class _Probe:
             self._dynamic.add(op.index)
         if isinstance(value, Tensor):
             if type(value) not in _PLAIN or value.layout is not torch.strided:
-                raise Refusal("it computes with tensors that are not plain dense ones")
+                raise CompileRefusal("it computes with tensors that are not plain dense ones")
             self._note(op.index, value)
 
-    def _through(self, splice: Splice, values: list[Any], mode: _Watch) -> Any:
+    def _through(self, splice: GateSplice, values: list[Any], mode: _OperatorWatch) -> Any:
         """Carry out a gate: nothing that is called there may write to what it is given."""
         for step in splice.steps:
             if step.function is None:
@@ -196,7 +196,7 @@ class _Probe:
                 with mode:  # it runs what is checked, which may turn out to write
                     reason = step.check(values[slot], step.tensors)
                 if reason is not None:
-                    raise Refusal(reason)
+                    raise CompileRefusal(reason)
             storage = storage_of(values[slot])
             added = storage not in self._protected
             self._protected.add(storage)
@@ -209,9 +209,9 @@ class _Probe:
             if added:
                 self._protected.discard(storage)
             if any(tensor.requires_grad for tensor in kept):
-                raise Refusal("gradients may be asked for of what an insertion keeps")
+                raise CompileRefusal("gradients may be asked for of what an insertion keeps")
             if type(values[slot]) not in _PLAIN:
-                raise Refusal("what is inserted makes something else of a tensor")
+                raise CompileRefusal("what is inserted makes something else of a tensor")
         return splice.gate_result(values)
 
     def _actual(self, value: Any) -> Any:
@@ -238,7 +238,7 @@ class _Probe:
         return guard.meets(value, others[0] if others else guard.answer)
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     """Sees what each op comes down to, by the schemas of torch's own operators.
 
     Attributes:
@@ -257,11 +257,11 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            raise Refusal(f"it draws random numbers ({func})")
+            raise CompileRefusal(f"it draws random numbers ({func})")
         for name, tensor in _writes(func, args, kwargs):
             self.wrote = True
             if storage_of(tensor) in self._protected:
-                raise Refusal(f"it writes to what was there before the run ({func}, {name})")
+                raise CompileRefusal(f"it writes to what was there before the run ({func}, {name})")
         # An index of tensors has that tag for the sake of masks.
         if torch.Tag.dynamic_output_shape in func.tags and (
             func.overloadpacket is not torch.ops.aten.index or _has_mask(args[1])

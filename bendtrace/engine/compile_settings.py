@@ -31,7 +31,7 @@ _DYNAMIC = (None, True, False)
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompileSettings:
     """The settings with which paths are compiled.
 
     Attributes:
@@ -115,7 +115,7 @@ class Settings:
 
 def settings_of(
     backend: Any, options: Mapping[str, Any] | None, cache_dir: Any = None
-) -> Settings | None:
+) -> CompileSettings | None:
     """Check what a user gave.
 
     Args:
@@ -153,10 +153,10 @@ def settings_of(
                 f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; options of "
                 "the backend itself belong into options={...}"
             )
-    return _check(Settings(backend, given, cache_dir=cache_dir, **given), given)
+    return _check(CompileSettings(backend, given, cache_dir=cache_dir, **given), given)
 
 
-def _check(settings: Settings, given: dict[str, Any]) -> Settings:
+def _check(settings: CompileSettings, given: dict[str, Any]) -> CompileSettings:
     if settings.dynamic not in _DYNAMIC:
         raise InputError(f"dynamic has to be True, False or None, not {settings.dynamic!r}")
     for name, least, requirement in (
@@ -180,7 +180,7 @@ def _check(settings: Settings, given: dict[str, Any]) -> Settings:
     if settings.cuda_graphs:
         if settings.backend != "inductor" or settings.mode or settings.options:
             raise InputError("cuda_graphs is inductor's mode 'reduce-overhead': give no other")
-        return Settings(**{**vars(settings), "mode": "reduce-overhead"})
+        return CompileSettings(**{**vars(settings), "mode": "reduce-overhead"})
     return settings
 
 

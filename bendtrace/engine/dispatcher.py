@@ -238,7 +238,7 @@ class Dispatcher:
             splicer, known = found
             if known is None and self._signature.has_changed():
                 return self.call(args, kwargs, plan, auditor)
-            call = _Call(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
+            call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
                 return self._spliced(call, known)
             except Unfit:
@@ -277,7 +277,7 @@ class Dispatcher:
         if program is None:
             floor.followed(False)
             try:
-                return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
+                return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
             except Uninitialized as error:  # of modules that are not registered in the model
                 if plan is not None or error.function is not self._model:
                     raise
@@ -285,18 +285,24 @@ class Dispatcher:
         if program.live_only:
             if tree.looks_again(program):
                 floor.followed(False)
-                call = _Call(args, kwargs, names, arguments, plan, tree)
+                call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
             tree.ran_live(program)
             floor.lived()
-            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
+            return self._run_live(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         if plan is not None and plan.looks_at_changes(
             program.recordings(), reading.read_and_changed
         ):
             floor.lived()
-            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
+            return self._run_live(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         if program.wants_lifting and tree.lifts:
-            return self._record_lifted(_Call(args, kwargs, names, arguments, plan, tree), program)
+            return self._record_lifted(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         auditor = auditor or self._auditor
         audit = None
         if auditor is not None and plan is None:
@@ -314,7 +320,9 @@ class Dispatcher:
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
-        return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
+        return self._resume(
+            _DispatchedCall(args, kwargs, names, arguments, plan, tree), program, result
+        )
 
     def _splicer(
         self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
@@ -350,7 +358,7 @@ class Dispatcher:
             return self._trees.plain
         return self._trees.of(plan)
 
-    def _spliced(self, call: _Call, program: Program | None) -> Any:
+    def _spliced(self, call: _DispatchedCall, program: Program | None) -> Any:
         """Serve a call with insertions along the paths without them."""
         assert call.splicer is not None
         assert call.plan is not None
@@ -383,7 +391,7 @@ class Dispatcher:
 
     # By the model's own Python, without the tracer where that is possible
 
-    def _run_live(self, call: _Call, program: Program) -> Any:
+    def _run_live(self, call: _DispatchedCall, program: Program) -> Any:
         self.stats.live += 1
         if call.plan is None:
             with self.calls:
@@ -404,7 +412,7 @@ class Dispatcher:
             return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
         recording = self._recorded(
-            _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
+            _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
         )
         output, recording.result = recording.result, None
         return output
@@ -432,7 +440,7 @@ class Dispatcher:
         """Run the model under the tracer, keep the path, and return the output."""
         self._signature.has_changed()
         names, arguments = self.named_arguments(args, kwargs, plan)
-        call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
+        call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
         with nullcontext() if plan is None else gates.running(plan):
             return self._record_new(call)
 
@@ -493,7 +501,7 @@ class Dispatcher:
 
     # By the model's own Python, under the tracer
 
-    def _record_new(self, call: _Call) -> Any:
+    def _record_new(self, call: _DispatchedCall) -> Any:
         global_state = GlobalState.current()
         call.tree.compare_numbers(call.names, call.arguments)
         evolving = call.tree.outdated(call.names, call.arguments)
@@ -530,7 +538,7 @@ class Dispatcher:
         self.passing.update(dict.fromkeys(reasons))
         return True
 
-    def _look_again(self, call: _Call, live: Program) -> Any:
+    def _look_again(self, call: _DispatchedCall, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
         global_state = GlobalState.current()
         recording = self._traced(call, lifting=call.tree.lifting())
@@ -547,7 +555,7 @@ class Dispatcher:
             self._mismatch = functools.partial(explain.explain_guard, before, leaves[0], now)
         return self._remember(recording, program)
 
-    def _record_lifted(self, call: _Call, program: Program) -> Any:
+    def _record_lifted(self, call: _DispatchedCall, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
         lifting = program.lifting(counters=True)
         assert lifting is not None
@@ -563,7 +571,7 @@ class Dispatcher:
 
     def _traced(
         self,
-        call: _Call,
+        call: _DispatchedCall,
         divergence: Divergence | None = None,
         script: Script | None = None,
         lifting: Lifting | None = None,
@@ -582,7 +590,7 @@ class Dispatcher:
 
     def _recorded(
         self,
-        call: _Call,
+        call: _DispatchedCall,
         script: Script | None = None,
         reads_states: bool = False,
         lifting: Lifting | None = None,
@@ -617,7 +625,7 @@ class Dispatcher:
         self._latest = _parts_of_trace(recording, program)
         return output
 
-    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
+    def _resume(self, call: _DispatchedCall, program: Program, divergence: Divergence) -> Any:
         was_live = divergence.known_live
         known_live = was_live and not call.tree.looks_again_after(divergence)
         if known_live and call.plan is None and not divergence.has_acted:
@@ -658,7 +666,7 @@ def _reason_of_mode(mode: Any) -> str:
     return f"{type(mode).__qualname__}{place}, a function mode around the call, sees the model"
 
 
-class _Call(NamedTuple):
+class _DispatchedCall(NamedTuple):
     """One call: its inputs, the insertions, and the known paths with these.
 
     With a splicer, these are the paths without what is inserted.

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.engine.source import INFIX, Source
+from bendtrace.engine.source import INFIX, GeneratedSource
 from bendtrace.tape.structure import Instance
 from bendtrace.tape.tape import Op, OpKind
 from bendtrace.watch.functions import name_of
 
 
-class Expressions(Source):
+class Expressions(GeneratedSource):
     """Writes ops so that torch.compile knows them: as methods, operators and literals."""
 
     def __init__(self) -> None:

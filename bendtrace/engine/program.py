@@ -11,20 +11,29 @@ from typing import Any, TypeAlias
 from bendtrace.engine.analysis import Analysis, asks_for_slices, tested_ops
 from bendtrace.engine.check import Check, CheckWriter
 from bendtrace.engine.global_state import GlobalState
-from bendtrace.engine.graph import Graph, Names
+from bendtrace.engine.graph import ProgramGraph, ValueNames
 from bendtrace.engine.growing import Holes
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import (
     Code,
     Departure,
+    GeneratedSource,
     Interrupted,
-    Source,
     Unfit,
     define,
     dependencies_of,
     slice_count,
 )
-from bendtrace.engine.stretches import Divergence, Exit, Finished, Node, Path, Side, Stretch, Trip
+from bendtrace.engine.stretches import (
+    Divergence,
+    Exit,
+    Finished,
+    GuardSide,
+    RecordedPath,
+    StateNode,
+    Stretch,
+    Trip,
+)
 from bendtrace.record.rank_sync import ENDS, JointCall, joint_call, needs_agreement
 from bendtrace.record.recorder import Recording
 from bendtrace.record.varying import Counter, Lifting, Place
@@ -46,7 +55,7 @@ class Following:
         node_of: gives the node of a key; None if there is none.
     """
 
-    def __init__(self, node_of: Callable[[bytes], Node | None]) -> None:
+    def __init__(self, node_of: Callable[[bytes], StateNode | None]) -> None:
         self._node_of = node_of
         self._exit: Exit | None = None  # what is known to follow
         self._number = -1  # the question of the run that the exit answers
@@ -67,7 +76,7 @@ class Following:
             self._exit = None
             return None
         most = _work_between(tape, self._number, number)
-        ours, theirs = Names(tape, self._number, most), Names(known, exit.number, most)
+        ours, theirs = ValueNames(tape, self._number, most), ValueNames(known, exit.number, most)
         indices, found = ours.indices(), known.states[ahead]
         holes = tuple(indices.get(theirs.name(hole), -1) for hole in found.holes)
         is_same = most == _work_between(known, exit.number, ahead) and (
@@ -148,8 +157,8 @@ class Program:
         self.same = 0  # for how many in a row
         self.live_only: bool = bool(ignored or recording.tape.blockers)
         self.serial: int = next(_serials)
-        self.live: Path | None = Path(recording, 1) if self.live_only else None
-        self.graph: Graph | None = None
+        self.live: RecordedPath | None = RecordedPath(recording, 1) if self.live_only else None
+        self.graph: ProgramGraph | None = None
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
         self._pieces = 0  # how many there were before the latest run
@@ -160,7 +169,9 @@ class Program:
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
-        self.graph = Graph(recording, global_state.context, direct, self.analysis, joins=joins)
+        self.graph = ProgramGraph(
+            recording, global_state.context, direct, self.analysis, joins=joins
+        )
         self.root: Stretch = Stretch(recording, 1)
         self.graph.first.owner = self.root
         assert self.graph.beginning.code
@@ -226,7 +237,7 @@ class Program:
     def value_now(self, guard: Guard, arguments: tuple[Any, ...]) -> Any:
         """Compute the value that an input guard tests, for other arguments."""
         ops = self.recording.tape.ops
-        source = Source()
+        source = GeneratedSource()
         source.begin("value(A)")
         needed = sorted(dependencies_of(ops, tested_ops(guard, ops)))
         source.take(ops[index].target for index in needed if ops[index].is_given)
@@ -454,11 +465,11 @@ class Program:
         piece = self.graph.run_along(tuple(finished.way))
         return None if piece is None else piece.owner
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[RecordedPath]:
         """Return all paths, the first one first, those that can only be run live included."""
         if self.live is not None:
             return [self.live]
-        found: list[Path] = []
+        found: list[RecordedPath] = []
         for stretch, _ in self.stretches():
             found.append(stretch)
             found += [side.live for side in _sides(stretch) if side.live is not None]
@@ -503,10 +514,10 @@ class Program:
             assert known is not None
             known.hits += hits
         else:
-            side.live = Path(recording, hits)
+            side.live = RecordedPath(recording, hits)
         return True
 
-    def add_live(self, leaves: tuple[int, Any], path: Path) -> None:
+    def add_live(self, leaves: tuple[int, Any], path: RecordedPath) -> None:
         """Add a path that can only be run live.
 
         Args:
@@ -548,12 +559,12 @@ class Program:
         self._changes += 1
         return True
 
-    def forget(self, path: Path) -> None:
+    def forget(self, path: RecordedPath) -> None:
         """Drop a path that none branches off."""
         self._forget(path)
         self._changes += 1
 
-    def _forget(self, path: Path) -> None:
+    def _forget(self, path: RecordedPath) -> None:
         if self.graph is not None:
             self.graph.forget(path)
         for stretch, _ in self.stretches():
@@ -565,7 +576,7 @@ class Program:
                     return
 
 
-def _sides(stretch: Stretch) -> list[Side]:
+def _sides(stretch: Stretch) -> list[GuardSide]:
     return [side for sides in list(stretch.sides.values()) for side in sides]
 
 

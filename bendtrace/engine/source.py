@@ -86,7 +86,7 @@ class Code:
         """Where it reads tensors."""
         return places_of(self.taken)
 
-    def __init__(self, source: Source, name: str) -> None:
+    def __init__(self, source: GeneratedSource, name: str) -> None:
         self.text: str = "\n".join(source.lines) + "\n"
         source.names["__op_of_line__"] = source.op_of_line
         code = compile(self.text, f"<bendtrace {name}>", "exec")
@@ -97,7 +97,7 @@ class Code:
         self.taken: list[Captured] = source.taken
 
 
-class Source:
+class GeneratedSource:
     """Lines of generated Python and the names bound in them."""
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ def dependencies_of(
     return needed
 
 
-def define(source: Source, op: Op) -> None:
+def define(source: GeneratedSource, op: Op) -> None:
     """Add the line that gives an op its value."""
     if op.is_given:
         source.line(f"v{op.index} = {source.part(op.target)}", op.index)
@@ -350,14 +350,14 @@ def gives_nothing(op: Op) -> bool:
     return op.target is Tensor.__setitem__ and type(op.args[0]) is Ref
 
 
-def fails(source: Source, guard: Guard, ops: list[Op]) -> str:
+def fails(source: GeneratedSource, guard: Guard, ops: list[Op]) -> str:
     """Return an expression that is true if a guard, tested before the run, does not hold."""
     if asks_for_slices(guard, ops):
         return f"{slice_count(source, ops[guard.index])} != {guard.answer}"
     return guard.failure(source)
 
 
-def slice_count(source: Source, op: Op) -> str:
+def slice_count(source: GeneratedSource, op: Op) -> str:
     """Return an expression for how many slices an op takes a tensor apart into."""
     tensor, *dim = op.args
     dim = dim or [op.kwargs.get("dim", 0)]
@@ -368,7 +368,7 @@ def slice_count(source: Source, op: Op) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Splice:
+class ValueSplice:
     """A function that a value is passed through.
 
     The result of the function takes the place of the value in all later code.

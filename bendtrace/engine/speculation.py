@@ -20,15 +20,22 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bendtrace.engine.codegen import SegmentWriter
-from bendtrace.engine.compile_attempts import CompiledFunction, Failed, Quiet, Result, State, now
+from bendtrace.engine.compile_attempts import (
+    CompiledFunction,
+    CompileState,
+    Failed,
+    Quiet,
+    Result,
+    now,
+)
 from bendtrace.engine.compile_probing import why_not_op, why_not_under
-from bendtrace.engine.compile_settings import Settings
+from bendtrace.engine.compile_settings import CompileSettings
 from bendtrace.engine.compiled_path import FAILED, CompiledPath, PathKey, Served, Unchecked
 from bendtrace.engine.expressions import Expressions
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed
 from bendtrace.engine.source import gives_nothing
-from bendtrace.engine.splices import Inserted, Spliced
+from bendtrace.engine.splices import Inserted, PathSplices
 from bendtrace.engine.stretches import Exit, Finished
 from bendtrace.errors import CompileWarning
 from bendtrace.python.lazy import tabulate
@@ -90,7 +97,7 @@ class Speculation:
     succeeded. It leads again if three quarters of the latest calls have taken it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompileSettings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
         self._warned = False
@@ -122,9 +129,9 @@ class Speculation:
         if not leaders:
             return _NONE if inserted is None else Guess(inserted=inserted)
         began = 0.0
-        spliced: Spliced | None = None
+        spliced: PathSplices | None = None
         for path in leaders:
-            timed = path.state is State.MEASURED
+            timed = path.state is CompileState.MEASURED
             if timed:
                 began = now(arguments)
             if inserted is not None:
@@ -185,7 +192,7 @@ class Speculation:
         calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
         path = guess.path
-        spliced: Spliced | str | None = None
+        spliced: PathSplices | str | None = None
         if inserted is not None and stretch is not None:
             # After the run, which may have been the first to reach a node.
             spliced = inserted.along(stretch.recording)
@@ -218,9 +225,9 @@ class Speculation:
             return
         if known is None and share >= 0.5:
             self._compile(calls, program, took, spliced, finished, arguments, not lacks)
-        elif known is not None and known.state is State.DEMOTED and share >= 0.75:
+        elif known is not None and known.state is CompileState.DEMOTED and share >= 0.75:
             known.recent.clear()
-            known.state = State.USED
+            known.state = CompileState.USED
             self._lead(calls, known)
 
     def report(self) -> CompiledReport:
@@ -233,7 +240,7 @@ class Speculation:
 
     def _is_refused(self, took: PathKey) -> bool:
         known = self._paths.get(took)
-        return known is not None and known.state is State.REFUSED
+        return known is not None and known.state is CompileState.REFUSED
 
     def _look_at_segments(self, program: Program, guess: Guess) -> None:
         """Compile segments, if the calls keep combining them in new ways."""
@@ -263,7 +270,7 @@ class Speculation:
         calls: _Calls,
         program: Program,
         took: PathKey,
-        spliced: Spliced | str | None,
+        spliced: PathSplices | str | None,
         finished: Finished,
         arguments: tuple[Any, ...],
         may_be_silent: bool,
@@ -273,7 +280,7 @@ class Speculation:
         if not self._lock.acquire(blocking=False):
             return  # another thread compiles
         try:
-            usable = [p for p in self._paths.values() if p.state is not State.REFUSED]
+            usable = [p for p in self._paths.values() if p.state is not CompileState.REFUSED]
             # Paths with insertions count apart from the others.
             alike = sum((path.key is None) == (spliced is None) for path in usable)
             if took in self._paths or alike >= self.settings.max_paths:
@@ -288,7 +295,7 @@ class Speculation:
                 del self._paths[next(p for p in self._paths if self._paths[p] not in usable)]
             path.window = self._window(program)
             self._paths[took] = path
-            if path.state is not State.REFUSED:
+            if path.state is not CompileState.REFUSED:
                 self._leaders[calls] = (path, *self._led(calls))
         finally:
             self._lock.release()
@@ -316,8 +323,8 @@ class Speculation:
         """Demote a path that cannot be used, or fails too often."""
         failures = sum(not served for served in path.recent)
         if failures >= _ENOUGH_FAILURES and failures > (len(path.recent) - failures) / 2:
-            path.state = State.DEMOTED
-        if path.state in (State.REFUSED, State.DEMOTED, State.SLOWER):
+            path.state = CompileState.DEMOTED
+        if path.state in (CompileState.REFUSED, CompileState.DEMOTED, CompileState.SLOWER):
             with self._lock:
                 self._leaders[calls] = tuple(p for p in self._led(calls) if p is not path)
 
@@ -353,7 +360,7 @@ class CompiledReport:
         self,
         backend: str | None,
         paths: tuple[CompiledPath, ...] = (),
-        bodies: tuple[Body, ...] = (),
+        bodies: tuple[CompiledBody, ...] = (),
         kept: tuple[str, ...] = (),
         without: str = "",
     ) -> None:
@@ -392,7 +399,7 @@ class CompiledReport:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why paths are not compiled; empty if all are."""
-        found = [path.reason for path in self._paths if path.state is State.REFUSED]
+        found = [path.reason for path in self._paths if path.state is CompileState.REFUSED]
         return tuple(dict.fromkeys(found))
 
     def __repr__(self) -> str:
@@ -458,7 +465,7 @@ _MOST_BODIES = 1024  # those that are of no use included
 _PASSES = 8  # of a segment before it is compiled
 
 
-class Body(CompiledFunction):
+class CompiledBody(CompiledFunction):
     """Consecutive ops, compiled.
 
     The code of segments calls it with the operands of the ops, and receives their results; or
@@ -476,7 +483,7 @@ class Body(CompiledFunction):
     """
 
     def __init__(
-        self, text: str, names: dict[str, Any], settings: Settings, ops: Sequence[Op]
+        self, text: str, names: dict[str, Any], settings: CompileSettings, ops: Sequence[Op]
     ) -> None:
         super().__init__(settings)
         self.text = text
@@ -496,7 +503,7 @@ class Body(CompiledFunction):
         """Run the ops; return None if they have to run one by one."""
         pending = self._pending.__dict__
         pending.clear()
-        is_measured = self.state is State.MEASURED
+        is_measured = self.state is CompileState.MEASURED
         if not self.is_used:
             return None
         begun = now(given) if is_measured else 0.0
@@ -509,7 +516,7 @@ class Body(CompiledFunction):
             self.note(error)
             self.failures += 1
             if self.failures >= _MOST_FAILURES:
-                self.state = State.REFUSED
+                self.state = CompileState.REFUSED
             return None
         if result is None:
             return None
@@ -574,7 +581,7 @@ class CompiledSegments:
         reason: why there were no segments to compile, when they were last looked at.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompileSettings) -> None:
         self._settings = settings
         self.reason: str = (
             "they are looked at every 16 calls, where whole paths do not serve the calls"
@@ -585,7 +592,7 @@ class CompiledSegments:
         self._programs: WeakKeyDictionary[Program, _Compiled] = WeakKeyDictionary()
 
     @property
-    def bodies(self) -> tuple[Body, ...]:
+    def bodies(self) -> tuple[CompiledBody, ...]:
         """All bodies, whatever their state."""
         known = list(self._programs.values())
         return tuple(body for compiled in known for body in compiled.bodies.values())
@@ -616,7 +623,7 @@ class CompiledSegments:
                 self._rewrite(compiled, exit)
 
     def _rewrite(self, compiled: _Compiled, exit: Exit) -> None:
-        used: list[Body] = []
+        used: list[CompiledBody] = []
         find = functools.partial(self._find, compiled, used)
         try:
             code = exit.write_with(functools.partial(CompiledWriter, find=find))
@@ -626,8 +633,13 @@ class CompiledSegments:
         exit.compiled = code if used else exit.written
 
     def _find(
-        self, compiled: _Compiled, used: list[Body], text: str, names: dict[str, Any], ops: list[Op]
-    ) -> Body | None:
+        self,
+        compiled: _Compiled,
+        used: list[CompiledBody],
+        text: str,
+        names: dict[str, Any],
+        ops: list[Op],
+    ) -> CompiledBody | None:
         """Return the body with some source; None if it is not used, or there are too many."""
         constants = tuple(id(value) for name, value in names.items() if name[0] == "c")
         key = text, constants, ops[0].context
@@ -637,7 +649,7 @@ class CompiledSegments:
             most = self._settings.max_segments
             if sum(body.is_used for body in known) >= most or len(known) >= _MOST_BODIES:
                 return None
-            body = Body(text, names, self._settings, ops)
+            body = CompiledBody(text, names, self._settings, ops)
             compiled.bodies[key] = body
         if not body.is_used:
             return None
@@ -654,8 +666,8 @@ class _Compiled:
     """
 
     def __init__(self) -> None:
-        self.bodies: dict[Any, Body] = {}
-        self.used: dict[Exit, tuple[Body, ...]] = {}
+        self.bodies: dict[Any, CompiledBody] = {}
+        self.used: dict[Exit, tuple[CompiledBody, ...]] = {}
 
 
 class CompiledWriter(SegmentWriter):
@@ -671,7 +683,7 @@ class CompiledWriter(SegmentWriter):
         self,
         schedule: Schedule,
         direct: bool,
-        find: Callable[[str, dict[str, Any], list[Op]], Body | None],
+        find: Callable[[str, dict[str, Any], list[Op]], CompiledBody | None],
     ) -> None:
         super().__init__(schedule, direct)
         self._find = find
@@ -713,7 +725,7 @@ class CompiledWriter(SegmentWriter):
             self._forget(moment)
         return last + 1
 
-    def _plan(self, position: int) -> _Plan | None:
+    def _plan(self, position: int) -> _BodyPlan | None:
         """Return what can be one body, from a position on."""
         ops = self._ops_from(position)
         while True:
@@ -737,7 +749,7 @@ class CompiledWriter(SegmentWriter):
                 if call is not None and call.gives_back is not None:
                     root = call.gives_back.index
                     same[op.index] = same.get(root, root)
-            return _Plan(ops, again, later, same)
+            return _BodyPlan(ops, again, later, same)
 
     def _ops_from(self, position: int) -> list[Op]:
         """Return the ops from a position on that a body can have in it."""
@@ -787,7 +799,7 @@ class CompiledWriter(SegmentWriter):
         return found
 
 
-class _Plan(Expressions):
+class _BodyPlan(Expressions):
     """A body that has not been compiled yet.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program, Splicer
-from bendtrace.engine.stretches import Divergence, Failure, Finished, Path, Stretch
+from bendtrace.engine.stretches import Divergence, Failure, Finished, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import users_level
@@ -479,11 +479,11 @@ class TraceTree:
         if warning is not None:
             warnings.warn(warning, stacklevel=users_level())
 
-    def _paths(self) -> list[Path]:
+    def _paths(self) -> list[RecordedPath]:
         return [path for program in self.programs() for path in program.paths()]
 
     def _forget_one(self) -> None:
-        ends: list[tuple[int, tuple[str, ...], Program, Path]] = []
+        ends: list[tuple[int, tuple[str, ...], Program, RecordedPath]] = []
         for names, listed in self._programs.items():
             # Of equals the one traced first goes first; the latest program is listed first.
             for program in reversed(listed):
@@ -703,7 +703,7 @@ def _apart(recording: Recording) -> Recording:
     return found
 
 
-class Fixed(NamedTuple):
+class FixedNumber(NamedTuple):
     """A number that a program insists on.
 
     Attributes:
@@ -736,7 +736,7 @@ class ProgramIndex:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[Fixed, ...], dict[tuple[Any, ...], tuple[Program, ...]]] = {}
+        self._tables: dict[tuple[FixedNumber, ...], dict[tuple[Any, ...], tuple[Program, ...]]] = {}
 
     def add(self, program: Program) -> None:
         """Take a program in."""
@@ -759,10 +759,10 @@ class ProgramIndex:
             yield from table.get(tuple(one.read(arguments) for one in fixed), ())
 
 
-def _numbers_fixed(program: Program) -> dict[Fixed, int]:
+def _numbers_fixed(program: Program) -> dict[FixedNumber, int]:
     """Return the numbers that a program insists on, in an order that only depends on which."""
     tape = program.recording.tape
-    found: dict[Fixed, int] = {}
+    found: dict[FixedNumber, int] = {}
     if program.ignored:  # parts of it are not looked at
         return found
     for guard, kind in zip(tape.guards, program.analysis.kinds, strict=True):
@@ -773,11 +773,11 @@ def _numbers_fixed(program: Program) -> dict[Fixed, int]:
     return dict(sorted(found.items(), key=lambda item: (item[0].argument, str(item[0].dim))))
 
 
-def _number(ops: list[Op], op: Op) -> Fixed | None:
+def _number(ops: list[Op], op: Op) -> FixedNumber | None:
     """Say which number of the arguments an op gives, if it is one."""
     if op.kind is OpKind.INPUT:
         position = _position(op)
-        return None if position is None else Fixed(position, None)
+        return None if position is None else FixedNumber(position, None)
     dim: Any = None
     if op.target is operator.getitem and type(op.args[0]) is Ref:
         op, dim = ops[op.args[0].index], op.args[1]
@@ -792,7 +792,7 @@ def _number(ops: list[Op], op: Op) -> Fixed | None:
     position = _position(given)
     if position is None or given.target.type not in PLAIN_TENSORS:
         return None
-    return None if type(dim) is not int else Fixed(position, dim)
+    return None if type(dim) is not int else FixedNumber(position, dim)
 
 
 def _position(op: Op) -> int | None:

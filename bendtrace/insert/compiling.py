@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bendtrace.engine.splices import Splice, Step
+from bendtrace.engine.splices import GateSplice, SpliceStep
 from bendtrace.insert.facts import Facts
 from bendtrace.insert.gates import (
     AfterGate,
@@ -188,7 +188,7 @@ class _Path:
 
 
 class SplicedTurns:
-    """The splices of one path in one call (see `compiled.splices.Spliced`).
+    """The splices of one path in one call (see `engine.splices.PathSplices`).
 
     Args:
         path: the path.
@@ -220,7 +220,7 @@ class SplicedTurns:
         same = tuple(firsts.setdefault(id(t), slot) for slot, t in enumerate(self.tensors))
         self.key: Hashable = keys, same
         self.identities: frozenset[int] = frozenset(firsts)
-        self._splices: dict[int, Splice] | None = None
+        self._splices: dict[int, GateSplice] | None = None
         self._all = [
             pair
             for (_, _, turns), row in zip(gates, effects, strict=True)
@@ -240,7 +240,7 @@ class SplicedTurns:
         self._calls = 0  # that the insertions have not recorded yet
 
     @property
-    def splices(self) -> dict[int, Splice]:
+    def splices(self) -> dict[int, GateSplice]:
         """The splices, by the numbers of the gates' ops."""
         if self._splices is None:
             self._splices = {
@@ -360,20 +360,20 @@ class SplicedTurns:
                     turn.entry.insertion.fired(turn.at, has_changed, times)
 
 
-def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> Splice:
-    steps: list[Step] = []
+def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> GateSplice:
+    steps: list[SpliceStep] = []
     for turn, effect in zip(turns, effects, strict=True):
         if effect is None:
-            steps.append(Step(turn.slots))
+            steps.append(SpliceStep(turn.slots))
         else:
             steps.append(
-                Step((turn.slot,), effect.function, effect.tensors, effect.kept, effect.check)
+                SpliceStep((turn.slot,), effect.function, effect.tensors, effect.kept, effect.check)
             )
     in_place = None
     if gate.tells_in_place:  # for all that an observer can say
         in_place = any(type(turn.shape) is Shape for turn in turns)
     exchanged = gate.exchanged if isinstance(gate, (AfterGate, BeforeGate)) else ()
-    return Splice(tuple(steps), exchanged, in_place)
+    return GateSplice(tuple(steps), exchanged, in_place)
 
 
 def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Turn]:

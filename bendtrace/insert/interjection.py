@@ -323,7 +323,7 @@ class Effect(NamedTuple):
         key: everything else that the function depends on: effects with equal keys do the same.
         keep: called after the run with the tensors to keep.
         kept: their number.
-        check: see `compiled.splices.Step`.
+        check: see `engine.splices.SpliceStep`.
     """
 
     function: Callable[..., Any]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace.engine.compile_probing import Refusal, why_not_op
+from bendtrace.engine.compile_probing import CompileRefusal, why_not_op
 from bendtrace.insert.facts import Facts
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, reads_of
 from bendtrace.record.run import Signature, record
@@ -487,7 +487,7 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
     given = value.detach().clone()
     try:
         recording = record(function, (given,), {}, Signature(function))
-    except Refusal as refusal:  # of what watches the check
+    except CompileRefusal as refusal:  # of what watches the check
         return f"in what is inserted, {refusal}"
     except Exception as error:
         return f"what is inserted raised {type(error).__name__}"

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from bendtrace.engine.analysis import Analysis, is_read
-from bendtrace.engine.graph import Graph
+from bendtrace.engine.graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
-from bendtrace.engine.source import Code, Splice, Unfit
-from bendtrace.engine.stretches import Exit, Piece
+from bendtrace.engine.source import Code, Unfit, ValueSplice
+from bendtrace.engine.stretches import Exit, RunPiece
 from bendtrace.insert.gates import AfterGate, Gate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
@@ -82,7 +82,7 @@ class Splicer:
         self._exits = exits
         self._most = _PRUNED
         self._gates: dict[tuple[str, tuple[Slot, ...]], AfterGate] = {}
-        self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
+        self._splices: dict[int, tuple[Recording, tuple[ValueSplice, ...]]] = {}
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
     def __call__(self, exit: Exit) -> Code:
@@ -121,7 +121,7 @@ class Splicer:
         self._plan = weakref.ref(plan)
         return self
 
-    def goes_along(self, graph: Graph) -> None:
+    def goes_along(self, graph: ProgramGraph) -> None:
         """Note along which paths a call is going to be served."""
         self.writes = self.writes or graph.writes
         self._has_unread = self._has_unread or graph.has_unread
@@ -131,7 +131,7 @@ class Splicer:
         """Return whether a call may have to begin again although it went well so far."""
         return self._has_unread or self.calls < _FIRST
 
-    def _splices_in(self, piece: Piece) -> tuple[Splice, ...]:
+    def _splices_in(self, piece: RunPiece) -> tuple[ValueSplice, ...]:
         recording = piece.recording
         known = self._splices.get(id(recording))
         if known is None:
@@ -177,7 +177,7 @@ class _Places:
         is_open: whether gates reach all modules that it calls.
     """
 
-    def __init__(self, splicer: Splicer, nodes: RunNodes, piece: Piece) -> None:
+    def __init__(self, splicer: Splicer, nodes: RunNodes, piece: RunPiece) -> None:
         self._splicer = splicer
         self._nodes = nodes
         self._piece = piece
@@ -187,9 +187,9 @@ class _Places:
         self._positions = [guard.position for guard in self._tape.guards]
         self.is_open: bool = not self._tape.is_closed
 
-    def find(self) -> tuple[Splice, ...]:
+    def find(self) -> tuple[ValueSplice, ...]:
         """Return the splices in order."""
-        found: list[tuple[int, int, float, Splice]] = []
+        found: list[tuple[int, int, float, ValueSplice]] = []
         nodes, ops = self._nodes, self._tape.ops
         for index, path in nodes.of_op.items():
             op = ops[index]
@@ -247,7 +247,7 @@ class _Places:
         context: Context | None,
         gate: AfterGate,
         is_fit: bool,
-    ) -> Splice:
+    ) -> ValueSplice:
         asked = any(
             guard.index == index and not guard.is_of_result for guard in self._tape.guards[:guards]
         )
@@ -260,7 +260,7 @@ class _Places:
             and not is_read(self._tape.ops[index])
         )
         through = Through(gate, self._splicer, self._is_part, (position, guards))
-        return Splice(index, position, guards, context, through, gate.at.path, is_fit)
+        return ValueSplice(index, position, guards, context, through, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, and compare it with others."""
