@@ -546,7 +546,7 @@ class HookManager:
             handle.remove()
         self._functions = [one for one in self._functions if one is not hook]
 
-    # What handles ask for (see `interject.hooks.Owner`)
+    # What handles ask for (see `insert.hooks.HookStore`)
 
     def place(self, handle: HookHandle) -> Insertion | Attached:
         """Make the module call a hook."""

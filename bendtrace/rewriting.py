@@ -224,7 +224,7 @@ def between(
             "pass a function of it, or an interjection that overrides only after()"
         )
     sent = OutputTracker()
-    edge = Edge(sent, inner)
+    edge = EdgeInterjection(sent, inner)
     board = bended._board
     beginning = board.make(a, sent)
     end = board.make(b, edge, passes=passes, every=every)
@@ -284,7 +284,7 @@ def splice(
         raise InputError(
             f"{type(module).__name__} is a part of the model: splice in another module"
         )
-    spliced = Spliced(module, keep_error, select)
+    spliced = SplicedModule(module, keep_error, select)
     return Splice(
         bended._board.insert(where, spliced, passes=passes, every=every, allow_none=allow_none),
         spliced,
@@ -510,7 +510,7 @@ class OutputTracker(Interjection):
         return known
 
 
-class Edge(Interjection):
+class EdgeInterjection(Interjection):
     """Replaces those inputs of a node that come from another node.
 
     Attributes:
@@ -534,7 +534,9 @@ class Edge(Interjection):
         """Replace the inputs that come from the node."""
         shape, found = take_apart((tuple(inputs), inputs.kwargs))
         # The tensors made by other edges to this node in this pass, with their originals.
-        former: dict[int, _TensorPair] = of_this_run().setdefault((Edge, at.path, at.number), {})
+        former: dict[int, _TensorPair] = of_this_run().setdefault(
+            (EdgeInterjection, at.path, at.number), {}
+        )
         made: dict[int, Any] = {}
         for number, value in enumerate(found):
             if not isinstance(value, Tensor):
@@ -579,7 +581,7 @@ class Between:
     """
 
     def __init__(
-        self, board: InsertionRegistry, edge: Edge, end: Insertion, beginning: Insertion
+        self, board: InsertionRegistry, edge: EdgeInterjection, end: Insertion, beginning: Insertion
     ) -> None:
         self._board = board
         self._edge = edge
@@ -636,7 +638,7 @@ def _picker(select: int | str | Callable[[Any], Any] | None) -> Callable[[Any], 
     return lambda result: result[select] if isinstance(result, dict) else attribute(result)
 
 
-class Spliced(Interjection):
+class SplicedModule(Interjection):
     """Passes a value through a module."""
 
     def __init__(
@@ -720,7 +722,7 @@ class Splice:
         insertion: its insertion in the model.
     """
 
-    def __init__(self, insertion: Insertion, spliced: Spliced) -> None:
+    def __init__(self, insertion: Insertion, spliced: SplicedModule) -> None:
         self.insertion = insertion
         self._spliced = spliced
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from bendtrace.insert import beside, compiling, gates, reading
     from bendtrace.insert import splicer as splicing
     from bendtrace.insert.beside import Beside
-    from bendtrace.insert.plan import Plan
+    from bendtrace.insert.plan import InsertionPlan
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.splicer import Splicer
     from bendtrace.log import nodes
@@ -190,9 +190,9 @@ class Dispatcher:
         self.examples: Examples = Examples()
         self._has_blocks = False
         # The latest insertions, what calls them without the tracer, and how many traces there were.
-        self._latest_beside: tuple[Plan, Beside | None, int] | None = None
+        self._latest_beside: tuple[InsertionPlan, Beside | None, int] | None = None
 
-    def call_with(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_with(self, plan: InsertionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call with insertions."""
         guess: Guess | None = None
         # Compiled paths have no gates, which `running` takes some time to prepare.
@@ -212,7 +212,7 @@ class Dispatcher:
         return guess.output
 
     def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None,
         auditor: Auditor | None = None, guess: Guess | None = None,
     ) -> Any:  # fmt: skip
         """Serve a call.
@@ -325,7 +325,7 @@ class Dispatcher:
         )
 
     def _splicer(
-        self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
+        self, plan: InsertionPlan, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> tuple[Splicer, Program | None] | None:
         """Return the splicer of insertions, and the paths that it uses; None if there is none."""
         if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
@@ -351,7 +351,7 @@ class Dispatcher:
         return splicer, program
 
     def serving(
-        self, plan: Plan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
+        self, plan: InsertionPlan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> TraceTree:
         """Return the paths along which a call would be served."""
         if plan is not None and self._splicer(plan, names, arguments) is not None:
@@ -380,7 +380,7 @@ class Dispatcher:
         with nullcontext() if result.held is not None else gates.again():
             return self._resume(call, program, result)
 
-    def _floor_of(self, plan: Plan | None) -> Floor:
+    def _floor_of(self, plan: InsertionPlan | None) -> Floor:
         return self.floor if plan is None else self._trees.floor(plan)
 
     def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,7 +401,7 @@ class Dispatcher:
             return self._recorded(call).result
         return runner.call(call.args, call.kwargs, program.recording)
 
-    def _under_modes(self, args: Any, kwargs: dict[str, Any], plan: Plan | None) -> Any:
+    def _under_modes(self, args: Any, kwargs: dict[str, Any], plan: InsertionPlan | None) -> Any:
         """Serve a call under function modes, which see exactly the model's calls."""
         self.stats.live += 1
         if plan is None:
@@ -417,7 +417,7 @@ class Dispatcher:
         output, recording.result = recording.result, None
         return output
 
-    def _beside(self, plan: Plan) -> Beside | None:
+    def _beside(self, plan: InsertionPlan) -> Beside | None:
         """Return an object that calls insertions without the tracer; None if that is impossible."""
         if self._has_blocks and torch.is_grad_enabled():
             return None  # what is inserted in a checkpointed block has to be done again with it
@@ -427,7 +427,7 @@ class Dispatcher:
         return known[1]
 
     def named_arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan | None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: InsertionPlan | None
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return the names of the arguments of a call, and the arguments."""
         return self._signature.named_arguments(args, kwargs, plan is not None and plan.sees_inputs)
@@ -436,7 +436,9 @@ class Dispatcher:
         """Keep nothing of the insertions of earlier calls."""
         self._latest_beside = None
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+    def trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None
+    ) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
         self._signature.has_changed()
         names, arguments = self.named_arguments(args, kwargs, plan)
@@ -676,7 +678,7 @@ class _DispatchedCall(NamedTuple):
     kwargs: Mapping[str, Any]
     names: tuple[str, ...]
     arguments: tuple[Any, ...]
-    plan: Plan | None
+    plan: InsertionPlan | None
     tree: TraceTree
     splicer: Splicer | None = None
 
@@ -786,7 +788,7 @@ class Trees:
         self._floors: OrderedDict[Hashable, Floor] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, plan: Plan | None) -> TraceTree:
+    def of(self, plan: InsertionPlan | None) -> TraceTree:
         """Return the tree for some insertions."""
         if plan is None:
             return self.plain
@@ -800,7 +802,7 @@ class Trees:
         self._latest = plan.key
         return tree
 
-    def uses(self, plan: Plan) -> None:
+    def uses(self, plan: InsertionPlan) -> None:
         """Note that a call with some insertions was served without its tree."""
         self._latest = plan.key
 
@@ -809,12 +811,12 @@ class Trees:
         """The tree for the insertions of the latest call."""
         return self._inserted.get(self._latest, self.plain)
 
-    def has_paths(self, plan: Plan) -> bool:
+    def has_paths(self, plan: InsertionPlan) -> bool:
         """Return whether paths with some insertions are known."""
         tree = self._inserted.get(plan.key)
         return tree is not None and next(iter(tree.programs()), None) is not None
 
-    def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
+    def splicer(self, plan: InsertionPlan, known: Knowledge) -> Splicer:
         """Return the splicer of some insertions into the paths without any."""
         self._latest = None
         splicer: Splicer | None = plan.splicer
@@ -835,7 +837,7 @@ class Trees:
             if program.graph is not None:
                 yield from program.graph.exits()
 
-    def floor(self, plan: Plan) -> Floor:
+    def floor(self, plan: InsertionPlan) -> Floor:
         """Return which calls with some insertions run the model itself."""
         if plan.floor is None:
             with self._lock:

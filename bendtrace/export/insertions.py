@@ -15,9 +15,9 @@ from bendtrace.export.conditions import separate_copies_of
 from bendtrace.export.machine import cite
 from bendtrace.export.ops import refusal_of
 from bendtrace.insert.gates import Gate, running
-from bendtrace.insert.inserter import LiveInserter, Spot
+from bendtrace.insert.inserter import LiveInserter, NodeSlots
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.plan import Entry, Plan
+from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import Knowledge, describe_where
 from bendtrace.insert.splicer import record_with_insertions
@@ -171,11 +171,11 @@ class _Follower(LiveInserter):
 
     recorder: Recorder
 
-    def __init__(self, plan: Plan, known: Knowledge, code: Mapping[str, Any]) -> None:
+    def __init__(self, plan: InsertionPlan, known: Knowledge, code: Mapping[str, Any]) -> None:
         known.name_nodes()
         self._count = itertools.count()
         self.spans: list[_Span] = []
-        own = Plan(list(map(self._as_marked, plan.entries)), plan.totals, plan.lookup)
+        own = InsertionPlan(list(map(self._as_marked, plan.entries)), plan.totals, plan.lookup)
         super().__init__(own, known.registry, known.model)
         self.code = code
         self._is_inside = False
@@ -222,11 +222,11 @@ class _Follower(LiveInserter):
         if not self._is_inside:
             super().scalar(function, frame)
 
-    def _meet(self, spot: Spot, entries: list[Entry]) -> None:
+    def _meet(self, spot: NodeSlots, entries: list[LocatedInsertion]) -> None:
         super()._meet(spot, list(map(self._as_marked, entries)))
 
-    def _as_marked(self, entry: Entry) -> Entry:
-        marked = Entry(entry.insertion, entry.what, entry.place)
+    def _as_marked(self, entry: LocatedInsertion) -> LocatedInsertion:
+        marked = LocatedInsertion(entry.insertion, entry.what, entry.place)
         marked.what = _Marked(entry.what, next(self._count), self)  # type: ignore[assignment]
         return marked
 

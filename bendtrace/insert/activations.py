@@ -123,7 +123,7 @@ def _describe_item(value: Any) -> str:
     return describe(value)
 
 
-class _Observer(Interjection):
+class _OutputObserver(Interjection):
     """Keeps the outputs of nodes.
 
     Args:
@@ -240,9 +240,9 @@ def get_activations(
     if not items:
         raise InputError("say which activations to return: pass at least one node")
     admitted = Passes(passes)
-    made: list[tuple[Any, _Observer, Insertion]] = []
+    made: list[tuple[Any, _OutputObserver, Insertion]] = []
     for item in items:
-        observer = _Observer(admitted, detach, late=bended)
+        observer = _OutputObserver(admitted, detach, late=bended)
         insertion = _make_observer(board, model._model, item, observer, allow_none)
         if passes is not None and any(target.passes is not None for target in insertion.targets):
             raise InputError(f"{item!r} names passes: give them either there or with passes=")
@@ -296,7 +296,7 @@ def _users_level() -> int:
     return level
 
 
-def _gather(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
+def _gather(made: Iterable[tuple[Any, _OutputObserver, Insertion]]) -> Activations:
     values: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
     for item, observer, insertion in made:
@@ -313,7 +313,7 @@ def _make_observer(
     board: InsertionRegistry,
     model: Callable[..., Any],
     item: Any,
-    observer: _Observer,
+    observer: _OutputObserver,
     allow_none: bool,
 ) -> Insertion:
     if isinstance(item, Tensor):

@@ -429,7 +429,7 @@ def _means(pattern: re.Pattern[str], seen: list[Activation]) -> bool:
 # Active bends, and the handles that remove them.
 
 
-class Source:
+class CallbackInsertions:
     """One callback, and its current insertions in the model.
 
     Attributes:
@@ -470,7 +470,9 @@ class BendHandle:
     if no run reached anything that it bends.
     """
 
-    def __init__(self, sources: Sequence[Source], remove: Callable[[Source], None]) -> None:
+    def __init__(
+        self, sources: Sequence[CallbackInsertions], remove: Callable[[CallbackInsertions], None]
+    ) -> None:
         self._sources = tuple(sources)
         self._remove = remove
 

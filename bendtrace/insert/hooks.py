@@ -122,7 +122,7 @@ class HookFunction:
         return f"<HookFunction {self.name}: {self.hook_type} on {modules}>"
 
 
-class Owner(Protocol):
+class HookStore(Protocol):
     """The store of the handles."""
 
     def place(self, handle: HookHandle) -> Insertion | Attached:
@@ -157,13 +157,13 @@ class HookHandle:
         <HookHandle show[first]: inactive>
     """
 
-    def __init__(self, hook_fn: HookFunction, registered: Registered, owner: Owner) -> None:
+    def __init__(self, hook_fn: HookFunction, registered: Registered, owner: HookStore) -> None:
         self.hook_fn = hook_fn
         self.module: nn.Module = registered.module
         self.order: int = next(_orders)
         self._registered = registered
         self.placed: Insertion | Attached = owner.place(self)
-        self._owner: Owner | None = owner
+        self._owner: HookStore | None = owner
         self._active = False
         hook_fn._handles[id(self.module)] = self
 

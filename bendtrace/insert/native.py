@@ -26,8 +26,8 @@ from bendtrace.insert.inserter import may_write
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.structure import (
-    Exchange,
-    Mismatch,
+    StructureMismatch,
+    TensorExchange,
     collect,
     take_apart,
     tensors_of,
@@ -131,7 +131,7 @@ class Station:
         self.module = module
         self.entries: tuple[Attached, ...] = ()
         self._stages: dict[Callable[..., Any], RemovableHandle] = {}
-        self._open: list[_Call] = []
+        self._open: list[_OpenCall] = []
 
     @property
     def pairs_calls(self) -> bool:
@@ -166,7 +166,7 @@ class Station:
             )
         self._stages[stage] = handle
 
-    def begin(self, call: _Call) -> None:
+    def begin(self, call: _OpenCall) -> None:
         """Note that a call has begun."""
         with _lock:
             self._forget_interrupted()
@@ -178,12 +178,12 @@ class Station:
         while _local.calls and not _local.calls[-1].is_running():
             _local.calls.pop()
 
-    def call_of(self, module: nn.Module) -> _Call | None:
+    def call_of(self, module: nn.Module) -> _OpenCall | None:
         """The call of a module that is running on this thread."""
         calls = reversed(_local.calls)
         return next((one for one in calls if one.station is self and one.module is module), None)
 
-    def end(self, call: _Call) -> None:
+    def end(self, call: _OpenCall) -> None:
         """Note that a call has ended."""
         if call in _local.calls:
             _local.calls.remove(call)
@@ -222,7 +222,7 @@ class _Stage:
         return self._stage(self.station, module, *values)
 
 
-class _Call:
+class _OpenCall:
     """A call of a module, until it ends.
 
     Attributes:
@@ -239,7 +239,7 @@ class _Call:
         self.module = module
         self._at = {one.order: one.at(module) for one in station.entries if one.is_paired}
         self.gradients: CallGradients | None = None
-        self.exchange: Exchange = Exchange({})
+        self.exchange: TensorExchange = TensorExchange({})
         self.same: dict[int, Tensor] = {}
         self.copies: Any = None
         # To distinguish a normal end from an error, which torch reports in the same way.
@@ -277,17 +277,17 @@ class _Call:
             inputs = tensors_of(given)
             self.gradients = CallGradients(receivers, inputs)
             inside = self.gradients.enter()
-            self.exchange = Exchange(dict(zip(map(id, inputs), inside, strict=True)))
+            self.exchange = TensorExchange(dict(zip(map(id, inputs), inside, strict=True)))
             watched: tuple[Any, ...] = self.exchange.into(given)
         return watched
 
 
-class _Local(threading.local):
+class _OpenCalls(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_OpenCall] = []
 
 
-_local = _Local()
+_local = _OpenCalls()
 
 
 def _unseen() -> AbstractContextManager[Any]:
@@ -298,7 +298,7 @@ def _unseen() -> AbstractContextManager[Any]:
 def _enter(
     station: Station, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    call = _Call(station, module)
+    call = _OpenCall(station, module)
     if station.pairs_calls:
         station.begin(call)
     given = args, kwargs
@@ -370,7 +370,7 @@ def _check(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
     shape, found = take_apart(value)
     try:
         collect(shape, result, found)
-    except Mismatch as error:
+    except StructureMismatch as error:
         raise InterjectionError(
             f"{what.label} at {at.path or '<root>'} returned a value that cannot replace the "
             f"module's value: {error}",

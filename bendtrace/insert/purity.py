@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.engine.compile_probing import CompileRefusal, why_not_op
-from bendtrace.insert.facts import Facts
+from bendtrace.insert.facts import IdentityFacts
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, reads_of
 from bendtrace.record.run import Signature, record
 from bendtrace.tape.contexts import current_context
@@ -86,13 +86,13 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
     return Effect(after, tuple(lifting.tensors), key)
 
 
-def facts_on(whats: Iterable[Interjection]) -> Facts | None:
+def facts_on(whats: Iterable[Interjection]) -> IdentityFacts | None:
     """Return the facts that the effects of some interjections depend on; None if they are unknown.
 
     As long as they hold, each of them has the effect that it has now, but for the content of its
     tensors.
     """
-    facts = Facts()
+    facts = IdentityFacts()
     try:
         for what in whats:
             _follow(what, facts)
@@ -101,7 +101,7 @@ def facts_on(whats: Iterable[Interjection]) -> Facts | None:
     return facts
 
 
-def _follow(thing: Any, facts: Facts) -> None:
+def _follow(thing: Any, facts: IdentityFacts) -> None:
     """Add the facts on everything in a thing that can change.
 
     Raises:
@@ -183,10 +183,10 @@ class _Lifting:
         tensors: the tensors found.
     """
 
-    def __init__(self, trusted: bool, facts: Facts | None = None) -> None:
+    def __init__(self, trusted: bool, facts: IdentityFacts | None = None) -> None:
         self.tensors: list[Tensor] = []
         self._trusted = trusted
-        self._facts = Facts() if facts is None else facts
+        self._facts = IdentityFacts() if facts is None else facts
         self._inside: list[Any] = []
         self._objects = 0  # that were looked into
 

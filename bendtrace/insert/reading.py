@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bendtrace.insert.insertion import Function
 from bendtrace.insert.interjection import Interjection
-from bendtrace.insert.plan import Plan
+from bendtrace.insert.plan import InsertionPlan
 from bendtrace.record.one_op import assigned_in
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, EnvironmentChange
@@ -27,7 +27,7 @@ from bendtrace.watch.owners import parts_of
 from bendtrace.watch.provenance import is_installed, is_installed_file
 
 
-def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
+def read_and_changed(plan: InsertionPlan, recording: Recording) -> frozenset[str]:
     """Return the attributes that a run changes and an insertion might read: `self.count`.
 
     A replay changes attributes at its end, the model's own Python when it reaches the assignment;
@@ -44,13 +44,13 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     assert isinstance(plan.reaches, list)
     if not plan.reaches:
         return frozenset()
-    run = _Run(recording)
+    run = _ModelStateAccess(recording)
     found = {label for reach in plan.reaches for label in run.shared_with(reach)}
     paths = {label.rpartition(".")[2] for label in found if "." in label}
     return frozenset(found - paths)  # a name alone says less than the path that ends in it
 
 
-class _Run:
+class _ModelStateAccess:
     """The state of the model that a run reads and changes.
 
     Args:
@@ -449,10 +449,10 @@ def is_contained(function: Any, own: Container[int] | None = None) -> bool:
         function: the function.
         own: identities of the model's own modules; None if unknown.
     """
-    return _is_plain(function, _Search(own))
+    return _is_plain(function, _PlainScan(own))
 
 
-class _Search:
+class _PlainScan:
     """The objects that a search has scanned, and the model's own modules."""
 
     def __init__(self, own: Container[int] | None) -> None:
@@ -460,7 +460,7 @@ class _Search:
         self.own = own
 
 
-def _is_plain(thing: Any, search: _Search) -> bool:
+def _is_plain(thing: Any, search: _PlainScan) -> bool:
     """Return whether an object leads only to tensors, numbers and torch's own functions."""
     if id(thing) in search.seen:
         return True
@@ -498,7 +498,7 @@ def _is_plain(thing: Any, search: _Search) -> bool:
     return isinstance(thing, (types.BuiltinFunctionType, OpOverload))
 
 
-def _is_plain_module(module: nn.Module, search: _Search) -> bool:
+def _is_plain_module(module: nn.Module, search: _PlainScan) -> bool:
     """Return the same for a module itself: its methods, and attributes other than its parts."""
     if module._forward_hooks or module._forward_pre_hooks:
         return False

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NameOrderWarning, NodePathError
-from bendtrace.insert.plan import State
-from bendtrace.insert.structure import Leaf, describe, part_of, take_apart
+from bendtrace.insert.plan import StateTensor
+from bendtrace.insert.structure import LeafShape, describe, part_of, take_apart
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import Meaning, Names, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
@@ -50,7 +50,7 @@ else:
     naming = LazyModule("bendtrace.insert.selector_naming")
 
 
-class Runs(Protocol):
+class NamedRuns(Protocol):
     """The runs of a model that names are looked up in."""
 
     @property
@@ -64,7 +64,7 @@ class Runs(Protocol):
         """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
 
-def name_of(where: Any, known: Runs) -> str | None:
+def name_of(where: Any, known: NamedRuns) -> str | None:
     """Return the name for a node or an entry of a run; None if `where` is neither.
 
     Args:
@@ -124,7 +124,7 @@ class Resolution:
         return list(dict.fromkeys(found))
 
 
-def resolve_meaning(text: str, known: Runs) -> Resolution | None:
+def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
     """Resolve a string in a model; return None if nothing known has this name.
 
     Raises:
@@ -220,7 +220,7 @@ def _place(node: TreeNode) -> str:
     return f"`{place.text}` at {place_text(place.file, place.line)}"
 
 
-def _own_part(text: str, known: Runs) -> Resolution | None:
+def _own_part(text: str, known: NamedRuns) -> Resolution | None:
     """Return the parameter, buffer or module with a name, which can have underscores for dots."""
     if not text:
         return None
@@ -428,7 +428,7 @@ def describe_where(where: Any) -> str:
         return where.__name__
     if isinstance(where, (LayerEntry, ModuleEntry)):
         return repr(where.label)
-    if isinstance(where, State):
+    if isinstance(where, StateTensor):
         return repr(where.name)
     if callable(where) and not isinstance(where, NodeSelector):
         name = getattr(where, "__qualname__", repr(where))
@@ -449,7 +449,7 @@ def flat(where: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Spot:
+class ReplacementPoint:
     """A position on a tape from which a given value, or a part of it, replaces a recorded one.
 
     Attributes:
@@ -488,7 +488,9 @@ def is_named(node: TreeNode, text: str) -> bool:
     return plain_path(node.path) in (plain_path(text), plain_path(text).removesuffix(".output"))
 
 
-def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tuple[Spot, ...]:
+def spots_of(
+    recording: Recording, tree: Tree, text: str, *, bended: bool
+) -> tuple[ReplacementPoint, ...]:
     """Return where on the tape of a run the value of a node is defined.
 
     Args:
@@ -537,7 +539,7 @@ class _Spots:
         self._tape = recording.tape
         self._bended = bended
 
-    def of(self, node: TreeNode, number: int, text: str) -> Iterator[Spot]:
+    def of(self, node: TreeNode, number: int, text: str) -> Iterator[ReplacementPoint]:
         if node.role == "state":
             raise InputError(
                 f"{text!r} is a parameter or buffer, not an activation: bend or patch it"
@@ -558,14 +560,14 @@ class _Spots:
                     "computes it"
                 )
             for index, _, inner, below in self._leaves(node, number):
-                yield Spot(index, index + 1, None, below, inner)
+                yield ReplacementPoint(index, index + 1, None, below, inner)
         else:
             whole, number_of_whole = chain[-2]
             yield from self._of_op(node, number, keys, self._gate(whole.path, number_of_whole))
 
     def _of_op(
         self, node: TreeNode, number: int, keys: tuple[Any, ...], gate: Op | None
-    ) -> Iterator[Spot]:
+    ) -> Iterator[ReplacementPoint]:
         """Yield the spots of a function's result, or of a part of it."""
         made = node.passes[number]
         assert made.index is not None
@@ -581,7 +583,7 @@ class _Spots:
         node: TreeNode,
         within: int,
         keys: tuple[Any, ...],
-    ) -> Iterator[Spot]:
+    ) -> Iterator[ReplacementPoint]:
         """Yield the spots of a call's output, or of a part of it."""
         made = holder.passes[number].index
         call = self._recording.root if made is None else self._tape.calls[made]
@@ -601,22 +603,22 @@ class _Spots:
         keys: tuple[Any, ...],
         node: TreeNode,
         gate: Op | None,
-    ) -> Iterator[Spot]:
+    ) -> Iterator[ReplacementPoint]:
         if gate is None:
-            yield Spot(index, start, call, below, node)
+            yield ReplacementPoint(index, start, call, below, node)
             return
         # Users of the value after the insertions there read it from the gate; unless the insertions
         # changed nothing, as for parts of containers, which then keep their own name.
         after = gate.index + 1
-        yield Spot(index, max(after, index + 1), call, below, node)
+        yield ReplacementPoint(index, max(after, index + 1), call, below, node)
         found = part_of(gate.target.shape, keys)
-        leaf = found if type(found) is Leaf else None
+        leaf = found if type(found) is LeafShape else None
         if leaf is None or leaf.number not in gate.target.exchanged:
             return
         element = (gate.target.exchanged.index(leaf.number),)
         given = self._op_of(gate.index, element if len(gate.target.exchanged) > 1 else ())
         if given is not None:
-            yield Spot(given, given + 1, call, below, node)
+            yield ReplacementPoint(given, given + 1, call, below, node)
 
     def _leaves(
         self, node: TreeNode, number: int, keys: tuple[Any, ...] = ()
@@ -674,7 +676,7 @@ class _Spots:
         return None
 
 
-def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:
+def values_for(text: str, value: Any, spots: tuple[ReplacementPoint, ...]) -> list[Any]:
     """Return what a given value defines at each of the spots of a node.
 
     Raises:
@@ -691,7 +693,7 @@ def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:
     return found
 
 
-def _dug(text: str, value: Any, spot: Spot) -> Any:
+def _dug(text: str, value: Any, spot: ReplacementPoint) -> Any:
     whole = value
     for key in spot.keys:
         value = _item(value, key)

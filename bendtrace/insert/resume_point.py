@@ -31,11 +31,11 @@ from bendtrace.errors import (
 from bendtrace.insert.gates import running
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.plan import Plan
+from bendtrace.insert.plan import InsertionPlan
 from bendtrace.insert.reading import read_and_changed
 from bendtrace.insert.registry import Bended
 from bendtrace.insert.resolver import (
-    Spot,
+    ReplacementPoint,
     by_path,
     is_named,
     node_of_name,
@@ -230,7 +230,7 @@ def from_activations(
     if not given:
         raise InputError("no activations are given")
     try:
-        return _Run(model, given, args, kwargs, bended).output()
+        return _SuffixRun(model, given, args, kwargs, bended).output()
     except (RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, BendtraceError):
             shapes = ", ".join(
@@ -281,7 +281,7 @@ def parse_replacements(
     return {name: kwargs[name] for name in names}, (), rest
 
 
-class _Run:
+class _SuffixRun:
     def __init__(
         self,
         model: Bended,
@@ -322,7 +322,7 @@ class _Run:
                         hold.release()
         return self._live()
 
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> InsertionPlan | None:
         board = self._model._board
         if not self._bound:
             for insertion in board.insertions:
@@ -333,10 +333,12 @@ class _Run:
                         f"the location of {insertion!r} depends on the inputs of the model: "
                         "pass the model's arguments as well"
                     )
-        plan: Plan | None = board.plan(self._args, self._kwargs)
+        plan: InsertionPlan | None = board.plan(self._args, self._kwargs)
         return plan
 
-    def _chosen(self, tree: TraceTree, plan: Plan | None) -> tuple[KnownRun, Prepared] | None:
+    def _chosen(
+        self, tree: TraceTree, plan: InsertionPlan | None
+    ) -> tuple[KnownRun, Prepared] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
         plain = self._model._trees.plain
         if tree is not plain and not any(tree.programs()):
@@ -357,7 +359,7 @@ class _Run:
             raise error
         return None  # there may be another path
 
-    def _form(self, plan: Plan | None) -> tuple[str, ...]:
+    def _form(self, plan: InsertionPlan | None) -> tuple[str, ...]:
         is_seen = plan is not None and plan.sees_inputs
         form: tuple[str, ...] = self._model._signature.form(self._args, self._kwargs, is_seen)
         return form
@@ -386,7 +388,7 @@ class _Run:
             )
 
     @staticmethod
-    def _looks_at_changes(run: KnownRun, plan: Plan | None) -> bool:
+    def _looks_at_changes(run: KnownRun, plan: InsertionPlan | None) -> bool:
         return plan is not None and plan.looks_at_changes(
             run.program.recordings(), read_and_changed
         )
@@ -399,7 +401,7 @@ class _Run:
         prepared: Prepared,
         hold: Hold,
         tree: TraceTree,
-        plan: Plan | None,
+        plan: InsertionPlan | None,
     ) -> Any:
         """Follow known paths as far as possible, and continue from there."""
         slots = self._rests.values_for(prepared)
@@ -486,7 +488,7 @@ class _Run:
         random: RandomStates | None,
         hold: Hold,
         tree: TraceTree,
-        plan: Plan | None,
+        plan: InsertionPlan | None,
     ) -> Any:
         """Continue where no recorded run went, or none that can be continued."""
         why = explain_divergence(left.prepared.recording, left.number, left.outcome)()
@@ -518,7 +520,9 @@ class _Run:
             )
         return self._live()
 
-    def _resumed(self, left: Deviation, hold: Hold, tree: TraceTree, plan: Plan | None) -> Any:
+    def _resumed(
+        self, left: Deviation, hold: Hold, tree: TraceTree, plan: InsertionPlan | None
+    ) -> Any:
         """Continue with the model's own Python, and keep the path that it takes."""
         model, script = self._model, left.script(hold)
         try:
@@ -560,7 +564,7 @@ class _Run:
         return call_with(self._model, self._given, self._args, self._kwargs, bended=self._bended)
 
 
-ENDS.add(_Run._carry_out.__code__)
+ENDS.add(_SuffixRun._carry_out.__code__)
 
 
 # Calls a model with given values instead of the outputs of some nodes.
@@ -694,7 +698,7 @@ class Prepared:
     """
 
     recording: Recording
-    spots: dict[str, tuple[Spot, ...]]
+    spots: dict[str, tuple[ReplacementPoint, ...]]
     cuts: list[Cut]
     rest: Suffix
     code: Rest | None = None
@@ -784,7 +788,7 @@ class Suffixes:
                 (found.path,),
             )
 
-    def _slot(self, text: str, spot: Spot) -> int:
+    def _slot(self, text: str, spot: ReplacementPoint) -> int:
         """Return the number of a given value: the same for all runs of the model."""
         numbers: dict[Any, int] = cached_for_model(self._model, "slots", dict)
         return numbers.setdefault((text, spot.keys), len(numbers))

@@ -402,7 +402,7 @@ def between(start: Selectable, end: Selectable) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.between("relu", "sum"), trace)
         [<node exp: exp>, <node add: add>]
     """
-    return Between(as_selector(start), as_selector(end))
+    return BetweenSelector(as_selector(start), as_selector(end))
 
 
 @dataclass(frozen=True, repr=False)
@@ -430,7 +430,7 @@ class Near(_Ahead):
 
 
 @dataclass(frozen=True, repr=False)
-class Between(_Ahead):
+class BetweenSelector(_Ahead):
     """Nodes on paths from some nodes to others."""
 
     start: NodeSelector

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mark:
+class SourcePattern:
     """A user's description of a condition or a loop.
 
     Attributes:
@@ -71,7 +71,7 @@ class Mark:
         return ", ".join(filter(None, ["" if given is None else repr(given), file]))
 
 
-def mark(where: Any, file: str | None, asked: str) -> Mark:
+def mark(where: Any, file: str | None, asked: str) -> SourcePattern:
     """Return a checked description of a place in the source.
 
     Args:
@@ -87,12 +87,12 @@ def mark(where: Any, file: str | None, asked: str) -> Mark:
     if isinstance(where, str):
         at = read_place(where)
         if at is not None:
-            return Mark(None, at[1], at[0])
-        return Mark(where, None, file)
+            return SourcePattern(None, at[1], at[0])
+        return SourcePattern(where, None, file)
     if type(where) is int and where > 0:
-        return Mark(None, where, file)
+        return SourcePattern(None, where, file)
     if where is None or (isinstance(where, re.Pattern) and isinstance(where.pattern, str)):
-        return Mark(where, None, file)
+        return SourcePattern(where, None, file)
     raise InputError(
         f"{asked}() takes text of the source, a regular expression, a line counted from 1, or "
         f"'file.py:41'; not {where!r}"
@@ -220,7 +220,7 @@ def at_line(line: int | str, file: str | None = None) -> Selector:
 class UnderBranch(Selector):
     """Nodes under a condition."""
 
-    test: Mark
+    test: SourcePattern
     side: bool | None = None
 
     def matches(self, node: Candidate) -> bool:
@@ -241,7 +241,7 @@ class UnderBranch(Selector):
 class InLoop(Selector):
     """Nodes in a loop."""
 
-    loop: Mark
+    loop: SourcePattern
 
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node, judged by the node alone."""
@@ -259,7 +259,7 @@ class InLoop(Selector):
 class AtLine(Selector):
     """Nodes at a line."""
 
-    line: Mark
+    line: SourcePattern
 
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node, judged by the node alone."""
@@ -273,7 +273,7 @@ class AtLine(Selector):
         return f"at_line({self.line})"
 
 
-class Branch(NamedTuple):
+class ConditionSide(NamedTuple):
     """A condition, as seen from code that depends on it.
 
     Attributes:
@@ -320,14 +320,14 @@ def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
 
 
 @functools.cache
-def branches_around(place: Place) -> tuple[Branch, ...]:
+def branches_around(place: Place) -> tuple[ConditionSide, ...]:
     """Return the conditions around something in the source, innermost first."""
     file = source_file(place.file)
     node = _node_at(file, place)
     return () if node is None else tuple(_branches(file, node))
 
 
-def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
+def _branches(file: SourceFile, node: ast.AST) -> Iterator[ConditionSide]:
     for child, parent in file.ancestors(node):
         if isinstance(child, ast.stmt):
             yield from _exits_before(file, child, parent)
@@ -355,7 +355,7 @@ def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
             yield _case(file, child, True)
 
 
-def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
+def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[ConditionSide]:
     """Yield the conditions under which the code before a statement has not left its block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
@@ -364,7 +364,7 @@ def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterato
                 yield from _conditions(file, statement)
 
 
-def _conditions(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
+def _conditions(file: SourceFile, statement: ast.stmt) -> Iterator[ConditionSide]:
     if isinstance(statement, ast.If):
         for block, other, side in (
             (statement.body, statement.orelse, False),
@@ -376,15 +376,15 @@ def _conditions(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
                     yield from _conditions(file, other[-1])
 
 
-def _branch(file: SourceFile, test: ast.expr, side: bool) -> Branch:
+def _branch(file: SourceFile, test: ast.expr, side: bool) -> ConditionSide:
     span = span_of(test)
-    return Branch(file.text(test), range(span.line, span.end_line + 1), side)
+    return ConditionSide(file.text(test), range(span.line, span.end_line + 1), side)
 
 
-def _case(file: SourceFile, case: ast.match_case, side: bool) -> Branch:
+def _case(file: SourceFile, case: ast.match_case, side: bool) -> ConditionSide:
     guard = "" if case.guard is None else f" if {file.text(case.guard)}"
     span = span_of(case.pattern)
-    return Branch(
+    return ConditionSide(
         f"case {file.text(case.pattern)}{guard}", range(span.line, span.end_line + 1), side
     )
 
@@ -438,7 +438,7 @@ def _denial(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> Flow
     return None
 
 
-def _asks(step: FlowStep, branch: Branch, file: str) -> bool:
+def _asks(step: FlowStep, branch: ConditionSide, file: str) -> bool:
     return (
         (step.file, step.text) == (file, branch.text)
         and step.line in branch.lines

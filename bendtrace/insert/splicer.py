@@ -34,9 +34,9 @@ from bendtrace.engine.stretches import Exit, RunPiece
 from bendtrace.insert.gates import AfterGate, Gate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
-from bendtrace.insert.plan import Plan, Slot, slots_of
+from bendtrace.insert.plan import InsertionPlan, Slot, slots_of
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.structure import Leaf
+from bendtrace.insert.structure import LeafShape
 from bendtrace.insert.through import Through
 from bendtrace.log.path_views import Candidate, RunNodes
 from bendtrace.python.lazy import LazyModule
@@ -71,7 +71,9 @@ class Splicer:
         writes: whether a known run writes to tensors in place.
     """
 
-    def __init__(self, plan: Plan, known: Knowledge, exits: Callable[[], Iterable[Exit]]) -> None:
+    def __init__(
+        self, plan: InsertionPlan, known: Knowledge, exits: Callable[[], Iterable[Exit]]
+    ) -> None:
         self.is_apart: bool = not plan.can_be_spliced
         self.calls: int = 0
         self.writes: bool = False
@@ -116,7 +118,7 @@ class Splicer:
         self._codes[exit] = exit.rewrites, code
         return code
 
-    def serves(self, plan: Plan) -> Self:
+    def serves(self, plan: InsertionPlan) -> Self:
         """Note the insertions of the call that comes next, which are not kept alive."""
         self._plan = weakref.ref(plan)
         return self
@@ -156,7 +158,7 @@ class Splicer:
                 path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope),
                 node.qualified_name,
             )  # fmt: skip
-            gate = self._gates[path, slots] = AfterGate(at, slots, Leaf(Tensor, 0), plan)
+            gate = self._gates[path, slots] = AfterGate(at, slots, LeafShape(Tensor, 0), plan)
             gate.counts = True
         return gate
 
@@ -309,7 +311,7 @@ def record_with_insertions(
     signature: Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    plan: Plan | None,
+    plan: InsertionPlan | None,
     script: Script | None = None,
     reads_states: bool = False,
     lifting: Lifting | None = None,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from bendtrace.errors import InputError, NodePathError, PatchError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
-from bendtrace.insert.plan import Location, State
-from bendtrace.insert.resolver import Resolution, Runs, name_of, resolve_meaning
+from bendtrace.insert.plan import Location, StateTensor
+from bendtrace.insert.resolver import NamedRuns, Resolution, name_of, resolve_meaning
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode, dotted
@@ -749,7 +749,7 @@ class Selected:
         return repr(self.selector)
 
 
-class ModelRuns(Runs, Protocol):
+class ModelRuns(NamedRuns, Protocol):
     """The runs of a model that insertions are placed in."""
 
     def trees(self) -> Iterable[Tree]:
@@ -804,7 +804,7 @@ class Target:
 
 
 def targets_of(
-    where: Where | State, known: ModelRuns, *, lenient: bool = False
+    where: Where | StateTensor, known: ModelRuns, *, lenient: bool = False
 ) -> tuple[Target, ...]:
     """Parse a location.
 
@@ -837,7 +837,7 @@ def _targets(where: Any, known: ModelRuns) -> tuple[Target, ...]:
     name = name_of(where, known)
     if name is not None:
         return _resolve_name(name, known, where)
-    if isinstance(where, State):
+    if isinstance(where, StateTensor):
         return (Target(where, Location("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
         owner = module_of(known.model)
@@ -946,7 +946,11 @@ def targets_named(text: str, known: ModelRuns) -> tuple[Target, ...]:
 
 def _resolved_targets(resolution: Resolution, text: str, original: Any) -> tuple[Target, ...]:
     if resolution.is_whole_state:
-        return (Target(original, Location("state", State(resolution.name), shown=resolution.name)),)
+        return (
+            Target(
+                original, Location("state", StateTensor(resolution.name), shown=resolution.name)
+            ),
+        )
     if resolution.module is not None:
         return (Target(original, Location("node", OfModule(resolution.module))),)
     if not resolution.places:
@@ -1023,7 +1027,7 @@ def _place(root: TreeNode, node: TreeNode) -> Location:
     if whole.role == "state":
         key = str(whole.key)
         name = f"{holder.module}.{key}" if holder.module else key
-        return Location("state", State(dotted(name), holder.path), shown=shown)
+        return Location("state", StateTensor(dotted(name), holder.path), shown=shown)
     if whole.kind == "number" and _is_taken(whole):
         raise NodePathError(
             f"{shown!r} is a Python number, which cannot be replaced; choose the tensor that "
