@@ -24,7 +24,13 @@ from bendtrace.tape.tape import (
     OpKind,
     Ref,
 )
-from bendtrace.watch.direct_calls import ENTRIES, Asked, FunctionEquivalent, cheapest, plain_values
+from bendtrace.watch.direct_calls import (
+    ENTRIES,
+    FunctionEquivalent,
+    TorchSetting,
+    cheapest,
+    plain_values,
+)
 from tests.promise import bits
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -172,7 +178,7 @@ def _outcome(call: Callable[..., Any], tensors: list[Tensor]) -> Any:
 def _made(value: Any, given: list[Tensor]) -> Any:
     if type(value) is Ref:
         return given[value.index]
-    return value.function() if type(value) is Asked else value
+    return value.function() if type(value) is TorchSetting else value
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda e: e.function.__qualname__)
@@ -399,7 +405,7 @@ def test_a_setting_that_the_function_asks_for_is_asked_for_in_each_replay():
     op, _ = _op(functional.layer_norm, (torch.ones(2, 4), [4]), {})
     call = entry.call(op)
     assert call is not None
-    asked = next(value for value in call.args if type(value) is Asked)
+    asked = next(value for value in call.args if type(value) is TorchSetting)
     before = torch.backends.cudnn.enabled
     try:
         for enabled in (False, True):

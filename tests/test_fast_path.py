@@ -309,13 +309,13 @@ def test_an_observer_is_shown_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ops_take_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     general: list[Any] = []
-    reported = Recorder._reported
+    reported = Recorder._handle_report
 
     def noting(self: Recorder, func: Any, *rest: Any) -> Any:
         general.append(func)
         return reported(self, func, *rest)
 
-    monkeypatch.setattr(Recorder, "_reported", noting)
+    monkeypatch.setattr(Recorder, "_handle_report", noting)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Softmax(-1))
     with torch.no_grad():
         record(lambda x: (model(x) + x) * 2, (torch.ones(2, 4),), {}, Signature(model))

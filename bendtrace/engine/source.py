@@ -38,7 +38,7 @@ from bendtrace.tape.structure import (
     build,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
-from bendtrace.watch.direct_calls import Asked, EquivalentCall
+from bendtrace.watch.direct_calls import EquivalentCall, TorchSetting
 from bendtrace.watch.monkeypatches import monkeypatches
 
 INFIX: dict[Any, str] = {
@@ -211,7 +211,7 @@ class GeneratedSource:
             return self.bound(value.value)
         if kind is Array:
             return self._array(value)
-        if kind is Asked:
+        if kind is TorchSetting:
             return f"{self.bound(value.function)}()"
         return self.constant(value)
 

@@ -41,7 +41,7 @@ class Checkpoints:
         self.writer: TapeWriter = writer
         self.changes: Callable[[], list[EnvironmentChange] | None] = changes
         self.exchanges: Callable[[], bool] = exchanges
-        self.current: Checkpointed | None = None
+        self.current: CheckpointedBlock | None = None
 
     def block(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
         """Return an iterator that is advanced where a block begins, and where it ends.
@@ -58,7 +58,7 @@ class Checkpoints:
             return None
         call = functools.partial(function, *args, **kwargs)
         given = [value for value in args if isinstance(value, Tensor)]
-        return Checkpointed(
+        return CheckpointedBlock(
             self, call, CheckpointSettings(preserves, check, debug, early_stop), given
         )
 
@@ -68,18 +68,18 @@ class Checkpoints:
             tape = self.writer.tape
             self.current.passing = len(tape.ops), len(tape.guards), index, value
 
-    def passed(self, gate: Callable[[Any], Any]) -> None:
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
         """Note what has replaced the latest value that something inserted came to."""
         if self.current is not None:
             self.current.note(gate)
 
-    def gated(self) -> None:
+    def note_gate(self) -> None:
         """Note that an op calls something inserted."""
         if self.current is not None:
             self.current.has_gates = True
 
 
-class Checkpointed:
+class CheckpointedBlock:
     """A block that a run goes through.
 
     Args:

@@ -71,7 +71,7 @@ class ValueLookup(Protocol):
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
         """Return the value number of a traced scalar."""
 
-    def made_as(self, tensor: Tensor) -> int | None:
+    def producer_of(self, tensor: Tensor) -> int | None:
         """Return the op that made a tensor; None if it was there before the run, or is unknown."""
 
     def here(self) -> str:
@@ -115,9 +115,9 @@ class Encoder:
         """Return whether the run has written to tensors that existed before it."""
         return self._values.writes_outside()
 
-    def made_as(self, tensor: Tensor) -> int | None:
-        """Return the op that made a tensor (see `RunValues.made_as`)."""
-        return self._values.made_as(tensor)
+    def producer_of(self, tensor: Tensor) -> int | None:
+        """Return the op that made a tensor (see `RunValues.producer_of`)."""
+        return self._values.producer_of(tensor)
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """Return arguments as recorded, and as the function has to receive them."""
@@ -204,16 +204,18 @@ class Encoder:
             )
         if isinstance(value, Tensor):
             if kind in _TENSORS and value.__dict__ and self._values.environment.find(value) is None:
-                return self._remembered(value, memo, lambda: self._tagged(value, what, memo))
+                return self._encode_once(
+                    value, memo, lambda: self._encode_attributes(value, what, memo)
+                )
             return self._values.ref(value)
         if (stands := self._values.tensor_of_array(value)) is not None:
             tensor = self._values.ref(stands)
-            return self._remembered(value, memo, lambda: Construction(array_of, tensor))
+            return self._encode_once(value, memo, lambda: Construction(array_of, tensor))
         if (part := self._values.environment.find(value)) is not None:
             return Existing(part)
-        return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
+        return self._encode_once(value, memo, lambda: self._new(value, kind, what, memo))
 
-    def _remembered(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
+    def _encode_once(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
         """Encode an object once, however often it occurs."""
         if id(value) in memo:
             known = memo[id(value)]
@@ -225,7 +227,7 @@ class Encoder:
         memo.setdefault(0, []).append(value)  # so that no other object gets its id
         return encoded
 
-    def _tagged(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Construction:
+    def _encode_attributes(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Construction:
         attributes = self.output(dict(tensor.__dict__), what, memo)
         return Construction(with_attributes, self._values.ref(tensor), attributes)
 
@@ -243,8 +245,8 @@ class Encoder:
                 f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
-        said = {name: getattr(function, name) for name in FUNCTION_METADATA}
-        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), said)
+        metadata = {name: getattr(function, name) for name in FUNCTION_METADATA}
+        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), metadata)
         return Construction(
             make_function, function.__code__, FixedObject(function.__globals__),
             *(self.output(part, what, memo) for part in parts),
@@ -313,7 +315,7 @@ class Encoder:
         return any(
             self._values.holds_values(member, seen)
             for cls in kind.__mro__
-            if is_made_anew(cls)
+            if is_local_class(cls)
             for member in vars(cls).values()
         )
 
@@ -528,7 +530,7 @@ def _is_constant(value: Any) -> bool:
         owner = value.__self__
         return owner is None or isinstance(owner, (types.ModuleType, type))
     if isinstance(value, type):
-        return not is_made_anew(value)
+        return not is_local_class(value)
     if isinstance(value, (types.MethodDescriptorType, types.GenericAlias, types.UnionType)):
         return True
     if type(value).__module__ == "typing":  # in annotations
@@ -544,7 +546,7 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, OPERATORS)
 
 
-def is_made_anew(cls: type) -> bool:
+def is_local_class(cls: type) -> bool:
     """Return whether a class may be defined by a run: it is not found by its name."""
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):

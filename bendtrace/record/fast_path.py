@@ -24,7 +24,7 @@ from bendtrace.python.sites import Site, users_code
 from bendtrace.python.usage import compares_identity
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.values import RunValues
-from bendtrace.record.writer import Known, TapeWriter
+from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import (
     any_autocast,
@@ -253,7 +253,7 @@ def fast_path_for(
                 except RuntimeError:  # of a nested one, or of inference mode
                     shape = None
                 if shape is not None:
-                    known_as[id(out)] = known = Known(out)
+                    known_as[id(out)] = known = KnownTensor(out)
                     known.ref = ref_to(index)
                     known.version = version
                     known.graphless = not grad and not out.requires_grad

@@ -38,7 +38,7 @@ from bendtrace.watch.code_facts import codes_in, names_in
 from bendtrace.watch.collectives import JOINT
 from bendtrace.watch.draws import generator_name, global_generators, state_of, torchs_generators
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.executed import OWN_NUMBER, Ran, forbidden_in, learn
+from bendtrace.watch.executed import OWN_NUMBER, CodeMonitor, forbidden_in, learn
 from bendtrace.watch.functions import (
     OpOverload,
     OpOverloadPacket,
@@ -191,13 +191,13 @@ class Finish:
             self.block("the values of parametrizations are cached around the call")
 
     def recording(
-        self, output: Any, ran: Ran | None = None
+        self, output: Any, code_monitor: CodeMonitor | None = None
     ) -> tuple[Recording, list[EnvironmentChange]]:
         """Record the result and the changes of the run; return the recording and the plain changes.
 
         Args:
             output: its output.
-            ran: the code that it reached.
+            code_monitor: the code that it reached.
         """
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:
@@ -214,23 +214,23 @@ class Finish:
         if self._modes() != self._entry:
             self.block("the run leaves grad mode, autocast or another setting of torch's changed")
         changes = list(self.environment.changes())
-        if ran is not None:
-            self.environment.look_at_containers(ran.codes)
+        if code_monitor is not None:
+            self.environment.look_at_containers(code_monitor.codes)
         for reason in self.environment.blockers:
             self.tape.block(reason)
         # It may have been created by its first use, and stay the same from then on.
         recording.is_transient = self.environment.leaves_watched_objects
-        if ran is not None:
-            self._look_at_growing(changes, ran)
+        if code_monitor is not None:
+            self._look_at_growing(changes, code_monitor)
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
-                for reason in forbidden_in(ran):
+                for reason in forbidden_in(code_monitor):
                     self.tape.block(reason)
-                asks = any("hash" in code.co_names for code in ran.codes)
-                if asks and self.environment.given_by_identity():
+                asks = any("hash" in code.co_names for code in code_monitor.codes)
+                if asks and self.environment.arguments_by_identity():
                     self.block(f"the model asks for a hash, {OWN_NUMBER}", "hash")
             if self.tape.blockers:
-                ran.codes.clear()  # such runs are live in any case
-            for code in learn(self._function, ran, self.environment.functions):
+                code_monitor.codes.clear()  # such runs are live in any case
+            for code in learn(self._function, code_monitor, self.environment.functions):
                 recording.is_transient = True
                 self.tape.block(
                     f"{code.co_qualname} at "
@@ -261,9 +261,9 @@ class Finish:
         self._writer.require_end()
         return recording, changes
 
-    def _look_at_growing(self, changes: list[EnvironmentChange], ran: Ran) -> None:
+    def _look_at_growing(self, changes: list[EnvironmentChange], code_monitor: CodeMonitor) -> None:
         """Block if code has read what the run takes for something that it only adds to."""
-        read = frozenset().union(*map(read_names, ran.codes))
+        read = frozenset().union(*map(read_names, code_monitor.codes))
         for part in self.environment.parts:
             if part.kind is CaptureKind.GROWING and access_name(part) in read:
                 self.block(f"the run adds to {part.label}, and reads it", access_name(part))
@@ -310,7 +310,7 @@ class Finish:
         """Record what the run put into each `functools.lru_cache`."""
         kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
         outlive = {ref.index for ref in refs_in(kept)}
-        for reason in self.environment.held_as_given():
+        for reason in self.environment.identity_lookups():
             self.block(reason)
         for reason, cache, was_empty in self.environment.misses():
             entries = entries_of(cache)
@@ -335,7 +335,7 @@ class Finish:
         """Return whether a key contains a tensor that the run has made, and does not leave."""
         if type(key) is not tuple:
             return False
-        found = (self._encoder.made_as(item) for item in key if type(item) is torch.Tensor)
+        found = (self._encoder.producer_of(item) for item in key if type(item) is torch.Tensor)
         return any(index is not None and index not in outlive for index in found)
 
     def _has_ops_of(self, function: Any) -> bool:
@@ -427,7 +427,7 @@ class Finish:
             if part.access is not Access.ROOT:
                 attributes[str(part.key)] = part.label
         for op in opaque.values():
-            names, mutates, read = self._stored_by(op)
+            names, mutates, read = self._stores_of(op)
             found = {attributes[name] for name in names & attributes.keys()}
             if mutates:
                 found |= {containers[name] for name in read & containers.keys()}
@@ -451,7 +451,7 @@ class Finish:
                         if isinstance(function, types.FunctionType):
                             yield from reachable_from(function).functions
 
-    def _stored_by(self, op: Op) -> tuple[set[str], bool, set[str]]:
+    def _stores_of(self, op: Op) -> tuple[set[str], bool, set[str]]:
         """The attributes and globals that an op assigns to, whether to items, and what it names."""
         stored: set[str] = set()
         read: set[str] = set()

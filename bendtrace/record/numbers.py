@@ -79,7 +79,7 @@ class NumberRecorder:
             self._writer.guard(TruthGuard, index, bool(value), use, outside_scalars())
         else:
             self._writer.guard(ValueGuard, index, value, use, outside_scalars())
-        return self.answered(value)
+        return self.answer(value)
 
     def _elsewhere(self, value: Any) -> Any:
         """Return the value that a thread other than the run's own asks for.
@@ -93,7 +93,7 @@ class NumberRecorder:
             self._writer.tape.block("a thread of torch's has used a number of the run")
         return value
 
-    def answered(self, value: Any) -> Any:
+    def answer(self, value: Any) -> Any:
         """Return the answer to the latest question."""
         return value if self.answers is None else self.answers(self._writer.tape.guards[-1], value)
 
@@ -111,7 +111,7 @@ class NumberRecorder:
         if is_seen and function not in HARMLESS:
             is_asked = self._ask_error(function, operands)
         try:
-            result = self._computed(function, operands, is_seen)
+            result = self._compute(function, operands, is_seen)
             if is_seen:
                 traced = TRACED_AS.get(type(result))
         finally:
@@ -138,7 +138,7 @@ class NumberRecorder:
         """Return whether a call computes with its numbers, whose result is traced already."""
         return self.varying is not None and is_awaited(outside_scalars())
 
-    def _computed(
+    def _compute(
         self, function: Callable[..., Any], operands: tuple[Any, ...], is_seen: bool
     ) -> Any:
         script = self._writer.script

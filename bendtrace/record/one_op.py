@@ -25,7 +25,7 @@ from bendtrace.watch.functions import is_torchs_function
 from bendtrace.watch.reachability import reachable_from
 
 
-class Given:
+class ReachableContainers:
     """The containers that a function can reach through its arguments and its closure.
 
     Args:
@@ -63,7 +63,7 @@ class Given:
             found[id(thing)] = thing
             if isinstance(thing, (types.FunctionType, types.MethodType, partial, type)):
                 self._functions.append(thing)
-                waiting += _objects_held(thing, environment)
+                waiting += _objects_in_code(thing, environment)
             else:
                 waiting += _content(thing)
         self._is_complete = not waiting
@@ -87,7 +87,7 @@ class Given:
         return any(map(_mutates, self._functions))
 
 
-def _objects_held(thing: Any, environment: Environment) -> Iterator[Any]:
+def _objects_in_code(thing: Any, environment: Environment) -> Iterator[Any]:
     """Yield what code holds, but for what a function from before the run keeps to itself."""
     is_older = (
         isinstance(thing, types.FunctionType) and thing.__code__ not in environment.nested_codes

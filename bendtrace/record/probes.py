@@ -128,7 +128,7 @@ def _code(source: str) -> CodeType:
 
 
 def _reads_identity() -> bool:
-    told = {
+    expected = {
         "return x is y": (True, False),
         "return x is not y": (True, False),
         "return [i is y for i in x]": (True, False),
@@ -142,9 +142,9 @@ def _reads_identity() -> bool:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
-        codes = {source: _code(source) for source in told}
+        codes = {source: _code(source) for source in expected}
     return all(
-        (compares_identity(code), needs_plain_numbers(code)) == told[source]
+        (compares_identity(code), needs_plain_numbers(code)) == expected[source]
         for source, code in codes.items()
     )
 
@@ -152,13 +152,15 @@ def _reads_identity() -> bool:
 def _reads_names() -> bool:
     code = _code("import os.path\nglobal g\ng = h\nx.attribute = y\nreturn g")
     stores = _code("def inner():\n  nonlocal x\n  x = y\nreturn inner")
-    told = [("IMPORT_NAME", "os.path"), ("LOAD_GLOBAL", "h"), ("STORE_GLOBAL", "g")]
-    told += [("STORE_ATTR", "attribute"), ("LOAD_GLOBAL", "g")]
-    return list(global_uses(code)) == told and stores_outside(stores) and not stores_outside(code)
+    expected = [("IMPORT_NAME", "os.path"), ("LOAD_GLOBAL", "h"), ("STORE_GLOBAL", "g")]
+    expected += [("STORE_ATTR", "attribute"), ("LOAD_GLOBAL", "g")]
+    return (
+        list(global_uses(code)) == expected and stores_outside(stores) and not stores_outside(code)
+    )
 
 
 def _reads_truth_tests() -> bool:
-    told = {
+    expected = {
         "if x():\n  return 1": True,
         "while not x():\n  break": True,
         "return 1 if x() else 2": True,
@@ -184,11 +186,11 @@ def _reads_truth_tests() -> bool:
         answers.append(only_tests(sys._getframe(1), 1))
         return [False, False]
 
-    for source in told:
+    for source in expected:
         _function(source)(truth, lambda _: None, None)
     for source in lists:
         _function(source)(truths, lambda _: None, None)
-    return answers == [*told.values(), *lists.values()]
+    return answers == [*expected.values(), *lists.values()]
 
 
 def _reads_handlers() -> bool:

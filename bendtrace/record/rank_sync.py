@@ -234,7 +234,7 @@ class JointCall:
         if not self.groups:  # others may wait for this rank, which will not come
             if not is_joint(self.model):
                 return
-            ranks_of_process().go("ended its call without a collective" + self._guards(None))
+            ranks_of_process().withdraw("ended its call without a collective" + self._guards(None))
             return
         reached = parameters_reached(self.model, output)
         for group in sorted(self.groups, key=lambda group: group.name):
@@ -330,7 +330,7 @@ def ranks_of_process() -> Ranks:
     return ranks(_settings.timeout)
 
 
-class _Overhearing(TorchDispatchMode):
+class _CollectiveListener(TorchDispatchMode):
     """Sees collectives before they begin, and nothing else."""
 
     def __torch_dispatch__(
@@ -341,7 +341,7 @@ class _Overhearing(TorchDispatchMode):
         if func.namespace in _NAMESPACES:
             collective = collective_of(func, args)
             if collective is not None:
-                _heard(collective, sys._getframe(1))
+                _handle_collective(collective, sys._getframe(1))
         return func(*args, **(kwargs or {}))
 
 
@@ -356,7 +356,7 @@ def _is_dtensor(kind: type) -> bool:
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor", "c10d_functional"})
 
 
-def _heard(collective: Collective, frame: FrameType) -> None:
+def _handle_collective(collective: Collective, frame: FrameType) -> None:
     if _local.forbidden:
         raise InputError(
             f"{_local.forbidden} reached {collective}, which all ranks have to take part in: "
@@ -422,7 +422,7 @@ def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
     call.is_left, call.tape, call.replays = False, None, False
     _local.call = call
     try:
-        with _Overhearing():
+        with _CollectiveListener():
             yield call
     except BaseException as error:
         call.fails(error)

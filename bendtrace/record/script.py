@@ -141,8 +141,8 @@ class _SectionNames:
         self._script = script
         self._names: dict[int, Name] = {}
         left = section.left
-        # Results that were told to be tensors from before only after the section was left.
-        self._untold = frozenset(
+        # Results that a guard identified as tensors from before only after the section's end.
+        self._identified_later = frozenset(
             guard.index
             for guard in ([] if isinstance(left, AfterOp) else section.tape.guards[left + 1 :])
             if isinstance(guard, SameGuard)
@@ -172,13 +172,13 @@ class _SectionNames:
                 name = "given", op.target.named
             elif op.kind is OpKind.SCALAR and op.target is getitem:
                 name = "element", self.of(op.args[0].index), op.args[1]
-            elif first != index and index not in self._untold:
+            elif first != index and index not in self._identified_later:
                 name = self.of(first)
             else:
                 name = self._script.late(op, self)
             self._names[index] = name
-        is_told = index not in self._untold and name not in self._script.apart
-        if first != index and is_told and name not in self._script.firsts:
+        is_identified = index not in self._identified_later and name not in self._script.apart
+        if first != index and is_identified and name not in self._script.firsts:
             found = self._script.first(self.of(first))
             if found != name:
                 self._script.firsts[name] = found
@@ -423,11 +423,11 @@ class Script:
         """Return the first name of the value of an op of the run."""
         return self.first(self._names[self._aliases.get(index, index)])
 
-    def given(self, op: Op) -> None:
+    def name_input(self, op: Op) -> None:
         """Note that the run names an argument, or a state."""
         self._name(op.index, ("given", op.target.named))
 
-    def element(self, op: Op) -> None:
+    def name_element(self, op: Op) -> None:
         """Note that the run takes an element out of a result."""
         self._name(op.index, ("element", self._names[op.args[0].index], op.args[1]))
 

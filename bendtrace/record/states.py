@@ -33,7 +33,7 @@ from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.arrays import ArrayCall, ArrayOperand
-from bendtrace.record.checkpoints import Checkpointed
+from bendtrace.record.checkpoints import CheckpointedBlock
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
 from bendtrace.record.texts import Texts, has_marks
@@ -422,7 +422,7 @@ class _StateWalk:
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target in LOOKS:
             self.value_of(op.args[0].index)  # which the code gets next
-        what = self._described(index, _DEEPEST)
+        what = self._describe(index, _DEEPEST)
         self.value_of(index)
         return what
 
@@ -431,24 +431,24 @@ class _StateWalk:
         return tuple(
             (self.value_of(index), name_of(function), str(value))
             for (index, function), value in self._values.facts.items()
-            if self._is_held(index)
+            if self._can_be_asked_again(index)
         )
 
-    def _is_held(self, index: int) -> bool:
+    def _can_be_asked_again(self, index: int) -> bool:
         """Return whether Python may ask for a value again."""
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target is operator.getitem:
-            return self._is_held(op.args[0].index)
+            return self._can_be_asked_again(op.args[0].index)
         return op.is_given or index in self.holes
 
-    def _described(self, index: int, depth: int) -> Any:
+    def _describe(self, index: int, depth: int) -> Any:
         """Describe a value that only the question holds: how it was computed."""
         op = self._ops[index]
         if index in self.holes or op.kind in (OpKind.INPUT, OpKind.STATE):
             return self.value_of(index)
         if depth == 0:
             raise _Unreadable("the value was computed in too many steps")
-        given = map_refs((op.args, op.kwargs), lambda ref: self._described(ref.index, depth - 1))
+        given = map_refs((op.args, op.kwargs), lambda ref: self._describe(ref.index, depth - 1))
         return name_of(op.target), repr(given)
 
     def changes(self) -> tuple[Any, ...]:
@@ -526,7 +526,7 @@ class _StateWalk:
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
 
-    def _checkpointed(self, block: Checkpointed) -> Any:
+    def _checkpointed(self, block: CheckpointedBlock) -> Any:
         return self.values_of(block.settings)
 
     def _rounds(self, rounds: Rounds) -> Any:
@@ -579,7 +579,7 @@ _READERS: dict[type, Any] = {
     frozenset: _StateWalk._hashed,
     dict: _StateWalk._mapping,
     slice: _StateWalk._slice,
-    Checkpointed: _StateWalk._checkpointed,
+    CheckpointedBlock: _StateWalk._checkpointed,
     Rounds: _StateWalk._rounds,
     types.FunctionType: _StateWalk._function,
     types.MethodType: _StateWalk._method,

@@ -76,8 +76,8 @@ class Texts:
         """Print to the screen (see `watchers.Watcher`)."""
         stream = self._stream_of(kwargs.get("file"))
         if stream is None:
-            told = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
-            function(*told, **kwargs)
+            arguments = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
+            function(*arguments, **kwargs)
             return
         texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
         text = _separator_of(kwargs).join(texts) + _end_of(kwargs)

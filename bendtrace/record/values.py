@@ -16,7 +16,7 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
 from bendtrace.python.usage import compares_identity, only_tests
-from bendtrace.record.writer import Known, TapeWriter
+from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -275,19 +275,19 @@ class RunValues:
                 return
             result, index = owns(tensor), op.index
             # The model can compare it to nothing that is gone.
-            there = {
+            alive = {
                 one.ref.index
                 for one in self._writer.known.values()
                 if one() is not None and one.ref
             }
             if script is not None:
-                there -= script.dead.keys()
+                alive -= script.dead.keys()
             before = [
                 one.index
                 for one in self.tape.ops[:index]
                 if (one.kind is OpKind.INPUT or is_gate(one))
                 and isinstance(one.meta, TensorMeta)
-                and one.index in there
+                and one.index in alive
             ]
         looked = self._writer.emit(
             OpKind.SCALAR, owns, tuple(map(Ref, (index, *before))), {}, frame
@@ -300,9 +300,9 @@ class RunValues:
                 "and its code tests whether two objects are one (`is`)"
             )
 
-    def bind_tensor(self, tensor: Tensor, op: Op) -> Known:
+    def bind_tensor(self, tensor: Tensor, op: Op) -> KnownTensor:
         """Record that an op returned a tensor."""
-        known = self._writer.known[id(tensor)] = Known(tensor)
+        known = self._writer.known[id(tensor)] = KnownTensor(tensor)
         known.ref = ref_to(op.index)
         known.version = version_of(tensor)
         known.graphless = (
@@ -384,7 +384,7 @@ class RunValues:
         self.scalars.append(scalar)
         return scalar
 
-    def at_hand(self, tensor: Tensor) -> Ref | None:
+    def existing_ref(self, tensor: Tensor) -> Ref | None:
         """Return the value number of a tensor if it has one already, and has no attributes set."""
         known = self._writer.known.get(id(tensor))
         if known is None or known() is not tensor or tensor.__dict__:
@@ -398,7 +398,7 @@ class RunValues:
             return None
         return (known.parent.index, known.key) if known.ref is None else known.ref.index
 
-    def made_as(self, tensor: Tensor) -> int | None:
+    def producer_of(self, tensor: Tensor) -> int | None:
         """Return the op that made a tensor; None if it was there before the run, or is unknown."""
         known = self.known_as(tensor)
         if known is None:
@@ -416,7 +416,7 @@ class RunValues:
                 self._writer.require_alive((known.ref.index,))
             if known.graphless and requires_grad(tensor):
                 self._block_unseen_graph(known)
-            self._writer.writes.given(known.ref, tensor, known.version)
+            self._writer.writes.receive(known.ref, tensor, known.version)
             return known.ref
         part = self.environment.find(tensor) or self.environment.find_cached(tensor)
         if part is not None:
@@ -435,8 +435,8 @@ class RunValues:
         if self._observer is not None:
             self._observer.state(op, tensor)
         known = self.bind_tensor(tensor, op)
-        self._writer.writes.there(tensor)
-        self._writer.writes.given(ref_to(op.index), tensor, known.version)
+        self._writer.writes.note_existing(tensor)
+        self._writer.writes.receive(ref_to(op.index), tensor, known.version)
         return ref_to(op.index)
 
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
@@ -450,7 +450,7 @@ class RunValues:
             self._writer.require_alive((source.index,))
         return source
 
-    def is_gone(self, scalar: TracedScalar) -> bool:
+    def is_dead(self, scalar: TracedScalar) -> bool:
         """Return whether a resumed run has no value for a number, since no code reads it any more.
 
         It has none where the state from which the run goes on does not reach the number.
@@ -475,10 +475,10 @@ class RunValues:
         seen.add(id(thing))
         return any(self.holds_values(held, seen) for held in referents(thing))
 
-    def guard_presence(self, op: Op, is_there: bool, frame: FrameType) -> None:
+    def guard_presence(self, op: Op, is_present: bool, frame: FrameType) -> None:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""
         test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
-        test.meta = not is_there
+        test.meta = not is_present
         self._writer.guard(ValueGuard, test.index, test.meta, Use.METADATA, frame)
 
     def _bind_elements(
@@ -506,7 +506,7 @@ class RunValues:
                     if works_in_place(op) and not is_gate(op):
                         self.bind_tensor(item, self.tape.ops[element.index])
                 else:
-                    known = self._writer.known[id(item)] = Known(item)
+                    known = self._writer.known[id(item)] = KnownTensor(item)
                     known.ref, known.parent, known.key = None, ref, (*path, i)
                     known.graphless = False
                     known.version = version_of(item)
@@ -541,7 +541,7 @@ class RunValues:
         if (before is not None and before() is new) or self.environment.find(new) is not None:
             return False
         was = known.pop(id(old), None)
-        now = known[id(new)] = Known(new)
+        now = known[id(new)] = KnownTensor(new)
         now.ref, now.version = ref, version_of(new)
         now.graphless = was is not None and was.graphless and not new.requires_grad
         return True
@@ -562,7 +562,7 @@ class RunValues:
             ref = known
         return ref
 
-    def _block_unseen_graph(self, known: Known) -> None:
+    def _block_unseen_graph(self, known: KnownTensor) -> None:
         """Block a tensor that an op under no_grad returned, but that requires grad by now."""
         known.graphless = False
         if self.tape.blockers:  # the known reason is more specific

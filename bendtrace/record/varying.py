@@ -127,7 +127,7 @@ class Varying:
             if function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
-                result = self._uncached(function, given)
+                result = self._compute_uncached(function, given)
             elif use is Use.BOOL:
                 result = self._in_order(function, given)
             elif function is len and type(scalar) is TracedInt:
@@ -141,7 +141,7 @@ class Varying:
         finally:
             self._is_busy = False
         self._results.append((place, first, len(self._writer.tape.ops)))
-        return result is not None and exchange(frame, result, self._ended)
+        return result is not None and exchange(frame, result, self._end_exchange)
 
     def answers_of(self, op: Op, value: Any, use: Use | FunctionUse, frame: FrameType) -> bool:
         """Return whether the number of a tensor is asked for something that stays traced.
@@ -170,7 +170,7 @@ class Varying:
             return False
         scalar = self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
         self._results.append((place, op.index, op.index + 1))
-        return exchange(frame, scalar, self._ended)
+        return exchange(frame, scalar, self._end_exchange)
 
     def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
         """Return where a number is asked for, if numbers differ there."""
@@ -202,7 +202,7 @@ class Varying:
             return [self._arithmetic(in_order, (at, *given)) for at in range(len(given))]
         return self._arithmetic(function, given)
 
-    def _ended(self, gave: bool) -> None:
+    def _end_exchange(self, gave: bool) -> None:
         if not gave:
             self._writer.tape.block("code failed where it computed with a number that varies")
 
@@ -252,11 +252,11 @@ class Varying:
                 and guard.use is not Use.RESULT
                 and guard.index in origins
             ):
-                place_there = place_of(guard)
-                if place_there is None or place_there in self.places:
+                guard_place = place_of(guard)
+                if guard_place is None or guard_place in self.places:
                     yield from origins[guard.index]
 
-    def guarded(self) -> Iterator[Place]:
+    def guarded_places(self) -> Iterator[Place]:
         """Yield the places where numbers are guarded nevertheless."""
         for guard in self._writer.tape.guards:
             place = place_of(guard)
@@ -265,7 +265,7 @@ class Varying:
 
     # Caches
 
-    def _uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
+    def _compute_uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
         """Compute what a cache would return, with traced scalars.
 
         The cache receives what it receives in eager. What it returns is only compared, now and at

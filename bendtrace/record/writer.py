@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from bendtrace.record.script import Script
 
 
-class Known(weakref.ref[Tensor]):
+class KnownTensor(weakref.ref[Tensor]):
     """A tensor on the tape, and its value number; weak, so that tracing keeps nothing alive."""
 
     __slots__ = ("graphless", "key", "parent", "ref", "version")
@@ -108,7 +108,7 @@ class TapeWriter:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
         self.root: ModuleCall = ModuleCall("", None, 0, None, 0)
         self.scope: ModuleCall = self.root
-        self.known: dict[int, Known] = {}
+        self.known: dict[int, KnownTensor] = {}
         self.aliases: dict[int, int] = self.tape.aliases
         self.facts: dict[tuple[int, Any], Any] = {}
         self.gone_astray: NondeterminismError | None = None
@@ -298,12 +298,12 @@ class TapeWriter:
             return
         try:
             if op.is_given:
-                script.given(op)
+                script.name_input(op)
             elif counts(op):
                 script.take(op)
                 self.writes.repeat(op)
             else:
-                script.element(op)
+                script.name_element(op)
         except NondeterminismError as error:
             self.gone_astray = error
             raise

@@ -334,8 +334,8 @@ def _before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     if not module.device_ids and module.mixed_precision is None:
         watcher.opaque_call(prepare_forward, (module,), {})
         return inputs, kwargs
-    tensors, rebuilt = _apart((inputs, kwargs))
-    return rebuilt(watcher.opaque_call(prepare_forward, (module, *tensors), {}))
+    tensors, rebuild = _apart((inputs, kwargs))
+    return rebuild(watcher.opaque_call(prepare_forward, (module, *tensors), {}))
 
 
 def _after_ddp(module: Any, output: Any) -> Any:
@@ -346,8 +346,8 @@ def _after_ddp(module: Any, output: Any) -> Any:
     if not (module.find_unused_parameters or module.static_graph):
         watcher.opaque_call(prepare_backward, (module,), {})
         return output
-    tensors, rebuilt = _apart(output)
-    return rebuilt(watcher.opaque_call(prepare_backward, (module, *tensors), {}))
+    tensors, rebuild = _apart(output)
+    return rebuild(watcher.opaque_call(prepare_backward, (module, *tensors), {}))
 
 
 # FSDP2
@@ -442,7 +442,7 @@ class _Before(_JointHook):
         watcher = current_watcher()
         if watcher is None:
             return self.hook(module, args, kwargs)
-        tensors, rebuilt = _apart((args, kwargs))
+        tensors, rebuild = _apart((args, kwargs))
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
         for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
@@ -451,7 +451,7 @@ class _Before(_JointHook):
                 if held[name] is not parameter:
                     self.shards.append((held, name, held[name]))
                     held[name] = parameter
-        return rebuilt(given[: len(tensors)])
+        return rebuild(given[: len(tensors)])
 
 
 class _After(_JointHook):
@@ -459,10 +459,10 @@ class _After(_JointHook):
         watcher = current_watcher()
         if watcher is None:
             return self.hook(module, args, output)
-        tensors, rebuilt = _apart(output)
+        tensors, rebuild = _apart(output)
         given = watcher.opaque_call(release_parameters, (module, *tensors), {})
         _put_back(self.shards)
-        return rebuilt(given)
+        return rebuild(given)
 
 
 def _put_back(shards: list[_Shard]) -> None:
@@ -518,20 +518,20 @@ def _apart(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
     """
     tensors: list[Tensor] = []
 
-    def taken(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    _apply_to_tensors(taken, value)
+    _apply_to_tensors(collect, value)
 
-    def rebuilt(others: Any) -> Any:
+    def rebuild(others: Any) -> Any:
         given = tuple(others or ())
         if all(new is old for new, old in zip(given, tensors, strict=True)):
             return value
         rest = iter(given)
         return _apply_to_tensors(lambda _: next(rest), value)
 
-    return tensors, rebuilt
+    return tensors, rebuild
 
 
 # Ops that read of a module what only they and the backward pass change.
@@ -582,16 +582,16 @@ class Ranks:
     events: dict[str, int] = field(default_factory=dict)
     messages: int = 0
     call: tuple[str, int] = ("", 0)
-    _is_gone: bool = False
+    _has_withdrawn: bool = False
     _latest: dict[str, int] = field(default_factory=dict)  # at which all came to agree
 
-    def meet(self, group: RankGroup, what: str, told: str) -> None:
+    def meet(self, group: RankGroup, what: str, description: str) -> None:
         """Wait until all ranks of a group are about to do the same.
 
         Args:
             group: the group.
             what: what this rank is about to do, in the same words as on the others.
-            told: the description for messages if something else is about to happen.
+            description: what it is about to do, for messages if another rank does not.
 
         Raises:
             RankDivergenceError: the ranks are about to do different things.
@@ -611,30 +611,30 @@ class Ranks:
                 self._forget(group, number - 2)
             answer = self._answer(group, key)
         if answer != _GO:
-            raise self._divergence(group, key, told)
+            raise self._divergence(group, key, description)
         self._latest[group.name] = number
 
-    def leave(self, groups: Iterable[RankGroup], told: str) -> None:
+    def leave(self, groups: Iterable[RankGroup], reason: str) -> None:
         """Stop others from waiting for this rank at their next meeting.
 
         Args:
             groups: the groups that it would have met.
-            told: what happened to it, for messages.
+            reason: what happened to it, for messages.
         """
         for group in groups:
             key = f"{group.name}/{self._next(group)}"
-            self._set(f"{key}/told/{self.rank}", told)
+            self._set(f"{key}/description/{self.rank}", reason)
             self._stop(key)
-        self.go(told)
+        self.withdraw(reason)
 
-    def go(self, told: str) -> None:
+    def withdraw(self, reason: str) -> None:
         """Announce that this rank will not meet others in its latest call again."""
-        self._is_gone = True
-        self._set(f"at/{self.rank}", json.dumps({"gone": told, "call": self.call}))
+        self._has_withdrawn = True
+        self._set(f"at/{self.rank}", json.dumps({"gone": reason, "call": self.call}))
 
     def _come_back(self) -> None:
-        if self._is_gone:
-            self._is_gone = False
+        if self._has_withdrawn:
+            self._has_withdrawn = False
             self._set(f"at/{self.rank}", "{}")
 
     # Waiting
@@ -650,13 +650,13 @@ class Ranks:
             places = self._places()
             why = self._hopeless(group, key, places)
             if why and places == before:  # and not just about to change
-                self._tell_of(key, why)
+                self._publish(key, why)
                 self._stop(key)
             before = places if why else None
             if time.monotonic() - started > self.timeout:
                 late = sorted(set(group.ranks) - self._at(key, places))
                 text = f"did not come within {self.timeout:g} s"
-                self._tell_of(key, dict.fromkeys(late, text))
+                self._publish(key, dict.fromkeys(late, text))
                 self._stop(key)
         return self._get(f"{key}/answer")
 
@@ -664,7 +664,7 @@ class Ranks:
         """Return where ranks wait, or that they have gone, as far as they said so."""
         found: dict[int, dict[str, Any]] = {}
         for rank in range(self.size):
-            if self._is_there(f"at/{rank}"):
+            if self._has(f"at/{rank}"):
                 found[rank] = json.loads(self._get(f"at/{rank}"))
         return found
 
@@ -688,7 +688,7 @@ class Ranks:
             # If it has gone from an earlier call, or from one of another model, it is late.
             if place.get("gone") and self._is_reached_by(place["call"]):
                 return {chain[0]: _reason(chain, places, str(place["gone"]))}
-            if place.get("at") and not self._is_there(f"{place['at']}/answer"):
+            if place.get("at") and not self._has(f"{place['at']}/answer"):
                 if self.rank in place["ranks"]:  # it waits for this one, if only in the end
                     return {chain[0]: _reason(chain, places, f"waits for rank {self.rank}")}
                 missing = set(place["ranks"]) - self._at(place["at"], places)
@@ -698,23 +698,25 @@ class Ranks:
     def _is_reached_by(self, call: Sequence[Any]) -> bool:
         return bool(call[0] == self.call[0] and call[1] >= self.call[1])
 
-    # What is said when it is over
+    # Descriptions of the end of a meeting
 
     def _stop(self, key: str) -> None:
         self._exchange(f"{key}/answer", _STOP.decode())
 
-    def _tell_of(self, key: str, told: Mapping[int, str]) -> None:
-        for rank, text in told.items():
-            self._exchange(f"{key}/told/{rank}", text)
+    def _publish(self, key: str, descriptions: Mapping[int, str]) -> None:
+        for rank, text in descriptions.items():
+            self._exchange(f"{key}/description/{rank}", text)
 
-    def _divergence(self, group: RankGroup, key: str, told: str) -> RankDivergenceError:
-        self._exchange(f"{key}/told/{self.rank}", told)  # unless it was given up before
+    def _divergence(self, group: RankGroup, key: str, description: str) -> RankDivergenceError:
+        self._exchange(
+            f"{key}/description/{self.rank}", description
+        )  # unless it was given up before
         found: dict[int, str] = {}
         until = time.monotonic() + _REPORT_SECONDS
         for rank in group.ranks:
             left = max(until - time.monotonic(), 0.01)
-            if self._comes(f"{key}/told/{rank}", left):
-                found[rank] = self._get(f"{key}/told/{rank}").decode()
+            if self._comes(f"{key}/description/{rank}", left):
+                found[rank] = self._get(f"{key}/description/{rank}").decode()
             else:
                 found[rank] = "does something else"
         return RankDivergenceError(group.name, found)
@@ -750,7 +752,7 @@ class Ranks:
         self.messages += 1
         return bytes(self.store.get(key))
 
-    def _is_there(self, key: str) -> bool:
+    def _has(self, key: str) -> bool:
         self.messages += 1
         return bool(self.store.check([key]))
 
@@ -758,7 +760,7 @@ class Ranks:
         """Return whether a key is set within some time."""
         # Not by `store.wait`: torch warns of each time that it takes longer.
         until, pause = time.monotonic() + seconds, 1e-4
-        while not self._is_there(key):
+        while not self._has(key):
             if time.monotonic() > until:
                 return False
             time.sleep(pause)

@@ -157,7 +157,7 @@ def _operation(name: str) -> Callable[..., Any]:
         if watcher is None:
             return getattr(self.original, name)(*args, **kwargs)
         # Another run, inside of the one that watches the container, does not know it.
-        if not watcher.holds(self) or not _can_be_given(name, (*args, *kwargs.values())):
+        if not watcher.holds(self) or not _can_be_replayed(name, (*args, *kwargs.values())):
             return _unseen(self, name, args, kwargs, frame)
         result = watcher.opaque_call(function, (self, *args), kwargs, frame)
         if not _is_value(result) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
@@ -216,7 +216,7 @@ def _report(container: Watching, name: str, frame: FrameType) -> None:
         watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
 
 
-def _can_be_given(name: str, args: tuple[Any, ...]) -> bool:
+def _can_be_replayed(name: str, args: tuple[Any, ...]) -> bool:
     keys, rest = args[:1], args[1:]
     if not all(map(_is_key, keys)) or not all(map(_is_value, rest)):
         return False

@@ -48,7 +48,7 @@ class EquivalentCall(NamedTuple):
     gives_back: Ref | None = None
 
 
-class Asked(NamedTuple):
+class TorchSetting(NamedTuple):
     """An argument that the function asks torch for."""
 
     function: Callable[[], Any]
@@ -95,7 +95,7 @@ _ASKING = frozenset(
         "handle_torch_function", "torch", "_C", "_nn", "_VF",
     }
 )  # fmt: skip
-_cudnn_enabled = Asked(cudnn)  # what torch.backends.cudnn.enabled asks for
+_cudnn_enabled = TorchSetting(cudnn)  # what torch.backends.cudnn.enabled asks for
 
 
 def _layer_norm(given: _Given) -> EquivalentCall:

@@ -40,7 +40,7 @@ from bendtrace.tape.structure import cached_results, entries_of, flat
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watching
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
-from bendtrace.watch.findings import Found, LookupPlaces
+from bendtrace.watch.findings import LookupPlaces, ScanResult
 from bendtrace.watch.growing import (
     READING,
     access_name,
@@ -57,7 +57,7 @@ from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
 
 
-class Environment(Found):
+class Environment(ScanResult):
     """The parts that a run can read, found by scanning from its arguments and its callable.
 
     Args:
@@ -253,9 +253,9 @@ class Environment(Found):
         )
 
     @functools.cached_property
-    def owned(self) -> Owned:
+    def owned(self) -> OwnershipTest:
         """Tells whether the model holds a tensor; to be asked for before `release`."""
-        return Owned(self.parts)
+        return OwnershipTest(self.parts)
 
     @functools.cached_property
     def nested_codes(self) -> frozenset[types.CodeType]:
@@ -334,7 +334,7 @@ class Environment(Found):
         found.update((key, part.value) for key, (_, part) in self._stand_ins.items())
         return found
 
-    def given_by_identity(self) -> dict[int, Captured]:
+    def arguments_by_identity(self) -> dict[int, Captured]:
         """Return the arguments, and parts of them, that Python compares by their identity."""
         return {
             id(part.value): part
@@ -344,9 +344,9 @@ class Environment(Found):
             and compares_by_identity(part.type)
         }
 
-    def held_as_given(self) -> Iterator[str]:
+    def identity_lookups(self) -> Iterator[str]:
         """Yield a reason for each argument that the model finds by its identity."""
-        given = self.given_by_identity()
+        given = self.arguments_by_identity()
         found = [one for one in self.members if id(one) in given] if given else []
         for _, cache, info, _ in self.caches:
             if given and cache.cache_info() != info:
@@ -392,14 +392,14 @@ class Environment(Found):
                 )
         for space, names in self.missing.values():
             if not space.keys().isdisjoint(names):
-                self._blocks_made(space, names)
+                self._block_new_names(space, names)
         for owner, known in self.namespaces.values():
             made = set(owner) - set(known)
             if len(owner) != len(known) and not (
                 # An empty one is made by whoever asks a class for it, `inspect` for example.
                 made == {"__annotations__"} and owner["__annotations__"] == {}
             ):
-                self._blocks_made(owner, made)
+                self._block_new_names(owner, made)
         before = self.held
         now = self.places.read()
         if now is not None and self.contents is not None and now.same_as(self.contents):
@@ -426,7 +426,7 @@ class Environment(Found):
             for label in dict.fromkeys(self.watched_objects.changed()):
                 self.block(f"the run changes {label}, which a replay could not", label)
 
-    def _blocks_made(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _block_new_names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
         """Note that the run made a global, or an attribute of a class, which the next one finds."""
         self.leaves_watched_objects = True
         for name in sorted(name for name in names if name in space):
@@ -594,7 +594,7 @@ _own_attributes = attrgetter("__dict__")
 # Telling whether a tensor is one that a model holds.
 
 
-class Owned:
+class OwnershipTest:
     """Tells whether a tensor is one that the code of a model may compare others to.
 
     A guard on what an insertion returns: the code sees whether it is a tensor that the model
@@ -627,7 +627,7 @@ class Owned:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Owned)
+        return isinstance(other, OwnershipTest)
 
     def __hash__(self) -> int:
-        return hash(Owned)
+        return hash(OwnershipTest)

@@ -216,7 +216,7 @@ Called = tuple[str, str]  # the module that something is of, or its type, and it
 Place = tuple[types.CodeType, int]
 
 
-class Ran:
+class CodeMonitor:
     """The code that ran between `begin` and `end`, but not between `leave` and `enter`.
 
     It also answers questions about function modes, as if the run were not recorded.
@@ -328,7 +328,7 @@ class Ran:
         """Note the code that the calling thread runs from now on."""
         # A profiler learns of calls of C functions, which `sys.settrace` does not report, and
         # which cannot be wrapped one by one. It replaces the user's own, so that Python 3.12 and
-        # later use `sys.monitoring` (`_Monitored`), which has room for several tools.
+        # later use `sys.monitoring` (`_EventCodeMonitor`), which has room for several tools.
         self._outer = sys.getprofile()
         self._away = 0
         sys.setprofile(self._profile)
@@ -359,7 +359,7 @@ class Ran:
         return bool(self._asking) and self._asking[-1] == self._away
 
     @contextmanager
-    def left(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Pause within the context."""
         self.leave()
         try:
@@ -368,7 +368,7 @@ class Ran:
             self.enter()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def resume(self) -> Iterator[None]:
         """Note what runs meanwhile, however often it was left."""
         away, self._away = self._away, 1
         self.enter()
@@ -404,7 +404,7 @@ class Ran:
             self._answered()
 
 
-class _Monitored(Ran):
+class _EventCodeMonitor(CodeMonitor):
     """The same by `sys.monitoring`."""
 
     def begin(self) -> None:
@@ -511,9 +511,9 @@ UNWATCHED = "which cannot be watched"
 OWN_NUMBER = "which no other object has, and none of another call"
 
 
-def ran(wants_inside: Callable[[], bool]) -> Ran:
+def new_code_monitor(wants_inside: Callable[[], bool]) -> CodeMonitor:
     """Return an object that notes the code of a run."""
-    return (_Monitored if sys.version_info >= (3, 12) else Ran)(wants_inside)
+    return (_EventCodeMonitor if sys.version_info >= (3, 12) else CodeMonitor)(wants_inside)
 
 
 # What runs have shown of a model's code that no estimate would find.
@@ -536,23 +536,23 @@ def functions_of_runs(function: Callable[..., Any]) -> tuple[types.FunctionType,
 
 
 def learn(
-    function: Callable[..., Any], ran: Ran, functions: Iterable[types.FunctionType]
+    function: Callable[..., Any], code_monitor: CodeMonitor, functions: Iterable[types.FunctionType]
 ) -> Iterator[types.CodeType]:
     """Yield the code of a run that was not known before it, and know it from now on.
 
     Args:
         function: the model.
-        ran: what ran.
+        code_monitor: what ran.
         functions: those that were known.
     """
     known = {one.__code__ for one in functions}
-    new = [code for code in ran.codes if code not in known]
+    new = [code for code in code_monitor.codes if code not in known]
     if new:
         nested = {inner for code in known for inner in codes_in(code)}
         new = [code for code in new if code not in nested]
     if not new:
         return
-    found = _functions_of(new, ran.codes)
+    found = _functions_of(new, code_monitor.codes)
     try:
         _learned.setdefault(key_of(function), {}).update(found)
     except TypeError:  # not hashable, or there can be no weak references to it
@@ -588,17 +588,17 @@ def _place(code: types.CodeType, line: int) -> str:
     return full_place_text(code.co_filename, line)
 
 
-def forbidden_in(ran: Ran) -> Iterator[str]:
+def forbidden_in(code_monitor: CodeMonitor) -> Iterator[str]:
     """Yield a reason for each thing that a run has asked of the world outside."""
-    for code, space in ran.codes.items():
+    for code, space in code_monitor.codes.items():
         if space.get("id", id) is id and (line := asks_for_ids(code)) is not None:
             yield f"the code at {_place(code, line)} asks for an id, {OWN_NUMBER}"
         for name in types_of_outside(code, space):
             place = _place(code, line_naming(name.rpartition(".")[2], code))
             yield f"{name} at {place} may give something else each time, {UNWATCHED}"
-    for name, (code, line) in ran.entropy.items():
+    for name, (code, line) in code_monitor.entropy.items():
         yield f"{name} at {_place(code, line)} gives what nothing can give again"
-    for (module, name), (code, line) in ran.called.items():
+    for (module, name), (code, line) in code_monitor.called.items():
         if name in OF_GENERATORS and module in OF_TORCH:
             yield (
                 f"{module}.{name} at {_place(code, line)} is not recorded where forward has "

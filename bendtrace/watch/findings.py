@@ -444,14 +444,14 @@ class WatchedContent:
         """Watch one attribute of a function or class, and its content."""
         label = f"{thing.__qualname__}.{name}"
         content = self._add_content(thing, functools.partial(read_slots, (name,)), label)
-        for held in content.held():
+        for held in content.items():
             self.add(held, label)
 
     def add_slots(self, thing: Any, label: str) -> None:
         """Watch the slots of an object, and their content."""
         if names := tuple(slots_of(type(thing))):
             content = self._add_content(thing, functools.partial(read_slots, names), label)
-            for name, held in zip(names, content.held(), strict=True):
+            for name, held in zip(names, content.items(), strict=True):
                 self.add(held, f"{label}.{name}")
 
     def add_partial(self, partial: functools.partial[Any], label: str) -> None:
@@ -475,7 +475,7 @@ class WatchedContent:
 
     def add_cache(self, cache: functools._lru_cache_wrapper[Any], label: str) -> None:
         """Watch that a cache still gives what it gave."""
-        self._whole.append(_Kept(cache, entries_of, label))
+        self._whole.append(_CacheEntries(cache, entries_of, label))
 
     def same(self) -> bool:
         """Return whether all content is unchanged."""
@@ -595,7 +595,7 @@ class WatchedContent:
                 found += self._add_table(value, label)
             else:
                 content = self._add_content(value, reader, label)
-                found += [(item, f"{label}[...]") for item in content.held()]
+                found += [(item, f"{label}[...]") for item in content.items()]
         elif is_opaque(value):
             self._finder.met_opaque(value, label)
         # What code of the user's does not name, it does not look at; other code may.
@@ -611,7 +611,7 @@ class WatchedContent:
         if names := tuple(slots_of(kind)):
             self._note(value)
             content = self._add_content(value, functools.partial(read_slots, names), label)
-            named = zip(names, content.held(), strict=True)
+            named = zip(names, content.items(), strict=True)
             found += [(item, form.format(label, name)) for name, item in named]
         return found
 
@@ -623,7 +623,7 @@ class WatchedContent:
             self._others.append(content)
             self._readers.append(read)
             self._values.append(value)
-            self._items += content.held()
+            self._items += content.items()
         return content
 
     def _watch(self, table: dict[Any, Any], read: Callable[[Any], Any], label: str) -> None:
@@ -665,11 +665,11 @@ class _Content:
         """Return whether it is not compared item by item."""
         return type(self._was) is not tuple
 
-    def held(self) -> tuple[Any, ...]:
+    def items(self) -> tuple[Any, ...]:
         return self._was if type(self._was) is tuple else ()
 
 
-class _Kept(_Content):
+class _CacheEntries(_Content):
     """The entries of a cache, to which others may come."""
 
     __slots__ = ()
@@ -953,7 +953,7 @@ class Route(NamedTuple):
         return parent is None
 
 
-class Found:
+class ScanResult:
     """The parts that a run can read, and what else was learnt on the way to them.
 
     Args:

@@ -513,17 +513,23 @@ def is_loose(function: Any) -> bool:
     else:
         found = getattr(function, "schema", None) or getattr(function, "_schema", None)
         schemas = [found] if isinstance(found, torch._C.FunctionSchema) else []
-    return any(not _is_told(returned.type) for schema in schemas for returned in schema.returns)
+    return any(
+        not _is_fixed_by_schema(returned.type) for schema in schemas for returned in schema.returns
+    )
 
 
-def _is_told(type_: Any) -> bool:
+def _is_fixed_by_schema(type_: Any) -> bool:
     kind = type_.kind()
     if kind == "TupleType":
-        return all(map(_is_told, type_.elements()))
-    return kind in _TOLD or (kind == "ListType" and type_.getElementType().kind() in _TOLD)
+        return all(map(_is_fixed_by_schema, type_.elements()))
+    return kind in _FIXED_BY_SCHEMA or (
+        kind == "ListType" and type_.getElementType().kind() in _FIXED_BY_SCHEMA
+    )
 
 
-_TOLD = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "ComplexType", "NoneType"})
+_FIXED_BY_SCHEMA = frozenset(
+    {"TensorType", "IntType", "FloatType", "BoolType", "ComplexType", "NoneType"}
+)
 _SCRIPTS = (ScriptFunction, ScriptModule, ScriptMethod)
 _OWN = frozenset({"aten", "prims", "prim"})  # of torch itself
 _DECLARED = (

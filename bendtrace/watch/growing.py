@@ -20,11 +20,11 @@ from bendtrace.python.usage import ADDS, read_names
 from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.executed import key_of
-from bendtrace.watch.findings import Found
+from bendtrace.watch.findings import ScanResult
 from bendtrace.watch.provenance import is_finished, is_installed, is_torchs, is_users_class
 
 
-def growing_in(found: Found) -> dict[int, Any]:
+def growing_in(found: ScanResult) -> dict[int, Any]:
     """Return the lists and deques, by identity, that code only adds to, or does not name at all.
 
     Whether it reads them is judged by the names in all code that the model can reach; where some
@@ -62,7 +62,7 @@ def growing_in(found: Found) -> dict[int, Any]:
     }
 
 
-def owners_in(found: Found) -> dict[int, type]:
+def owners_in(found: ScanResult) -> dict[int, type]:
     """Return the types of modules and other objects, by the identity of their dicts."""
     return {
         id(vars(part.value)): part.type
@@ -155,7 +155,7 @@ def access_name(part: Captured) -> str:
     return root.label if root.access is Access.CELL else str(root.key)
 
 
-def is_users(part: Captured, owners: dict[int, type], found: Found) -> bool:
+def is_users(part: Captured, owners: dict[int, type], found: ScanResult) -> bool:
     """Return whether only code of the user's knows the name of a part."""
     root = _root_of(part)
     holder = root.parent

@@ -207,7 +207,7 @@ def original_of(function: Any, frame: types.FrameType) -> Any:
         original = _original_of(function, None)
         if original is None and type(function) is types.FunctionType:
             if id(function) not in _ORIGINALS:
-                raise InputError(f"{function!r} {_UNTOLD}: replace it with a plain function")
+                raise InputError(f"{function!r} {_AMBIGUOUS}: replace it with a plain function")
         return function if original is None else original
     code = asking.f_code
     if not code.co_filename.startswith(TORCH):
@@ -223,19 +223,19 @@ def original_of(function: Any, frame: types.FrameType) -> Any:
 
 
 _rebuilt: dict[types.CodeType, types.FunctionType] = {}
-_UNTOLD = "replaces a torch function, but which one it calls cannot be determined"
+_AMBIGUOUS = "replaces a torch function, but which one it calls cannot be determined"
 
 
 def _original_of(value: Any, code: types.CodeType | None) -> Any:
     """Return the function that a replacement stands for; None if there is none."""
     found = {id(patch.original): patch for patch in monkeypatches() if patch.value is value}
-    meant = list(found.values())
-    if len(meant) > 1 and code is not None:
-        meant = [s for s in meant if getattr(s.original, "__code__", None) is code]
-    if len(meant) > 1:
-        names = ", ".join(sorted(patch.name for patch in meant))
+    matches = list(found.values())
+    if len(matches) > 1 and code is not None:
+        matches = [s for s in matches if getattr(s.original, "__code__", None) is code]
+    if len(matches) > 1:
+        names = ", ".join(sorted(patch.name for patch in matches))
         raise InputError(f"{value!r} replaces {names}: {_ONE_EACH}")
-    return meant[0].original if meant else None
+    return matches[0].original if matches else None
 
 
 _ONE_EACH = "which of them it calls cannot be determined; replace each with a separate function"

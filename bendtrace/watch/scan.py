@@ -58,8 +58,8 @@ from bendtrace.watch.findings import (
     MOST,
     PYTHONS,
     WHOLE,
-    Found,
     Route,
+    ScanResult,
     WatchedContent,
     content_reader,
     is_opaque,
@@ -174,7 +174,7 @@ class CodeScan:
         notes: what the decisions of the scan depended on.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ScanResult) -> None:
         self.found = found
         self.notes: Notes = Notes()
         self._scanned: set[Any] = set()
@@ -625,7 +625,7 @@ class Scan(CodeScan):
         found: receives the parts.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ScanResult) -> None:
         super().__init__(found)
         self._gathered: dict[int, set[str]] = {}
         # Hooks that keep a run from a replay: one with gradients, and one that computes gradients.

@@ -38,7 +38,7 @@ from bendtrace.tape.captured import (
     requires_grad,
 )
 from bendtrace.watch.executed import functions_of_runs
-from bendtrace.watch.findings import Contents, Found
+from bendtrace.watch.findings import Contents, ScanResult
 from bendtrace.watch.growing import is_full
 from bendtrace.watch.monkeypatches import monkeypatches
 from bendtrace.watch.provenance import is_users_class
@@ -128,7 +128,9 @@ class CachedScan:
         plain_numbers: whether numbers among the arguments must not be traced.
     """
 
-    def __init__(self, found: Found, notes: Notes, first: int, helpers: tuple[type, ...]) -> None:
+    def __init__(
+        self, found: ScanResult, notes: Notes, first: int, helpers: tuple[type, ...]
+    ) -> None:
         self._function = found.function
         self.plain_numbers: bool = found.plain_numbers
         self._notes = notes
@@ -176,7 +178,7 @@ class CachedScan:
             for part in self._parts
         )
 
-    def _note_code(self, found: Found) -> None:
+    def _note_code(self, found: ScanResult) -> None:
         self._functions = [*{id(function): function for function in found.functions}.values()]
         self._code = [*chain.from_iterable(map(_about, self._functions))]
         self._keywords = [f.__kwdefaults__ for f in self._functions if f.__kwdefaults__]
@@ -187,7 +189,7 @@ class CachedScan:
             found.depends.sized |= {id(namespace_of(base)): namespace_of(base) for base in bases}
         self._stamp = CodeVersion(found.depends)
 
-    def _note_parts(self, found: Found) -> None:
+    def _note_parts(self, found: ScanResult) -> None:
         """Tell the parts that each run has its own of from those that all runs share."""
         anew: set[int] = set()
         looked: list[Captured] = []
@@ -236,7 +238,7 @@ class CachedScan:
 
     # Taking it over
 
-    def repeat(self, now: Found) -> bool:
+    def repeat(self, now: ScanResult) -> bool:
         """Give environment the parts of this scan, if it would lead to the same.
 
         Args:
@@ -263,7 +265,7 @@ class CachedScan:
             return False
         held: dict[int, dict[Any, Any]] = {}
         try:
-            made = self._made(held)
+            made = self._remake_parts(held)
         except _GONE:
             return False
         if made is None or not self._notes.hold() or not self._watched_objects.same():
@@ -280,13 +282,13 @@ class CachedScan:
             and self._stamp.holds()
         )
 
-    def _made(self, held: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
+    def _remake_parts(self, held: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
         """Return the parts that each run makes again, by index; None if one has been replaced."""
         made: dict[int, Captured] = {}
         for known in self._looked:
             part = known
             if known.index in self._anew:
-                part = made[known.index] = self._anew_of(known, made, held)
+                part = made[known.index] = self._remake_part(known, made, held)
             if part.kind is not CaptureKind.ALIAS and type(part.value) is not known.type:
                 return None
             if part.kind in COPIED and not is_as_copied(part, part.value):
@@ -312,7 +314,7 @@ class CachedScan:
             return None
         return made
 
-    def _anew_of(
+    def _remake_part(
         self, known: Captured, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
     ) -> Captured:
         parent = known.parent
@@ -330,7 +332,7 @@ class CachedScan:
         )  # fmt: skip
 
     def _hand_over(
-        self, now: Found, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
+        self, now: ScanResult, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
     ) -> None:
         now.own = [*now.parts, *made.values()]  # shared parts are let go of by nobody
         now.parts += self._parts

@@ -72,16 +72,16 @@ class Writes:
         self.latest_unseen = -1
         # Memory that is known by tensors which do not share a version: through `.data`, for one.
         self._apart: set[int] = set()
-        self._there: set[int] = set()
+        self._existing: set[int] = set()
         self._replaced: set[int] = set()  # ops that gave a tensor whose `.data` was set
 
-    def there(self, tensor: Tensor) -> None:
+    def note_existing(self, tensor: Tensor) -> None:
         """Record a tensor that existed before the run, and may share memory with another one."""
         storage = storage_of(tensor)
-        if storage in self._there:
+        if storage in self._existing:
             self._apart.add(storage)
         elif storage:
-            self._there.add(storage)
+            self._existing.add(storage)
 
     def begin(self) -> None:
         """Forget the arguments of the previous op."""
@@ -89,7 +89,7 @@ class Writes:
         self._memory.clear()
         self.stale.clear()
 
-    def given(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
+    def receive(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
         """Record that an op receives a tensor, which had version `named_at` when it was named."""
         version = version_of(tensor)
         self._given.append((ref, tensor, version))
@@ -365,7 +365,7 @@ class _SharedArray:
     Attributes:
         array: the array.
         content: what was in it.
-        was_there: whether it was there before the run: then a replay takes it, and no copy.
+        predates_run: whether it was there before the run: then a replay takes it, and no copy.
         is_resumed: whether the tensors are those of the replay that the run resumes, which are in
             the memory of another array.
         place: where that was.
@@ -373,7 +373,7 @@ class _SharedArray:
 
     array: Any
     content: Array
-    was_there: bool
+    predates_run: bool
     is_resumed: bool
     place: str
 
@@ -394,7 +394,7 @@ class SharedArrays:
     def __bool__(self) -> bool:
         return bool(self._shared)
 
-    def gave(
+    def note_result(
         self,
         op: Op,
         args: Iterable[Any],
@@ -418,34 +418,34 @@ class SharedArrays:
         for array in arrays:
             first = array.__array_interface__["data"][0]
             if first <= made.data_ptr() < first + array.nbytes:
-                was_there = self._find(array) is not None
+                predates_run = self._find(array) is not None
                 self._shared[storage_of(out)] = _SharedArray(
-                    array, Array(array), was_there, again is not None and not was_there,
+                    array, Array(array), predates_run, again is not None and not predates_run,
                     user_place(frame),
                 )  # fmt: skip
 
-    def begins(self, given: Iterable[Tensor]) -> None:
+    def check_arguments(self, given: Iterable[Tensor]) -> None:
         """Check the arrays before an op with tensor arguments."""
         for storage in self._storages_of(given):
             self._compare(self._shared[storage])
         for storage, shared in list(self._shared.items()):
-            if not shared.was_there and _is_free(shared):
+            if not shared.predates_run and _is_free(shared):
                 self._compare(shared)
                 self._shared.pop(storage, None)
 
-    def ended(self, op: Op, given: Iterable[Tensor]) -> None:
+    def check_writes(self, op: Op, given: Iterable[Tensor]) -> None:
         """Check the tensors that an op has written to."""
         for storage in self._storages_of(given) if op.writes else ():
             shared = self._shared[storage]
-            if shared.was_there or not _is_free(shared):
+            if shared.predates_run or not _is_free(shared):
                 self._block(shared, "is written to through the tensor")
 
     def finish(self) -> None:
         """Check the arrays that still exist at the end of the run."""
-        self.begins(())
+        self.check_arguments(())
         for shared in list(self._shared.values()):
             self._compare(shared)
-            if not shared.was_there:
+            if not shared.predates_run:
                 self._block(shared, "still exists after the run")
         self._shared.clear()
 
