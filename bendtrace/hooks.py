@@ -552,7 +552,7 @@ class HookManager:
         """Make the module call a hook."""
         module, what = handle.module, interjection_of(handle)
         if self._board is not None and self._model is not None:
-            if any(module is part for part in owners.parts_of(self._model)):
+            if any(module is part for part in owners.module_tree(self._model)):
                 return self._board.make(module, what)
         return Attached(module, what, handle.module_name)
 

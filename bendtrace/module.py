@@ -671,7 +671,7 @@ class BendedModule(ModuleProxy[ModelT]):
                 "first, or give places that do not look ahead, nor passes from the end"
             )
         live = inserter.LiveInserter(plan, self._dispatcher.registry, module, within)
-        with gates.running(plan):
+        with gates.applying(plan):
             recording = record(module, args, kwargs, Signature(module), inserter=live)
             plan.ran(recording)
         self._dispatcher.stats.live += 1
@@ -686,7 +686,7 @@ class BendedModule(ModuleProxy[ModelT]):
         if plan is None:
             yield None
             return
-        with gates.running(plan):
+        with gates.applying(plan):
             if function is None:
                 yield inserter.LiveInserter(plan, self._dispatcher.registry, self._model)
             else:

@@ -26,14 +26,14 @@ from bendtrace.insert.interjection import Inputs, Interjection, NodePass, PassNu
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.selector_naming import leaves_in, outside
-from bendtrace.insert.structure import assemble, describe, take_apart, version_of
+from bendtrace.insert.selector_naming import leaf_modules_in, outside
+from bendtrace.insert.structure import assemble, describe, take_apart, write_count
 from bendtrace.insert.where import Where, near_misses
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector
 from bendtrace.module import BendedModule
 from bendtrace.watch.functions import is_torchs_function
-from bendtrace.watch.owners import parts_of
+from bendtrace.watch.owners import module_tree
 
 __all__ = ["between", "remove", "replace", "replace_module", "replace_module_native", "splice"]
 __dir__ = __all__.copy
@@ -342,7 +342,7 @@ def replace_module(
     root: Any = model if bended is None else bended.model
     if not isinstance(root, nn.Module):
         raise InputError(f"only a module has modules to replace, not {root!r}")
-    where = outside(selector, root, leaves_in(tracer_kwargs))
+    where = outside(selector, root, leaf_modules_in(tracer_kwargs))
     names = _select_names(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
         known = [name for name, _ in root.named_modules() if name]
@@ -498,12 +498,12 @@ class OutputTracker(Interjection):
         """Record the tensors."""
         known = self._outputs()
         for tensor in _tensors(output):
-            known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
+            known[id(tensor)] = weakref.ref(tensor), write_count(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether the node has output this tensor in this call, unchanged since."""
         known = self._outputs().get(id(tensor))
-        return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
+        return known is not None and known[0]() is tensor and known[1] == write_count(tensor)
 
     def _outputs(self) -> dict[int, _Known]:
         known: dict[int, _Known] = of_this_run().setdefault(self, {})
@@ -785,7 +785,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
     Training one trains the other. Replaced modules and new attributes affect the copy alone.
     """
     memo: dict[int, Any] = {}
-    for module in parts_of(model):
+    for module in module_tree(model):
         for table in (module._parameters, module._buffers):
             memo.update((id(tensor), tensor) for tensor in table.values() if tensor is not None)
         for value in vars(module).values():
@@ -812,14 +812,14 @@ def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Cr
     for module in known.values():
         if id(module) not in wanted:
             continue
-        _exchange((part for part in parts_of(module) if id(part) in known), new)
+        _exchange((part for part in module_tree(module) if id(part) in known), new)
         made = create(module)
         if not isinstance(made, nn.Module):
             raise InputError(
                 f"the replacement of a {type(module).__name__} has to be a module, but "
                 f"create_replacement returned {made!r}"
             )
-        for part in parts_of(made):
+        for part in module_tree(made):
             if id(part) not in known:
                 part.training = module.training
         new[id(module)] = made

@@ -28,7 +28,8 @@ from bendtrace.record import states
 from tests.past_joins import past_joins
 
 pytestmark = pytest.mark.skipif(
-    stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
+    stacks.frame_layout() is None,
+    reason="the frames of this Python cannot be read: paths do not join",
 )
 
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {}
@@ -1049,7 +1050,7 @@ def asked_in(function: Callable[[Tensor], Any]) -> int:
 def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, instead, programs = LEFT_OUT[part]
     # Runs are compared as they are added, which finds most of what would be wrong.
-    monkeypatch.setattr(graph, "agree", lambda *_: True)
+    monkeypatch.setattr(graph, "repeats_known_path", lambda *_: True)
     apart = [asked_in(PROGRAMS[program]) for program in programs]
     kinds = [
         kind
@@ -1066,7 +1067,7 @@ def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.Mo
 
 def test_what_c_may_hold_is_in_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "may_hide", lambda *_: False)
-    monkeypatch.setattr(graph, "agree", lambda *_: True)
+    monkeypatch.setattr(graph, "repeats_known_path", lambda *_: True)
     assert not all(is_right(PROGRAMS["a_number_that_c_holds"], order) for order in ORDERS)
 
 
@@ -1095,13 +1096,13 @@ def test_recorded_past_joins_a_wrong_one_is_found(
 
 def test_frames_are_read_as_they_are() -> None:
     """Reading the same frames twice gives the same, whatever runs in between."""
-    places = stacks.layout()
+    places = stacks.frame_layout()
     assert places is not None
     read: list[Any] = []
 
     class Asked:
         def __bool__(self) -> bool:
-            read.append(stacks.read(sys._getframe(1), sys._getframe(), places))
+            read.append(stacks.read_frame(sys._getframe(1), sys._getframe(), places))
             return True
 
     def inner(asked: Asked, number: int) -> list[Any]:

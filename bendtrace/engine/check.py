@@ -33,11 +33,11 @@ from bendtrace.tape.captured import (
     identical,
     read_of,
     same_keys,
+    slot_names,
     slot_of,
-    slots_of,
 )
 from bendtrace.tape.structure import cached_results, entries_of, is_heap_type
-from bendtrace.watch.provenance import is_installed
+from bendtrace.watch.provenance import is_installed_module
 from bendtrace.watch.writes import overlap
 
 
@@ -340,7 +340,7 @@ class CheckWriter:
         installed: list[tuple[Any, Any]] = []
         for namespace, names in self._recording.environment.namespaces.values():
             module = namespace.get("__module__")  # (of a metaclass's bases, a descriptor)
-            finished = not isinstance(module, str) or is_installed(module)
+            finished = not isinstance(module, str) or is_installed_module(module)
             (installed if finished else own).append((namespace, names))
         if installed:
             source.names["namespaces"] = [namespace for namespace, _ in installed]
@@ -862,7 +862,7 @@ class GuardCode:
                     else f"{name}.__dict__"
                 )
                 fail_if(other, f"{label} has other attributes than it had, or in another order")
-            for slot in set(slots_of(part.type)) - {str(key) for key in size.keys}:
+            for slot in set(slot_names(part.type)) - {str(key) for key in size.keys}:
                 source.names.update(slot_of=slot_of, UNSET=UNSET)
                 has = f"slot_of({name}, {slot!r}) is not UNSET"
                 fail_if(has, f"{label} has an attribute {slot}")

@@ -30,7 +30,7 @@ from bendtrace.tape.captured import (
     AttributeKey,
     Captured,
     EnvironmentChange,
-    refill,
+    refill_sequence,
 )
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
@@ -365,7 +365,7 @@ def _store(source: GeneratedSource, change: EnvironmentChange, value: str) -> st
     elif isinstance(change.part.value, types.CellType):
         place = f"{holder}.cell_contents"
     elif change.key is None:
-        source.names["refill"] = refill
+        source.names["refill"] = refill_sequence
         return f"refill({holder}, {value})"
     else:
         place = f"{holder}[{source.constant(change.key)}]"

@@ -535,7 +535,7 @@ UNTOLD = frozenset(
 _UNANSWERED = (FLEETING - {"requires_grad"}) | {"names", "_base", "_grad", "is_inference"}
 
 
-def why_not(
+def obstacle_to_compiling(
     recording: Recording, global_state: GlobalState, spliced: Container[int] = ()
 ) -> str | None:
     """Say why a path cannot be run ahead of its guards; None if nothing on its tape forbids it.

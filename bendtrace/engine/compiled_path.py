@@ -25,8 +25,8 @@ from bendtrace.engine.compile_probing import (
     Extents,
     Findings,
     Unknown,
+    obstacle_to_compiling,
     probe,
-    why_not,
     with_place,
 )
 from bendtrace.engine.compile_settings import CompileSettings, dynamo
@@ -186,7 +186,7 @@ class CompiledPath(CompiledFunction):
     def _make(self, arguments: tuple[Any, ...], output: Any, spliced: PathSplices | None) -> None:
         recording, global_state = self.recording, self.home.global_state
         splices = {} if spliced is None else spliced.splices
-        reason = why_not(recording, global_state, splices)
+        reason = obstacle_to_compiling(recording, global_state, splices)
         if reason is not None:
             raise CompileRefusal(reason)
         findings = probe(recording, arguments, splices)

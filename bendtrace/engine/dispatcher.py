@@ -25,7 +25,7 @@ from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.record.run import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.serving import Calls, call_itself
@@ -195,7 +195,7 @@ class Dispatcher:
     def call_with(self, plan: InsertionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call with insertions."""
         guess: Guess | None = None
-        # Compiled paths have no gates, which `running` takes some time to prepare.
+        # Compiled paths have no gates, which `applying` takes some time to prepare.
         if self.speculation is not None and not (seeing_modes() or self._trees.floor(plan).waiting):
             names, arguments = self.named_arguments(args, kwargs, plan)
             inserted = compiling.insertions_of_plan(plan)
@@ -203,7 +203,7 @@ class Dispatcher:
             if guess.recording is not None:
                 self._trees.uses(plan)
                 return self._guessed(guess)
-        with gates.running(plan):
+        with gates.applying(plan):
             return self.call(args, kwargs, plan, guess=guess)
 
     def _guessed(self, guess: Guess) -> Any:
@@ -328,7 +328,7 @@ class Dispatcher:
         self, plan: InsertionPlan, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> tuple[Splicer, Program | None] | None:
         """Return the splicer of insertions, and the paths that it uses; None if there is none."""
-        if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
+        if self.speculation is not None or not plan.can_be_spliced or has_other_ranks():
             return None
         if plan.lookup is not None:
             return None
@@ -443,7 +443,7 @@ class Dispatcher:
         self._signature.has_changed()
         names, arguments = self.named_arguments(args, kwargs, plan)
         call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
-        with nullcontext() if plan is None else gates.running(plan):
+        with nullcontext() if plan is None else gates.applying(plan):
             return self._record_new(call)
 
     def explained(

@@ -136,7 +136,7 @@ class ProgramGraph:
                 trips.append((piece, piece.after, number))
                 piece = None
             elif known is not None:
-                if not agree(recording, known[1], number, known[0]):
+                if not repeats_known_path(recording, known[1], number, known[0]):
                     return None
                 ahead = known[0].number + number - known[1]
                 trips.append((known[0].piece, known[0].number, ahead))
@@ -166,7 +166,11 @@ class ProgramGraph:
             trips.append((piece, piece.after, None))
         elif known is not None:
             trips.append((known[0].piece, known[0].number, None))
-        if piece is None and known is not None and not agree(recording, known[1], None, known[0]):
+        if (
+            piece is None
+            and known is not None
+            and not repeats_known_path(recording, known[1], None, known[0])
+        ):
             return None
         if self.first.stop is None:
             self._cut_first(has_learnt)
@@ -334,7 +338,7 @@ def _is_repeated(tape: Tape, number: int) -> bool:
 # what each is, seen from the state.
 
 
-def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
+def repeats_known_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
     """Compare the work of a run after an answer with the known continuation.
 
     Another run that was in the same state shows what follows. The two runs are compared

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.record.effects import Effects, makes_anew, sets_nothing
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     Access,
@@ -29,7 +29,7 @@ from bendtrace.tape.captured import (
     CaptureKind,
     EnvironmentChange,
     TensorFacts,
-    put,
+    store_item,
 )
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
@@ -138,7 +138,7 @@ def _place_of(part: Captured) -> _Place:
     return tuple(steps)
 
 
-def places_of(parts: Iterable[Captured]) -> frozenset[_Place]:
+def tensor_places(parts: Iterable[Captured]) -> frozenset[_Place]:
     """Return where the tensors among some parts are."""
     return frozenset(_place_of(part) for part in parts if part.kind is CaptureKind.TENSOR)
 
@@ -237,7 +237,7 @@ class Holes(list[Any]):
         """Stop exchanging, and put back the tensors exchanged so far."""
         self.may_grow = False
         for grown in reversed(self.grown):
-            put(grown.holder, grown.growth.change.key, grown.cut_out())
+            store_item(grown.holder, grown.growth.change.key, grown.cut_out())
         self.grown, self._places, self._memory = (), frozenset(), frozenset()
 
 
@@ -262,7 +262,7 @@ def know_states(recording: Recording, analysis: Analysis, joins: bool = True) ->
     else:
         unread = unread_in(recording, analysis)
         effects = Effects(tape)
-        if not (recording.draws or is_one_of_several()):
+        if not (recording.draws or has_other_ranks()):
             first = effects.first if effects.have_begun() else len(tape.ops)
             assert first is not None
             unread = [number for number in unread if tape.guards[number].position > first]

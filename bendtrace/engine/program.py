@@ -614,7 +614,7 @@ def departure_by(error: Exception, recording: Recording, code: Code) -> Departur
     """Turn the error of an op into a departure; None for other errors."""
     # The traceback has the frame of the replay with all values so far. A `try` around each op in
     # the generated code would have to list the values that are alive there.
-    place = place_of(error, code)
+    place = error_place(error, code)
     if place is None:
         return None
     index, frame = place
@@ -631,7 +631,7 @@ def values_in(names: dict[str, Any]) -> dict[int, Any]:
     }
 
 
-def place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
+def error_place(error: Exception, code: Code) -> tuple[int, FrameType] | None:
     """Return which op of some code raised an error, and the frame that it was in."""
     frame, line = frame_of(error, code)
     index = code.op_of_line.get(line)

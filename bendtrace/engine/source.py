@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.engine.analysis import asks_for_slices
-from bendtrace.engine.growing import places_of
+from bendtrace.engine.growing import tensor_places
 from bendtrace.tape.captured import (
     UNSET,
     Access,
@@ -29,13 +29,13 @@ from bendtrace.tape.captured import (
     identical,
 )
 from bendtrace.tape.contexts import Context, ContextSwitch, forget_casts
-from bendtrace.tape.guards import kind_of
+from bendtrace.tape.guards import type_name_of
 from bendtrace.tape.structure import (
     Construction,
     Existing,
     FixedObject,
     Instance,
-    build,
+    build_instance,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
 from bendtrace.watch.direct_calls import EquivalentCall, TorchSetting
@@ -84,7 +84,7 @@ class Code:
     @cached_property
     def places(self) -> frozenset[Any]:
         """Where it reads tensors."""
-        return places_of(self.taken)
+        return tensor_places(self.taken)
 
     def __init__(self, source: GeneratedSource, name: str) -> None:
         self.text: str = "\n".join(source.lines) + "\n"
@@ -103,8 +103,8 @@ class GeneratedSource:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {
-            "__builtins__": builtins, "build": build, "Departure": Departure,
-            "identical": identical, "kind_of": kind_of, "Switch": ContextSwitch,
+            "__builtins__": builtins, "build": build_instance, "Departure": Departure,
+            "identical": identical, "kind_of": type_name_of, "Switch": ContextSwitch,
             "forget_casts": forget_casts,
         }  # fmt: skip
         self.op_of_line: dict[int, int] = {}
@@ -259,7 +259,7 @@ class GeneratedSource:
             name = self._built[id(instance)] = f"o{len(self._built)}"
             self.line(f"{name} = build({cls}, {given})")
             return name
-        # What `build` does, step by step.
+        # What `build_instance` does, step by step.
         base: Any = OrderedDict if issubclass(instance.cls, OrderedDict) else dict
         items = [(self.constant(k), self.value(v)) for k, v in (instance.items or {}).items()]
         attributes = [(key, self.value(value)) for key, value in instance.attributes.items()]

@@ -15,7 +15,7 @@ from bendtrace.engine.schedule import Schedule, may_be_caught
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Hold
@@ -208,7 +208,7 @@ class Divergence:
     @property
     def has_acted(self) -> bool:
         """Return whether the call may have done something that must not be done twice."""
-        return is_one_of_several() or any(
+        return has_other_ranks() or any(
             piece.has_acted(left) for piece, _, left in self.trips if left is not None
         )
 

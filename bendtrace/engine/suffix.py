@@ -17,7 +17,7 @@ from bendtrace.tape.captured import Access, Captured, CaptureKind, EnvironmentCh
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard, SameGuard
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, is_handled, leaves_in, refs_in
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, argument_leaves, is_handled, refs_in
 from bendtrace.watch.functions import is_gate, table_name
 from bendtrace.watch.writes import works_in_place
 
@@ -438,7 +438,7 @@ def _is_below(path: str, module: str) -> bool:
 
 def _decides(output: Any) -> bool:
     """Return whether the output of a call holds numbers or the like that Python may go by."""
-    return any(isinstance(leaf, (bool, int, float, str)) for leaf in leaves_in(output))
+    return any(isinstance(leaf, (bool, int, float, str)) for leaf in argument_leaves(output))
 
 
 class Rest(NamedTuple):

@@ -22,7 +22,7 @@ from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Lifting, Place, place_of, required_numbers
+from bendtrace.record.varying import Lifting, Place, number_place, required_numbers
 from bendtrace.tape.captured import (
     PLAIN_TENSORS,
     PLAIN_TYPES,
@@ -215,7 +215,7 @@ class TraceTree:
             self._aside.clear()
         answers: dict[Place, list[Any]] = {}
         for guard in recording.tape.guards:
-            place = place_of(guard)
+            place = number_place(guard)
             if place is not None and place not in self._steady:
                 answers.setdefault(place, []).append(guard)
         new = set()
@@ -323,7 +323,7 @@ class TraceTree:
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
-        guards = (one for one in recording.tape.guards if place_of(one) not in self.varying)
+        guards = (one for one in recording.tape.guards if number_place(one) not in self.varying)
         for label in required_numbers(recording.tape, guards):
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
@@ -596,7 +596,7 @@ class TraceTree:
 def _asks_at(program: Program, places: Set[Place]) -> bool:
     """Return whether a run of a program has asked for a number at one of some places."""
     return any(
-        place_of(guard) in places
+        number_place(guard) in places
         for recording in program.recordings()
         for guard in recording.tape.guards
     )

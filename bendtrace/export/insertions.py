@@ -14,7 +14,7 @@ from bendtrace.errors import ExportError
 from bendtrace.export.conditions import separate_copies_of
 from bendtrace.export.machine import cite
 from bendtrace.export.ops import refusal_of
-from bendtrace.insert.gates import Gate, running
+from bendtrace.insert.gates import Gate, applying
 from bendtrace.insert.inserter import LiveInserter, NodeSlots
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
@@ -76,11 +76,11 @@ class Insertions:
         if sizes not in self._sizes:  # bends draw their numbers in the first run
             self._sizes.add(sizes)
             own_args, own_kwargs = separate_copies_of((args, kwargs))
-            with running(plan):
+            with applying(plan):
                 record_with_insertions(self._known, signature, own_args, own_kwargs, plan)
         code = {name: what._code for name, what in self._names.items()}
         inserter = _Follower(plan, self._known, code)
-        with running(inserter.plan):
+        with applying(inserter.plan):
             recording = record(
                 self._known.model, args, kwargs, signature, inserter=inserter, reads_states=True,
                 lifting=lifting,

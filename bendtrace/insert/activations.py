@@ -77,7 +77,7 @@ class Activations(dict[str, Any]):
         return [value for key, value in self.items() if key.startswith(start)]
 
     def __repr__(self) -> str:
-        return as_text(type(self).__name__, self)
+        return activations_text(type(self).__name__, self)
 
     def _repr_html_(self) -> str:
         return as_html(self)
@@ -101,7 +101,7 @@ class Activations(dict[str, Any]):
         raise NodePathError(f"there is no {key!r} among these activations: {listed}", key)
 
 
-def as_text(title: str, values: Mapping[str, Any]) -> str:
+def activations_text(title: str, values: Mapping[str, Any]) -> str:
     """Return values by name as text, with a line for each of the first twenty."""
     lines = [f"<{title}: {counted(len(values), 'value')}>"]
     lines += [f"  {key}: {_describe_item(value)}" for key, value in islice(values.items(), _SHOWN)]

@@ -133,7 +133,7 @@ class Bend(Interjection):
     @property
     def parameters(self) -> list[BendingParameter]:
         """The parameters among the arguments."""
-        return parameters_in(self.arguments.values())
+        return bend_parameters_in(self.arguments.values())
 
     def __rshift__(self, other: Any) -> CallbackChain:
         if not isinstance(other, Bend):
@@ -581,7 +581,7 @@ def value_of(value: T | Expression) -> T | Value:
     return value.get_value() if isinstance(value, Expression) else value
 
 
-def parameters_in(values: Any) -> list[BendingParameter]:
+def bend_parameters_in(values: Any) -> list[BendingParameter]:
     """Return the parameters that some values depend on, each once."""
     found = [p for value in values if isinstance(value, Expression) for p in value.parameters]
     return list(dict.fromkeys(found))

@@ -19,11 +19,11 @@ from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,
     NodePass,
-    as_number,
     chain_effects,
     depends_on,
     effect_of_value,
     keep_unchanged,
+    number_operand,
 )
 from bendtrace.insert.purity import effect_of_function
 from bendtrace.python.checks import refuse_without_arguments
@@ -135,7 +135,7 @@ def _effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) ->
     held = value_of(value)
     if not isinstance(held, Tensor):
         return effect_of_value(
-            lambda tensor, held: compute(tensor, as_number(held, tensor)), held, like, compute
+            lambda tensor, held: compute(tensor, number_operand(held, tensor)), held, like, compute
         )
     return effect_of_value(
         lambda tensor, held: compute(tensor, fit_to_tensor(held, tensor)), held, like, compute

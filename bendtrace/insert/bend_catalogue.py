@@ -69,7 +69,7 @@ class NamedActivations(NodeSelector):
         """Return whether a node is meant."""
         if not node.path or not is_bendable_dtype(node.dtype) or node.path in self.without:
             return False
-        return self.means(level_of(node, self.leaves), names_of(node))
+        return self.means(bend_level(node, self.leaves), names_of(node))
 
     def means(self, level: Level, names: Iterable[str]) -> bool:
         """Return whether the patterns select something that has some names."""
@@ -102,7 +102,7 @@ def names_of(node: Candidate) -> tuple[str, ...]:
     return tuple(dict.fromkeys((node.path, qualified, qualified.replace(".", "_"))))
 
 
-def level_of(node: Candidate, leaves: frozenset[str]) -> Level:
+def bend_level(node: Candidate, leaves: frozenset[str]) -> Level:
     """Return whether a node is an activation, contains activations or is inside one."""
     around = node.scope_path
     if node.is_module:
@@ -206,7 +206,7 @@ def of_candidate(node: Candidate, leaves: frozenset[str]) -> Activation | None:
         op = "call_module"
     elif node.function in _METHODS:
         op = "call_method"
-    shape, level = torch.Size(node.shape), level_of(node, leaves)
+    shape, level = torch.Size(node.shape), bend_level(node, leaves)
     return Activation(node.path, op, shape, node.dtype, level, names_of(node))
 
 

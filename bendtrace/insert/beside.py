@@ -81,7 +81,7 @@ class Beside:
     def call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], recording: Recording | None
     ) -> Any:
-        """Call the model; the gates of this thread call the insertions (see `gates.running`).
+        """Call the model; the gates of this thread call the insertions (see `gates.applying`).
 
         Args:
             args: the positional arguments.

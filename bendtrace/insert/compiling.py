@@ -34,7 +34,13 @@ from bendtrace.insert.insertion import CallTally, Insertion
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
 from bendtrace.insert.purity import effect_of_pure, facts_on
-from bendtrace.insert.structure import ContainerShape, LeafShape, assemble, leaves_of_shape, part_of
+from bendtrace.insert.structure import (
+    ContainerShape,
+    LeafShape,
+    assemble,
+    leaves_of_shape,
+    shape_at,
+)
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta
@@ -415,11 +421,11 @@ def _turn(
             return None
         if entry.wants_inputs:
             raise _Refused(f"{subject} is given the inputs of the node as well")
-        shape = part_of(gate.shape, entry.dig)
+        shape = shape_at(gate.shape, entry.dig)
         if entry.dig or isinstance(gate, StateGate):
             at = replace(at, path=entry.place.shown or at.path)
     elif entry.slot in gate.places:
-        shape = part_of(gate.shape, gate.places[entry.slot])
+        shape = shape_at(gate.shape, gate.places[entry.slot])
         at = replace(at, path=entry.place.shown, module=None)
     else:
         if not entry.before:

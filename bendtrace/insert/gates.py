@@ -29,6 +29,7 @@ from bendtrace.insert.structure import (
     ContainerShape,
     LeafShape,
     StructureMismatch,
+    all_tensors_in,
     assemble,
     collect,
     count_of,
@@ -37,10 +38,9 @@ from bendtrace.insert.structure import (
     exchangeable,
     has_mutable,
     holds_same,
-    part_of,
+    shape_at,
     take_apart,
-    tensors_of,
-    version_of,
+    write_count,
 )
 from bendtrace.python.places import place_text
 from bendtrace.tape.blocks import KEEPERS
@@ -178,7 +178,9 @@ def changed(
     entry: LocatedInsertion, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
 ) -> bool:
     """Return whether an insertion has returned another value, or changed one in place."""
-    written = any(version_of(old) != version for old, version in zip(before, versions, strict=True))
+    written = any(
+        write_count(old) != version for old, version in zip(before, versions, strict=True)
+    )
     other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
     if entry.what.observes and (written or other):
         raise InterjectionError(
@@ -192,7 +194,7 @@ def changed(
 
 
 def _versions(value: Any) -> list[int]:
-    return [version_of(tensor) for tensor in take_apart(value, objects=False)[1]]
+    return [write_count(tensor) for tensor in take_apart(value, objects=False)[1]]
 
 
 # What gates have returned in a call, in case that the call has to begin again.
@@ -224,7 +226,7 @@ class Attempt:
         known = self._met.get(id(tensor))
         if known is not None and known() is tensor:
             return True
-        return any(one is tensor for one in tensors_of(self._given))
+        return any(one is tensor for one in all_tensors_in(self._given))
 
     def note(
         self,
@@ -246,7 +248,7 @@ class Attempt:
             version: its version, if that is known.
         """
         self._met[id(given)] = known = weakref.ref(given)
-        version = version_of(given) if version is None else version
+        version = write_count(given) if version is None else version
         self._returned[path, number] = given if keeps else known, version, may_change
 
     def note_unchanged(self, path: str, number: int) -> None:
@@ -273,7 +275,7 @@ class Attempt:
         """
         for gate in gates:
             take_back(gate)
-            at = gate.at.path, passes_of(gate)
+            at = gate.at.path, gate_passes(gate)
             self.answers[at] = given if gate is gates[-1] else None  # the value has theirs by now
 
     def can_begin_again(self) -> bool:
@@ -317,7 +319,7 @@ def _why_not(returned: _Returned) -> str:
     if given is None:
         return "what it returned is gone"
     # torch does not count the changes of tensors of the inference mode.
-    was_changed = may_change if is_inference(given) else version_of(given) != version
+    was_changed = may_change if is_inference(given) else write_count(given) != version
     return "what it returned was changed" if was_changed else ""
 
 
@@ -343,7 +345,7 @@ class _CallContext(threading.local):
 _local = _CallContext()
 
 
-def running(plan: InsertionPlan) -> AbstractContextManager[None]:
+def applying(plan: InsertionPlan) -> AbstractContextManager[None]:
     """Make the gates that the calling thread reaches call the insertions of a plan.
 
     Raises:
@@ -353,7 +355,7 @@ def running(plan: InsertionPlan) -> AbstractContextManager[None]:
 
 
 class _RunningPlan:
-    """The context of `running`; a class, since it is entered in each call of a model."""
+    """The context of `applying`; a class, since it is entered in each call of a model."""
 
     __slots__ = ("_before", "_plan")
 
@@ -468,7 +470,7 @@ def attempt() -> Attempt:
     return _local.attempt
 
 
-def passes_of(gate: Gate) -> int:
+def gate_passes(gate: Gate) -> int:
     """Return how often the call has passed a gate so far."""
     return _local.passes.get((gate.at.path, gate.role), 0)
 
@@ -785,7 +787,7 @@ class AfterGate(Gate):
                 inputs = NO_INPUTS
                 if self._given is not None:
                     inputs = as_inputs(assemble(self._given, list(values[self._count :])))
-            shape = part_of(self.shape, entry.dig)
+            shape = shape_at(self.shape, entry.dig)
             if shape is not None:
                 self._call(entry, shape, _dug(at, entry), inputs, found)
         if of_hooks is not None:  # their gradients are those of what forward hooks returned
@@ -800,7 +802,7 @@ class AfterGate(Gate):
         is_plain = type(value) is Tensor and not (
             function_modes() or value.is_inference() or value.is_nested
         )
-        version = value._version if is_plain else version_of(value)
+        version = value._version if is_plain else write_count(value)
         result = entry.what.after(at, NO_INPUTS, value)
         if is_plain and value._version == version:  # as `exchanged_for`, in fewer instructions
             if result is None or result is value:
@@ -844,7 +846,7 @@ class AfterGate(Gate):
         self, entry: LocatedInsertion, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
     ) -> None:
         before = list(found)
-        versions = [version_of(value) for value in found]
+        versions = [write_count(value) for value in found]
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
         if type(shape) is ContainerShape:
@@ -886,14 +888,14 @@ class StateGate(AfterGate):
         if entry.what.self_contained or entry.what.observes:
             return super()._exchange(entry, value, at)
         copied = value.clone()  # what a function does to its argument must not reach the model
-        version = version_of(copied)
+        version = write_count(copied)
         result = entry.what.after(at, NO_INPUTS, copied)
         found = [value]
         if result is None or result is copied:
-            found = [value if version_of(copied) == version else copied]
+            found = [value if write_count(copied) == version else copied]
         else:
             collect_returned(self.shape, result, found, at, entry)
-        entry.insertion.fired(at, changed(entry, at, [value], found, [version_of(value)]))
+        entry.insertion.fired(at, changed(entry, at, [value], found, [write_count(value)]))
         return found[0]
 
 
@@ -929,7 +931,7 @@ class BeforeGate(Gate):
         found = list(values)
         for entry in reversed(entries):
             if entry.slot in self.places:
-                shape = part_of(self.shape, self.places[entry.slot])
+                shape = shape_at(self.shape, self.places[entry.slot])
                 if shape is not None:
                     self._call(entry, shape, found, at)
             elif entry.before:
@@ -938,7 +940,7 @@ class BeforeGate(Gate):
         return given[0] if len(given) == 1 else tuple(given)
 
     def _call(self, entry: LocatedInsertion, shape: Any, found: list[Any], at: NodePass) -> None:
-        before, versions = list(found), [version_of(value) for value in found]
+        before, versions = list(found), [write_count(value) for value in found]
         value = assemble(shape, found)
         if entry.slot in self.places:
             at = replace(at, path=entry.place.shown, module=None)

@@ -20,7 +20,7 @@ from bendtrace.insert.gradients import ChecksGradients, Gradients
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.native import Attached
-from bendtrace.insert.structure import tensors_of, with_tensors
+from bendtrace.insert.structure import all_tensors_in, with_tensors
 from bendtrace.python.checks import similar
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.functions import ScriptModule
@@ -298,7 +298,7 @@ class _Hook(Interjection):
 class _PreHook(_Hook):
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         value = tuple(inputs), inputs.kwargs
-        tensors = tuple(tensors_of(value))
+        tensors = tuple(all_tensors_in(value))
         new = self._call(at, (), tensors, "inputs")
         return None if new is tensors else Inputs(*with_tensors(value, new))
 
@@ -308,7 +308,10 @@ class _ForwardHook(_Hook):
     _sees_writes = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        seen, tensors = tuple(tensors_of((inputs, inputs.kwargs))), tuple(tensors_of(output))
+        seen, tensors = (
+            tuple(all_tensors_in((inputs, inputs.kwargs))),
+            tuple(all_tensors_in(output)),
+        )
         new = self._call(at, (seen,), tensors, "outputs")
         return None if new is tensors else with_tensors(output, new)
 

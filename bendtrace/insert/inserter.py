@@ -28,8 +28,8 @@ from bendtrace.insert.gates import (
 from bendtrace.insert.gradients import NOT_WRITABLE
 from bendtrace.insert.interjection import NodePass
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
-from bendtrace.insert.structure import LeafShape, refill_value, take_apart, version_of, with_values
-from bendtrace.insert.through import fits, is_shared, kind_of
+from bendtrace.insert.structure import LeafShape, refill_value, take_apart, with_values, write_count
+from bendtrace.insert.through import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.places import place_text
@@ -648,16 +648,16 @@ class LiveInserter:
 
         def through(value: Tensor) -> Any:
             nonlocal given, is_alike, may_be_op
-            kind, version = kind_of(value), version_of(value)
+            kind, version = tensor_kind(value), write_count(value)
             given = gate(value)
-            is_written = version_of(value) != version
+            is_written = write_count(value) != version
             if given is not value:
                 is_alike = fits(kind, given, True)
                 may_be_op = not is_written and not self._has_spliced
             elif is_written and is_shared(value):
                 is_alike = False
             else:
-                is_alike = kind is not None and kind_of(value) == kind
+                is_alike = kind is not None and tensor_kind(value) == kind
             return value if may_be_op and not is_alike else given
 
         passed = self.stage.pass_through(through, output, scope)

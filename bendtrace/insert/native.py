@@ -28,9 +28,9 @@ from bendtrace.insert.plan import forms_of
 from bendtrace.insert.structure import (
     StructureMismatch,
     TensorExchange,
+    all_tensors_in,
     collect,
     take_apart,
-    tensors_of,
     with_tensors,
 )
 from bendtrace.tape.watchers import current_watcher
@@ -274,7 +274,7 @@ class _OpenCall:
         if not receivers or not torch.is_grad_enabled():
             return given
         with _unseen():
-            inputs = tensors_of(given)
+            inputs = all_tensors_in(given)
             self.gradients = CallGradients(receivers, inputs)
             inside = self.gradients.enter()
             self.exchange = TensorExchange(dict(zip(map(id, inputs), inside, strict=True)))
@@ -309,7 +309,7 @@ def _enter(
                 given = tuple(inputs), getattr(inputs, "kwargs", given[1])
     new = call.watch(given)
     if any(one.copies for one in station.entries):
-        call.copies = with_tensors(new, [tensor.clone() for tensor in tensors_of(new)])
+        call.copies = with_tensors(new, [tensor.clone() for tensor in all_tensors_in(new)])
     return None if new[0] is args and new[1] is kwargs else new
 
 
@@ -325,7 +325,7 @@ def _close(
         return None
     with _unseen():
         call.exchange.undo()
-        outputs = tensors_of(output)
+        outputs = all_tensors_in(output)
         call.same = call.gradients.close(outputs)
         if not call.same:
             return None
@@ -341,7 +341,7 @@ def _leave(
     if call is not None:
         station.end(call)
         if call.gradients is not None:
-            given = with_tensors(given, call.gradients.inside_of(tensors_of(given), call.same))
+            given = with_tensors(given, call.gradients.inside_of(all_tensors_in(given), call.same))
     value, gradients = output, None if call is None else call.gradients
     if gradients is not None and not gradients.of_hooks:
         value = _watch_outputs(gradients, value)
@@ -360,7 +360,7 @@ def _leave(
 
 def _watch_outputs(gradients: CallGradients, value: Any) -> Any:
     with _unseen():
-        return with_tensors(value, gradients.leave(tensors_of(value)))
+        return with_tensors(value, gradients.leave(all_tensors_in(value)))
 
 
 def _check(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:

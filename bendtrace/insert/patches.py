@@ -23,14 +23,14 @@ from bendtrace.insert.interjection import (
     Inputs,
     Interjection,
     NodePass,
-    as_number,
     can_cast,
     depends_on,
     effect_of_value,
+    number_operand,
 )
 from bendtrace.insert.registry import InsertionRegistry
-from bendtrace.insert.resolver import Knowledge, describe_where, name_of, resolve_meaning
-from bendtrace.insert.structure import version_of
+from bendtrace.insert.resolver import Knowledge, describe_where, node_name_of, resolve_meaning
+from bendtrace.insert.structure import write_count
 from bendtrace.insert.where import OfRows, Rows, Where, alias_of
 from bendtrace.log.nodes import Chosen, NodePath, TreeNode
 from bendtrace.log.path_views import Node, NodeSelector, Tree, find, require_leaf
@@ -83,10 +83,10 @@ class Patch(Interjection, Generic[Target]):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Replace the value of a node by the result of `op`."""
         value = copy_tensors(output, Tensor.clone) if self.requires_clone else output
-        version = version_of(value)
+        version = write_count(value)
         try:
             made: Any = self.op(value)
-            if version_of(value) != version and (made is None or value is output):
+            if write_count(value) != version and (made is None or value is output):
                 self._refuse_write(value is output)
         except PatchError as error:
             if error.path:
@@ -339,7 +339,7 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
     if alias_of(where, known.model) is not None:
         board.make(where, Patch())
         return
-    text = name_of(where, known)
+    text = node_name_of(where, known)
     places = _places(known, where, text)
     for root, node, chosen in places:
         name = describe_where(where).strip("'")
@@ -760,8 +760,10 @@ def _with_number(edit: Any, tensor: Tensor, index: Index, value: Any) -> Any:
     if edit is not add_to_part:
         return edit(tensor, index, value)
     if index is None:
-        return add_to_part(tensor, None, as_number(value, tensor))
-    return edit_part(tensor, index, lambda part: add_to_part(part, None, as_number(value, part)))
+        return add_to_part(tensor, None, number_operand(value, tensor))
+    return edit_part(
+        tensor, index, lambda part: add_to_part(part, None, number_operand(value, part))
+    )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -804,10 +806,10 @@ class CustomPatch(Patch[Any]):
     def _part(self, part: Tensor) -> Tensor:
         """Return the result of the function for a part, which it may have changed in place."""
         given = part.clone()
-        version = version_of(given)
+        version = write_count(given)
         made = self.custom_op(given)
         if made is None:
-            if version_of(given) != version:
+            if write_count(given) != version:
                 raise PatchError("op changed its part of the value in place and returned nothing")
             return part
         if not isinstance(made, (Tensor, bool, int, float, complex)):
@@ -920,7 +922,7 @@ def _detach_copy(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def with_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
+def patched_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
     """Within it, numbers that modules have are patched, and another context is entered.
 
     Args:

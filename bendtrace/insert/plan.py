@@ -275,12 +275,12 @@ class InsertionPlan:
     def slots_at(self, role: str, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node, except those that depend on its output."""
         here = (slot for slot in self.slots if slot.place.role == role)
-        return slots_of((s for s in here if not s.place.matcher.needs_output), role, node)
+        return slots_at_node((s for s in here if not s.place.matcher.needs_output), role, node)
 
     def slots_after(self, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node that depend on its output."""
         here = (slot for slot in self.slots if slot.place.role == "node")
-        return slots_of((s for s in here if s.place.matcher.needs_output), "node", node)
+        return slots_at_node((s for s in here if s.place.matcher.needs_output), "node", node)
 
     def states(self) -> dict[str, tuple[Slot, ...]]:
         """Return the slots at parameters and buffers, by their qualified names."""
@@ -295,7 +295,7 @@ class InsertionPlan:
 _INPUTS = frozenset({"before", "instead", "inputs", "backward"})
 
 
-def slots_of(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, ...]:
+def slots_at_node(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, ...]:
     """Return the slots that are at a node."""
     return tuple(s for s in slots if s.place.role == role and s.place.matcher.matches(node))
 

@@ -29,7 +29,7 @@ from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import IdentityGuard, LengthGuard
 from bendtrace.tape.tape import Use
 from bendtrace.watch.functions import is_torchs_function
-from bendtrace.watch.owners import parts_of, states_of
+from bendtrace.watch.owners import module_tree, states_of
 
 
 class _Impure(Exception):
@@ -313,7 +313,7 @@ class _Lifting:
         keys: list[Hashable] = []
         found = {id(t): t for t in [tensor for _, tensor in states_of(module)]}
         numbers = {key: number for number, key in enumerate(found)}
-        for inner in parts_of(module):
+        for inner in module_tree(module):
             if any(getattr(inner, table) for table in _HOOKS):
                 raise _Impure(f"it calls a {type(inner).__name__} with hooks")
             is_torchs = type(inner).__module__.startswith("torch.nn.")

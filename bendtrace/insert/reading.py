@@ -23,8 +23,8 @@ from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, EnvironmentChange
 from bendtrace.watch.code_facts import cells_of, codes_in, functions_of, names_in
 from bendtrace.watch.functions import OpOverload
-from bendtrace.watch.owners import parts_of
-from bendtrace.watch.provenance import is_installed, is_installed_file
+from bendtrace.watch.owners import module_tree
+from bendtrace.watch.provenance import is_installed_file, is_installed_module
 
 
 def read_and_changed(plan: InsertionPlan, recording: Recording) -> frozenset[str]:
@@ -205,7 +205,7 @@ def _members_of(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
     found: dict[str, list[types.CodeType]] = {}
     bases = dict.fromkeys(base for kind in dict.fromkeys(kinds) for base in kind.__mro__)
     for cls in bases:
-        if not is_users(cls) or is_installed(cls.__module__):
+        if not has_users_code(cls) or is_installed_module(cls.__module__):
             continue
         for name, member in vars(cls).items():
             for function in functions_of(member):
@@ -215,7 +215,7 @@ def _members_of(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
 
 
 def _names_in_forward(cls: type) -> Iterator[str]:
-    for base in filter(is_users, cls.__mro__):
+    for base in filter(has_users_code, cls.__mro__):
         for function in functions_of(vars(base).get("forward")):
             if not is_installed_file(function.__code__.co_filename):
                 yield from names_in(function.__code__)
@@ -309,7 +309,7 @@ class _Holding:
             return
         inner: list[Any]
         if isinstance(thing, types.FunctionType):
-            if is_installed_file(thing.__code__.co_filename) or not is_users(thing):
+            if is_installed_file(thing.__code__.co_filename) or not has_users_code(thing):
                 return
             space, names = thing.__globals__, names_in(thing.__code__) & thing.__globals__.keys()
             self.numbers.update(name for name in names if type(space[name]) in PLAIN_TYPES)
@@ -329,7 +329,7 @@ class _Holding:
             hook = getattr(getattr(thing, "handle", None), "hook_fn", None)
             inner = list(getattr(thing, "__dict__", {}).values())
             inner += [] if hook is None else [hook.function]
-            for base in filter(is_users, type(thing).__mro__):
+            for base in filter(has_users_code, type(thing).__mro__):
                 inner += [v for name, v in vars(base).items() if name not in UNCALLED]
         for item in inner:
             self.add(item, depth - 1)
@@ -365,7 +365,7 @@ def _add_codes(
         for item in (thing.func, *thing.args, *thing.keywords.values()):
             _add_codes(item, codes, seen, own, depth - 1)
     elif isinstance(thing, types.FunctionType):
-        if is_installed_file(thing.__code__.co_filename) or not is_users(thing):
+        if is_installed_file(thing.__code__.co_filename) or not has_users_code(thing):
             return
         codes[thing.__code__] = is_helper
         space = thing.__globals__
@@ -378,7 +378,7 @@ def _add_codes(
                     _add_codes(cell.cell_contents, codes, seen, own, depth - 1, True)
     elif isinstance(thing, type):
         for base in thing.__mro__:
-            if is_users(base):
+            if has_users_code(base):
                 for name, member in vars(base).items():
                     member = getattr(member, "__func__", member)
                     if name in UNCALLED:
@@ -398,7 +398,7 @@ def _add_codes(
                     _add_codes(item, codes, seen, own, depth - 1)
 
 
-def is_users(thing: Any) -> bool:
+def has_users_code(thing: Any) -> bool:
     """Return whether no package that is known to keep to its arguments has a function or class."""
     package = str(getattr(thing, "__module__", "")).split(".")[0]
     ours = package == __name__.partition(".")[0]
@@ -472,7 +472,7 @@ def _is_plain(thing: Any, search: _PlainScan) -> bool:
     if isinstance(thing, type):
         return thing.__module__.split(".")[0] in KNOWN
     if isinstance(thing, nn.Module):
-        return all(_is_plain_module(inner, search) for inner in parts_of(thing))
+        return all(_is_plain_module(inner, search) for inner in module_tree(thing))
     if isinstance(thing, types.MethodType):
         return _is_plain(thing.__func__, search) and _is_plain(thing.__self__, search)
     if isinstance(thing, functools.partial):

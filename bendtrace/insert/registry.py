@@ -20,7 +20,7 @@ from bendtrace.insert import gates, through
 from bendtrace.insert.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.insert.interjection import Interjection, Passes, PassNumbers
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Location, StateTensor, forms_of
-from bendtrace.insert.resolver import Knowledge, describe_where, name_of
+from bendtrace.insert.resolver import Knowledge, describe_where, node_name_of
 from bendtrace.insert.where import (
     AtPath,
     AtPaths,
@@ -751,7 +751,7 @@ class NameLookup:
 
 
 def _name_of(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
-    text = name_of(target.original, known)
+    text = node_name_of(target.original, known)
     assert text is not None
     named = _PASS.fullmatch(text)
     stem, chosen = text, None

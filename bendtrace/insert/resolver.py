@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NameOrderWarning, NodePathError
 from bendtrace.insert.plan import StateTensor
-from bendtrace.insert.structure import LeafShape, describe, part_of, take_apart
+from bendtrace.insert.structure import LeafShape, describe, shape_at, take_apart
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import Meaning, Names, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
@@ -64,7 +64,7 @@ class NamedRuns(Protocol):
         """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
 
-def name_of(where: Any, known: NamedRuns) -> str | None:
+def node_name_of(where: Any, known: NamedRuns) -> str | None:
     """Return the name for a node or an entry of a run; None if `where` is neither.
 
     Args:
@@ -261,7 +261,7 @@ def _refusal(
     return NodePathError(message, text, clear)
 
 
-def text_of(where: Any) -> str:
+def text_of_place(where: Any) -> str:
     """Return the path for a key: a path or a node.
 
     Raises:
@@ -321,7 +321,7 @@ def _path_of(model: Any, where: Any) -> str:
     """
     known, label = model._known, describe_where(where)
     try:
-        text = name_of(where, known)
+        text = node_name_of(where, known)
         if isinstance(text, NodePath):
             return text
         if text is None:
@@ -611,7 +611,7 @@ class _Spots:
         # changed nothing, as for parts of containers, which then keep their own name.
         after = gate.index + 1
         yield ReplacementPoint(index, max(after, index + 1), call, below, node)
-        found = part_of(gate.target.shape, keys)
+        found = shape_at(gate.target.shape, keys)
         leaf = found if type(found) is LeafShape else None
         if leaf is None or leaf.number not in gate.target.exchanged:
             return
@@ -871,7 +871,9 @@ class Knowledge:
         found = [
             branch
             for branch in self._coverage()
-            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in source.unseen(branch))
+            if any(
+                re.search(rf"\b{re.escape(base)}\b", text) for text in source.unseen_sides(branch)
+            )
         ]
         if not base or not found:
             return ""

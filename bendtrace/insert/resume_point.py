@@ -28,7 +28,7 @@ from bendtrace.errors import (
     NondeterminismError,
     NotReplayableError,
 )
-from bendtrace.insert.gates import running
+from bendtrace.insert.gates import applying
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.plan import InsertionPlan
@@ -41,7 +41,7 @@ from bendtrace.insert.resolver import (
     node_of_name,
     path_in,
     spots_of,
-    text_of,
+    text_of_place,
     values_for,
 )
 from bendtrace.insert.splicer import record_with_insertions
@@ -273,7 +273,7 @@ def parse_replacements(
             "arguments; or only the names of activations, with all values as keyword "
             "arguments"
         )
-    names = list(map(text_of, args))
+    names = list(map(text_of_place, args))
     absent = [name for name in names if name not in kwargs]
     if absent:
         raise InputError(f"no value is given for {', '.join(map(repr, absent))}")
@@ -303,7 +303,7 @@ class _SuffixRun:
         """Run the rest, and return the output of the model."""
         plan = self._plan()
         tree: TraceTree = self._model._trees.of(plan)
-        with nullcontext() if plan is None else running(plan):
+        with nullcontext() if plan is None else applying(plan):
             chosen = self._chosen(tree, plan)
             if chosen is not None:
                 run, prepared = chosen

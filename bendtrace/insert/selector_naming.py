@@ -707,7 +707,7 @@ def leaf_names(model: Callable[..., Any], leaves: Iterable[Any]) -> frozenset[st
     return frozenset(found)
 
 
-def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
+def leaf_modules_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
     """Return the `leaf_modules` of `tracer_kwargs`.
 
     Raises:

@@ -475,7 +475,7 @@ def _step_text(step: FlowStep) -> str:
     return f"{step.kind} at {where} was {step.value!r} for this input"
 
 
-def unseen(branch: BranchCoverage) -> Iterator[str]:
+def unseen_sides(branch: BranchCoverage) -> Iterator[str]:
     """Yield the source of the branch sides that were not seen."""
     file = source_file(branch.file)
     for side in branch.missing:

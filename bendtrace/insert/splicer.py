@@ -34,7 +34,7 @@ from bendtrace.engine.stretches import Exit, RunPiece
 from bendtrace.insert.gates import AfterGate, Gate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
-from bendtrace.insert.plan import InsertionPlan, Slot, slots_of
+from bendtrace.insert.plan import InsertionPlan, Slot, slots_at_node
 from bendtrace.insert.resolver import Knowledge
 from bendtrace.insert.structure import LeafShape
 from bendtrace.insert.through import Through
@@ -148,7 +148,7 @@ class Splicer:
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node; None if nothing is inserted there."""
         unseen = replace(node, shape=None, dtype=None)  # as a run has it at that time
-        slots, plan = slots_of(self._slots, "node", unseen), self._plan()
+        slots, plan = slots_at_node(self._slots, "node", unseen), self._plan()
         if not slots:
             return None
         gate = self._gates.get((path, slots))

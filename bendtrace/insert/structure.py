@@ -17,7 +17,7 @@ from bendtrace.python.compare import is_uneven, same_bits
 from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.scalars import TRACED, plain
-from bendtrace.tape.structure import build, can_build
+from bendtrace.tape.structure import build_instance, can_build
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.mode_queries import unseen
 
@@ -279,7 +279,7 @@ def exchangeable(
     )
 
 
-def part_of(shape: Any, dig: tuple[Any, ...]) -> Any:
+def shape_at(shape: Any, dig: tuple[Any, ...]) -> Any:
     """Return the shape of what some keys lead to; None if there is no such thing."""
     for key in dig:
         if type(shape) is not ContainerShape:
@@ -305,7 +305,7 @@ def _build(
     shape: ContainerShape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]
 ) -> Any:
     ordered = {name: attributes[name] for name in shape.order}
-    return build(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
+    return build_instance(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
 
 
 class OmittedObject:
@@ -416,7 +416,7 @@ def describe(value: Any) -> str:
 # their order of iteration; everything else is left as it is.
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def all_tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in a value, in order, with repetitions.
 
     Example:
@@ -435,7 +435,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a value with other tensors instead of its own, in the order of `tensors_of`.
+    """Return a value with other tensors instead of its own, in the order of `all_tensors_in`.
 
     Containers with changes are copied; the others stay the same objects.
 
@@ -573,7 +573,7 @@ def _set(container: Any, key: Any, item: Any) -> None:
         object.__setattr__(container, key, item)  # also of a frozen dataclass
 
 
-def version_of(value: Any) -> int:
+def write_count(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
     if not isinstance(value, Tensor):
         return 0

@@ -20,7 +20,7 @@ from bendtrace.errors import InputError, NodePathError, PatchError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
 from bendtrace.insert.plan import Location, StateTensor
-from bendtrace.insert.resolver import NamedRuns, Resolution, name_of, resolve_meaning
+from bendtrace.insert.resolver import NamedRuns, Resolution, node_name_of, resolve_meaning
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode, dotted
@@ -38,7 +38,7 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
 from bendtrace.record.names import NodeRef
 from bendtrace.watch.functions import SHAPES, VALUES
-from bendtrace.watch.owners import module_of, modules_in, parts_of
+from bendtrace.watch.owners import module_of, module_tree, modules_in
 
 if TYPE_CHECKING:
     from bendtrace.insert import selector_naming as naming
@@ -834,14 +834,14 @@ def targets_of(
 def _targets(where: Any, known: ModelRuns) -> tuple[Target, ...]:
     if isinstance(where, Node):
         _require_own(where, known)
-    name = name_of(where, known)
+    name = node_name_of(where, known)
     if name is not None:
         return _resolve_name(name, known, where)
     if isinstance(where, StateTensor):
         return (Target(where, Location("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
         owner = module_of(known.model)
-        if owner is not None and all(where is not module for module in parts_of(owner)):
+        if owner is not None and all(where is not module for module in module_tree(owner)):
             raise InputError(
                 f"the module {type(where).__name__} is not a submodule of the model: pass one "
                 "of its own submodules, a path or a class"

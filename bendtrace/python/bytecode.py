@@ -35,7 +35,7 @@ _NUMBERS = frozenset(dis.opmap[name] for name in _NAMED)
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]  # its lowest bit says whether it also pushes a null
 
 
-def steps_of(code: CodeType) -> Iterator[tuple[str, int]]:
+def instructions_of(code: CodeType) -> Iterator[tuple[str, int]]:
     """Yield the name of each instruction, and its argument."""
     extended = 0
     raw = code.co_code
@@ -170,14 +170,14 @@ def catches_all(code: CodeType) -> bool:
     """Return whether code has a handler that names no class of errors; not code inside it."""
     return any(
         current == "POP_TOP" and before == "PUSH_EXC_INFO"
-        for (before, _), (current, _) in itertools.pairwise(steps_of(code))
+        for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
     )
 
 
 def branches(code: CodeType) -> bool:
     """Return whether code has branches."""
     return bool(code.co_exceptiontable) or any(
-        "JUMP" in name or name == "FOR_ITER" for name, _ in steps_of(code)
+        "JUMP" in name or name == "FOR_ITER" for name, _ in instructions_of(code)
     )
 
 

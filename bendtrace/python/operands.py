@@ -78,9 +78,9 @@ def addresses(frame: FrameType, instruction: Instruction, places: stacks.FrameLa
     return [first + _WORD * (instruction.first + k) for k in range(instruction.size)]
 
 
-def called_by(frame: FrameType) -> Any:
+def c_function_called_by(frame: FrameType) -> Any:
     """Return the function that a frame's current instruction calls, if C carries it out."""
-    places = stacks.layout()
+    places = stacks.frame_layout()
     address = None if places is None else stacks.address_of_result(frame, places)
     if address is None:
         return None
@@ -93,7 +93,7 @@ def object_at(word: int) -> Any:
     return ctypes.cast(word, ctypes.py_object).value if word else None
 
 
-def put(address: int, value: Any) -> None:
+def put_on_stack(address: int, value: Any) -> None:
     """Let an object take the place of another one on the stack."""
     before = stacks.word_at(address)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
@@ -120,7 +120,7 @@ def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
     found = {id(old): new for old, new in zip(members, others, strict=True) if old is not new}
     for address in _entries(members):
         if (new := found.get(stacks.word_at(address))) is not None:
-            put(address, new)
+            put_on_stack(address, new)
     return True
 
 
@@ -174,4 +174,4 @@ _TAKES_NOTHING = frozenset(
 
 def can_exchange_operands() -> bool:
     """Return whether this is a Python whose stack is laid out as this file expects."""
-    return sys.version_info[:2] == (3, 11) and stacks.layout() is not None
+    return sys.version_info[:2] == (3, 11) and stacks.frame_layout() is not None

@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from bendtrace.python.bytecode import single_steps
-from bendtrace.python.stacks import address_of_result, layout, word_at
+from bendtrace.python.stacks import address_of_result, frame_layout, word_at
 
 _LINE_OF_C = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
@@ -74,7 +74,7 @@ def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> b
     Returns:
         Whether it will: not if somebody else traces the thread, or awaits another result.
     """
-    places = layout()
+    places = frame_layout()
     if places is None or sys.gettrace() is not None or _awaited:
         return False
     address = address_of_result(frame, places)
@@ -170,7 +170,7 @@ class _ProbeNumber:
 @functools.lru_cache(maxsize=1)
 def can_exchange() -> bool:
     """Return whether results can be exchanged in this Python."""
-    if sys.version_info[:2] != (3, 11) or layout() is None:
+    if sys.version_info[:2] != (3, 11) or frame_layout() is None:
         return False
     if sys.gettrace() is not None:
         return False

@@ -2,7 +2,7 @@
 
 `frame.f_locals` does not show the iterators of the surrounding `for` loops, waiting operands, or
 the exits of `with`, and before 3.13 it keeps its values alive. So slots are read from memory. Their
-position is not derived from a version number: `layout` searches for it in frames with known
+position is not derived from a version number: `frame_layout` searches for it in frames with known
 content, and if it finds nothing, nothing is read.
 
 In CPython 3.11 to 3.14, a frame object points to an inner frame, which has a pointer to the
@@ -94,7 +94,7 @@ class Stack(NamedTuple):
     name: str
 
 
-def read(
+def read_frame(
     frame: FrameType,
     callee: FrameType | None,
     places: FrameLayout,
@@ -357,7 +357,7 @@ _LONGEST = 128
 
 
 @functools.lru_cache(maxsize=1)
-def layout() -> FrameLayout | None:
+def frame_layout() -> FrameLayout | None:
     """Return the positions of fields in frames; None if they cannot be found."""
     if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
         return None
@@ -426,11 +426,11 @@ class _FrameProbe:
         self.seen: list[Stack | None] = []
 
     def __bool__(self) -> bool:
-        self.seen.append(read(sys._getframe(1), sys._getframe(), self.places))
+        self.seen.append(read_frame(sys._getframe(1), sys._getframe(), self.places))
         return True
 
     def step(self) -> bool:
-        self.seen.append(read(sys._getframe(1), sys._getframe(), self.places))
+        self.seen.append(read_frame(sys._getframe(1), sys._getframe(), self.places))
         return True
 
 

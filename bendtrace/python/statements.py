@@ -171,7 +171,7 @@ def decides(place: Place, outcome: bool) -> bool | None:
     node = file.expressions.get(place.span)
     if node is None:
         return None
-    if is_one_of_several(node) and outcome is needs_all(node):
+    if is_chained_test(node) and outcome is needs_all(node):
         return None
     test, value = conclude_truth(file, node, outcome)
     return value if isinstance(test.parent, ast.While) and _is_test(test) else None
@@ -223,7 +223,7 @@ def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
         taken = test.parent.body if value else test.parent.orelse
         if taken and isinstance(taken[-1], ast.Break):
             # Unless the test has more to ask.
-            return (*spans_of(taken), *([place.span] if is_one_of_several(node) else []))
+            return (*spans_of(taken), *([place.span] if is_chained_test(node) else []))
     return ()
 
 
@@ -551,7 +551,7 @@ def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[Trut
     return test, outcome is not test.inverted
 
 
-def is_one_of_several(node: ast.expr) -> bool:
+def is_chained_test(node: ast.expr) -> bool:
     """Return whether an expression tests several values in turn."""
     return any_or_all(node) != "" or (
         isinstance(node, ast.Compare) and (is_containment(node) or len(node.ops) > 1)
@@ -627,7 +627,7 @@ def name_of_call(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def called_by(frame: FrameType, owner: object) -> list[tuple[str | int, bool]]:
+def callee_keys(frame: FrameType, owner: object) -> list[tuple[str | int, bool]]:
     """Return the keys that lead from an object to what a frame calls, as in `self.layers[i](x)`.
 
     With each key stands whether it is an item, and no attribute. There are none if the callee is no

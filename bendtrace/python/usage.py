@@ -19,8 +19,8 @@ from bendtrace.python.bytecode import (
     InstructionStep,
     constant_of,
     has,
+    instructions_of,
     single_steps,
-    steps_of,
 )
 from bendtrace.python.features import is_off
 
@@ -30,7 +30,7 @@ _ids: dict[int, tuple[CodeType, int | None]] = {}
 _identity: dict[int, tuple[CodeType, bool]] = {}
 
 
-def compares_identity(code: CodeType) -> bool:
+def code_compares_identity(code: CodeType) -> bool:
     """Return whether code, or nested code, tests `x is y` with neither being a constant.
 
     Asking for the `id` of objects counts as well, and so does `operator.is_`.
@@ -43,10 +43,10 @@ def compares_identity(code: CodeType) -> bool:
             has(code, "IS_OP")
             and any(
                 current == "IS_OP" and before not in CONSTANTS
-                for (before, _), (current, _) in itertools.pairwise(steps_of(code))
+                for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
             )
         )
-        asks = asks or any(map(compares_identity, _within(code)))
+        asks = asks or any(map(code_compares_identity, _within(code)))
         known = _identity[id(code)] = (code, asks)
     return known[1]
 
@@ -291,7 +291,7 @@ ADDS = frozenset({"append", "extend"})
 _found: dict[int, tuple[CodeType, frozenset[str]]] = {}
 
 
-def read_names(code: CodeType) -> frozenset[str]:
+def names_used(code: CodeType) -> frozenset[str]:
     """Return the names under which code uses something in another way than to add to it.
 
     These are names of attributes, globals and variables of functions around it. In

@@ -28,7 +28,7 @@ from bendtrace.tape.captured import (
     CaptureKind,
     attributes_of,
     is_array,
-    slots_of,
+    slot_names,
 )
 from bendtrace.tape.scalars import (
     RETIRED,
@@ -43,13 +43,13 @@ from bendtrace.tape.structure import (
     FixedObject,
     Instance,
     Opaque,
-    build,
+    build_instance,
     can_build,
     items_in,
     make_function,
     make_partial,
     read_partial,
-    refill,
+    refill_dict,
     with_attributes,
 )
 from bendtrace.tape.tape import Ref, Tape
@@ -419,7 +419,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
         items = [without_traced(item, memo) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
             if isinstance(value, tuple) or not exchange_members(value, items):
-                memo[id(value)] = value = build(kind, items, attributes_of(value))
+                memo[id(value)] = value = build_instance(kind, items, attributes_of(value))
     elif isinstance(value, list):
         for position, item in enumerate(value):
             value[position] = without_traced(item, memo)
@@ -427,7 +427,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
         before = [part for pair in items_in(value) for part in pair]
         after = [without_traced(part, memo) for part in before]
         if any(new is not old for new, old in zip(after, before, strict=True)):
-            refill(value, dict(zip(after[::2], after[1::2], strict=True)))
+            refill_dict(value, dict(zip(after[::2], after[1::2], strict=True)))
     if can_build(kind):
         for name, item in attributes_of(value).items():
             new = without_traced(item, memo)
@@ -473,7 +473,7 @@ def with_items_of(container: Any, other: Any) -> Any:
         pairs = itertools.zip_longest(container[: len(other)], other)
         container[:] = [with_items_of(*pair) for pair in pairs]
     elif kind is dict:
-        refill(container, {k: with_items_of(container.get(k), v) for k, v in other.items()})
+        refill_dict(container, {k: with_items_of(container.get(k), v) for k, v in other.items()})
     else:
         return other
     return container
@@ -482,10 +482,10 @@ def with_items_of(container: Any, other: Any) -> Any:
 def make_keys_plain(container: dict[Any, Any]) -> None:
     """Replace the traced scalars among the keys of a dict, in place."""
     if any(without_traced(key) is not key for key in container):
-        refill(container, {without_traced(key): v for key, v in items_in(container)})
+        refill_dict(container, {without_traced(key): v for key, v in items_in(container)})
 
 
-def with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
+def index_with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
     """Return an index with the numbers that objects of Python stand for in its slices.
 
     Args:
@@ -494,7 +494,7 @@ def with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
     """
     kind = type(key)
     if kind is tuple:
-        parts = tuple(with_numbers(part, number_of) for part in key)
+        parts = tuple(index_with_numbers(part, number_of) for part in key)
         return parts if any(map(operator.is_not, parts, key)) else key
     if kind is not slice:
         return key
@@ -598,7 +598,7 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
         del holders
         for one in left:
             items = [plain.get(id(item), item) for item in one]
-            plain[id(one)] = build(type(one), items, attributes_of(one))
+            plain[id(one)] = build_instance(type(one), items, attributes_of(one))
 
 
 def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
@@ -620,7 +620,7 @@ def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
         own = getattr(holder, "__dict__", None)
         if type(own) is dict:
             _exchange(own, numbers)
-        named = ((name, getattr(holder, name, None)) for name in slots_of(type(holder)))
+        named = ((name, getattr(holder, name, None)) for name in slot_names(type(holder)))
         for name, value in _numbers_of(named, numbers):
             object.__setattr__(holder, name, value)
 

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
-from bendtrace.python.usage import compares_identity
+from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.values import RunValues
 from bendtrace.record.writer import KnownTensor, TapeWriter
@@ -194,7 +194,7 @@ def fast_path_for(
             walked = walked.f_back
         place = sites.get(tuple(key))
         if place is None:
-            place = find(frame), compares_identity(users_code(frame))
+            place = find(frame), code_compares_identity(users_code(frame))
             sites[tuple(key)] = place
         # The record.
         op = _new(Op)

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from bendtrace.python.internals import internal
 from bendtrace.python.places import full_place_text
 from bendtrace.python.results import is_computation
-from bendtrace.python.usage import read_names
+from bendtrace.python.usage import names_used
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.names import node_names
 from bendtrace.record.one_op import assigned_in
@@ -36,7 +36,12 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.watch.code_facts import codes_in, names_in
 from bendtrace.watch.collectives import JOINT
-from bendtrace.watch.draws import generator_name, global_generators, state_of, torchs_generators
+from bendtrace.watch.draws import (
+    generator_name,
+    generator_state,
+    global_generators,
+    torchs_generators,
+)
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import OWN_NUMBER, CodeMonitor, forbidden_in, learn
 from bendtrace.watch.functions import (
@@ -263,7 +268,7 @@ class Finish:
 
     def _look_at_growing(self, changes: list[EnvironmentChange], code_monitor: CodeMonitor) -> None:
         """Block if code has read what the run takes for something that it only adds to."""
-        read = frozenset().union(*map(read_names, code_monitor.codes))
+        read = frozenset().union(*map(names_used, code_monitor.codes))
         for part in self.environment.parts:
             if part.kind is CaptureKind.GROWING and access_name(part) in read:
                 self.block(f"the run adds to {part.label}, and reads it", access_name(part))
@@ -293,7 +298,7 @@ class Finish:
     def _torchs_random_states(self) -> list[bytes]:
         """The states of the generators that a run can draw from, the default one first."""
         known = [part.value for part in self.environment.generators if part.value is not None]
-        return [*map(state_of, (*torchs_generators(), *known))]
+        return [*map(generator_state, (*torchs_generators(), *known))]
 
     @staticmethod
     def _modes() -> Any:
@@ -609,18 +614,18 @@ class Draws:
         # The run may be the first to import numpy; what it has drawn before its first op is
         # unknown, as numpy's generator begins with a seed of the system's.
         self._generators = [*global_generators(), *held]
-        self._states = [*map(state_of, self._generators)]
+        self._states = [*map(generator_state, self._generators)]
         self._moved: set[int] = set()
 
     def begin(self) -> None:
         """Note which generators have moved since the last op."""
-        now = map(state_of, self._generators)
+        now = map(generator_state, self._generators)
         differ = map(operator.ne, now, self._states)
         self._moved.update(n for n, is_moved in enumerate(differ) if is_moved)
 
     def end(self) -> None:
         """Take the states that an op has left."""
-        self._states = [*map(state_of, self._generators)]
+        self._states = [*map(generator_state, self._generators)]
 
     def unseen(self) -> Iterator[Any]:
         """Yield the generators that something else has moved as well."""

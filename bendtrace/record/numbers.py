@@ -63,7 +63,7 @@ class NumberRecorder:
         self._inserter = inserter
         self.answers: Callable[[Guard, Any], Any] | None = None
         self._thread = get_ident()
-        places = stacks.layout()
+        places = stacks.frame_layout()
         self.varying: Varying | None = None
         self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()

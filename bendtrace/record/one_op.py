@@ -16,7 +16,7 @@ from torch import nn
 
 from bendtrace.python.bytecode import single_steps
 from bendtrace.python.sites import TORCH
-from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_of
+from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_name_of
 from bendtrace.tape.structure import can_build, referents
 from bendtrace.watch.code_facts import codes_in
 from bendtrace.watch.draws import is_host_generator
@@ -58,7 +58,9 @@ class ReachableContainers:
                 continue
             if is_host_generator(thing):
                 continue
-            if module_of(kind).startswith("bendtrace."):  # a traced number leads to the recorder
+            if module_name_of(kind).startswith(
+                "bendtrace."
+            ):  # a traced number leads to the recorder
                 continue
             found[id(thing)] = thing
             if isinstance(thing, (types.FunctionType, types.MethodType, partial, type)):

@@ -28,7 +28,7 @@ from bendtrace.errors import IncompatibleVersionWarning
 from bendtrace.python import features
 from bendtrace.python.bytecode import global_uses
 from bendtrace.python.sites import is_covered, users_level
-from bendtrace.python.usage import compares_identity, only_tests, stores_outside
+from bendtrace.python.usage import code_compares_identity, only_tests, stores_outside
 from bendtrace.record.iterations import Iterations, marks_of
 from bendtrace.record.recorder import Recorder
 from bendtrace.tape.contexts import dispatch_modes, function_modes
@@ -144,7 +144,7 @@ def _reads_identity() -> bool:
         warnings.simplefilter("ignore", SyntaxWarning)
         codes = {source: _code(source) for source in expected}
     return all(
-        (compares_identity(code), needs_plain_numbers(code)) == expected[source]
+        (code_compares_identity(code), needs_plain_numbers(code)) == expected[source]
         for source, code in codes.items()
     )
 

@@ -102,7 +102,7 @@ def ask(model: Any, group: RankGroup) -> Callable[[], None]:
     return undo
 
 
-def is_one_of_several() -> bool:
+def has_other_ranks() -> bool:
     """Return whether other processes take part, which repeated work here may leave waiting."""
     return _is_running() and torch.distributed.get_world_size() > 1
 

@@ -32,17 +32,17 @@ from bendtrace.record.checkpoints import Checkpoints
 from bendtrace.record.encoding import (
     Encoder,
     holds,
+    index_with_numbers,
     make_plain,
     scalars_in,
     with_items_of,
-    with_numbers,
     without_traced,
 )
 from bendtrace.record.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.record.finish import Finish, Recording, failing_op
 from bendtrace.record.numbers import NumberRecorder, plain_in
 from bendtrace.record.one_op import ReachableContainers
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.scopes import Scopes
 from bendtrace.record.states import StateReader
 from bendtrace.record.texts import Texts, goes_to_screen
@@ -85,7 +85,7 @@ from bendtrace.watch.functions import (
     is_gate,
     name_of,
 )
-from bendtrace.watch.intercepts import INTERCEPT_CODES, watching
+from bendtrace.watch.intercepts import INTERCEPT_CODES, reporting_to
 from bendtrace.watch.mode_queries import RecordingMode, is_active, run_under_modes
 from bendtrace.watch.monkeypatches import may_be_patched, original_of
 from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
@@ -127,7 +127,7 @@ class Recorder(RecordingMode):
         lifting: Lifting | None = None,
     ) -> None:
         super().__init__()
-        self._keeps_errors = keeps_errors and not is_one_of_several()
+        self._keeps_errors = keeps_errors and not has_other_ranks()
         self._error: Exception | None = None
         self._observer = observer
         self._inserter = inserter
@@ -146,7 +146,7 @@ class Recorder(RecordingMode):
         self._within = False  # in one op, during which the mode stays switched on
         self._texts = Texts(self._writer, self._as_one)
         outermost = Recorder._outcome.__code__
-        reads_states = reads_states or is_one_of_several()  # which cannot begin again by itself
+        reads_states = reads_states or has_other_ranks()  # which cannot begin again by itself
         self._states = StateReader(
             self._writer, self._values, environment, outermost, reads_states, inserter, self._texts
         )
@@ -222,7 +222,7 @@ class Recorder(RecordingMode):
             if self._lifting is not None:
                 self._lifting.place()
             self.environment.place_watched()
-            with watching(self), self:
+            with reporting_to(self), self:
                 self._code_monitor.begin()
                 if any(type(part.value) is LEGACY for part in self.environment.parts):
                     self._contents.follow_classes(None)
@@ -340,7 +340,7 @@ class Recorder(RecordingMode):
         if self._compares and len(args) == 2:
             self._numbers.compared = frozenset(map(id, args))
         if func in _ITEMS and type(args[1]) in (slice, tuple):
-            args = (args[0], with_numbers(args[1], self._number_of), *args[2:])
+            args = (args[0], index_with_numbers(args[1], self._number_of), *args[2:])
         if func is Tensor.__deepcopy__:
             args = args[0], self._encoder.memo(*args)
         if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.python.internals import internal
-from bendtrace.python.statements import called_by
+from bendtrace.python.statements import callee_keys
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.values import RunValues
 from bendtrace.record.writer import KnownTensor, TapeWriter
@@ -33,7 +33,7 @@ _CHAIN = internal("torch.nn.Sequential.forward.__code__")
 _ITEMS = [kind.__getitem__ for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)]
 
 
-def _count_alone() -> int:
+def _count_local() -> int:
     thing = object()
     return sys.getrefcount(thing)
 
@@ -44,7 +44,7 @@ def _is_known_alone(tensor: Tensor) -> bool:
 
 
 # The references to what only a variable holds, as they are counted from there.
-_ALONE = _count_alone()
+REFERENCES_OF_LOCAL = _count_local()
 
 
 class Scopes:
@@ -111,7 +111,7 @@ class Scopes:
         if iterates and frame.f_code is _CHAIN:
             keys: Any = [(sum(call.parent is outer for call in self._tape.calls), True)]
         else:
-            keys = called_by(frame, owner)
+            keys = callee_keys(frame, owner)
         found, names = owner, []
         for key, is_item in keys:
             inner = found._modules
@@ -150,7 +150,7 @@ class Scopes:
                     output = module._call_impl(*args, **kwargs)
             else:
                 output = module._call_impl(*args, **kwargs)
-            is_held = type(output) is not Tensor or sys.getrefcount(output) > _ALONE
+            is_held = type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
             scope.is_sole = not is_held and _is_known_alone(output)
             scope.context = self._writer.context()
             scope.output = self._record_value(output)

@@ -38,7 +38,7 @@ from bendtrace.tape.guards import (
     TruthGuard,
     ValueGuard,
 )
-from bendtrace.tape.structure import build
+from bendtrace.tape.structure import build_instance
 from bendtrace.tape.tape import (
     AfterOp,
     Guard,
@@ -673,7 +673,7 @@ def _stand_in(outline: Any, elements: Mapping[Any, Any], path: tuple[Any, ...], 
         items = [_stand_in(item, elements, (*path, i), Tensor) for i, item in enumerate(outline)]
         if kind is tuple or kind is list:
             return kind(items)
-        return build(kind, items, attributes_of(outline))
+        return build_instance(kind, items, attributes_of(outline))
     if kind is dict:
         return {
             key: _stand_in(item, elements, (*path, key), Tensor) for key, item in outline.items()

@@ -40,7 +40,7 @@ from bendtrace.record.texts import Texts, has_marks
 from bendtrace.record.values import LOOKS, RunValues
 from bendtrace.record.varying import Rounds
 from bendtrace.record.writer import TapeWriter
-from bendtrace.tape.array_functions import carries_array
+from bendtrace.tape.array_functions import array_address, carries_array
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
@@ -233,7 +233,7 @@ class _StateWalk:
 
     def frames(self, outermost: CodeType, compared: frozenset[int]) -> tuple[Any, ...]:
         """Read the frames from the one that asks to the model's entry."""
-        places = stacks.layout()
+        places = stacks.frame_layout()
         if places is None:
             raise _Unreadable("the frames of this Python cannot be read")
         chain: list[FrameType] = []
@@ -256,7 +256,7 @@ class _StateWalk:
         for frame in chain:
             if not frame.f_code.co_filename.startswith(MACHINERY):
                 given = compared if is_asking else frozenset()
-                stack = stacks.read(frame, callee, places, given)
+                stack = stacks.read_frame(frame, callee, places, given)
                 if stack is None:
                     raise _Unreadable(f"{frame.f_code.co_qualname} cannot be read")
                 if stack.operands is not None and may_hide(stack, callee, is_asking):
@@ -356,7 +356,7 @@ class _StateWalk:
         if base is not None:
             if not is_array(base):
                 raise _Unreadable("an array shares memory that is not numpy's")
-            place = _address(array) - _address(base)
+            place = array_address(array) - array_address(base)
         dtype = array.dtype
         kind = self._by_identity(dtype) if dtype.names or dtype.metadata else str(dtype)
         content = kind, array.shape, array.strides, array.flags.writeable, array.tobytes()
@@ -500,7 +500,7 @@ class _StateWalk:
             if id(frame) not in self._running:
                 raise _Unreadable("a generator runs elsewhere")
             return "running", self._running[id(frame)]
-        places = stacks.layout()
+        places = stacks.frame_layout()
         stack = None if places is None else stacks.suspended_stack(frame, places)
         if stack is None:
             raise _Unreadable("a generator cannot be read")
@@ -552,10 +552,6 @@ def _plain(value: Any, kind: type) -> Any:
     if kind is complex:
         return bits_of(value.real), bits_of(value.imag)
     return value
-
-
-def _address(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 _DEEPEST = 16

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
-from bendtrace.python.usage import compares_identity, only_tests
+from bendtrace.python.usage import code_compares_identity, only_tests
 from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.captured import (
@@ -31,7 +31,7 @@ from bendtrace.tape.guards import (
     OtherGuard,
     SameGuard,
     ValueGuard,
-    kind_of,
+    type_name_of,
 )
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import (
@@ -45,7 +45,7 @@ from bendtrace.tape.scalars import (
     put_source,
     retire,
 )
-from bendtrace.tape.structure import build, referents
+from bendtrace.tape.structure import build_instance, referents
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, Use, meta_of, ref_to, refs_in
 from bendtrace.tape.watchers import Observer
 from bendtrace.watch.environment import Environment
@@ -124,7 +124,7 @@ class RunValues:
         if op.kind is OpKind.CALL and not is_torchs_function(op.target):
             self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
-            self._writer.guard(ClassGuard, op.index, kind_of(out), Use.RESULT, frame)
+            self._writer.guard(ClassGuard, op.index, type_name_of(out), Use.RESULT, frame)
         if op.target in OPTIONAL:
             self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
@@ -235,7 +235,7 @@ class RunValues:
             return True
         if op.target in GIVES_BACK and self.environment.compares_identity:
             return True
-        return compares_identity(users_code(frame))
+        return code_compares_identity(users_code(frame))
 
     @staticmethod
     def _varies_inside(op: Op) -> bool:
@@ -344,7 +344,7 @@ class RunValues:
         if kind is TracedInt and not -_LARGEST <= value < _LARGEST:
             return self.origin.consume(scalar, Use.TYPE)  # torch has none, and C asks it otherwise
         if kind is TracedBool:
-            if compares_identity(frame.f_code):
+            if code_compares_identity(frame.f_code):
                 return self.origin.consume(scalar, Use.TYPE)
             if not only_tests(frame, depth):
                 return self.origin.consume(scalar, Use.BOOL)
@@ -527,7 +527,7 @@ class RunValues:
         if kind is dict:
             return dict(zip(out, bound, strict=True)), tuple(metas)
         if kind not in (tuple, list):
-            return build(kind, bound, attributes_of(out)), tuple(metas)
+            return build_instance(kind, bound, attributes_of(out)), tuple(metas)
         return kind(bound), tuple(metas)
 
     def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
@@ -583,7 +583,7 @@ def outline_of(value: Any) -> Any:
         return meta_of(value)
     if isinstance(value, (tuple, list)):
         items = [outline_of(item) for item in value]
-        return kind(items) if kind in (tuple, list) else build(kind, items, {})
+        return kind(items) if kind in (tuple, list) else build_instance(kind, items, {})
     if kind is dict:
         return {key: outline_of(item) for key, item in value.items()}
     return value

@@ -33,7 +33,7 @@ from bendtrace.python.results import (
     item_of,
 )
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
-from bendtrace.python.usage import compares_identity
+from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import without_traced
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.writer import TapeWriter
@@ -51,7 +51,7 @@ ASKS = frozenset({Use.INT, Use.INDEX, Use.FLOAT, Use.LEN, Use.HASH})
 _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 
-def place_of(guard: Guard) -> Place | None:
+def number_place(guard: Guard) -> Place | None:
     """Return where a guard asks for a number that could stay traced; None if it does not.
 
     A truth that C code asks for may be the result of a comparison.
@@ -183,7 +183,7 @@ class Varying:
             place = code, offset  # a cache is best left aside from the first number on
         if place is None or self._values.environment.tells_numbers:
             return None
-        tells = needs_plain_numbers(code, frame.f_globals) or compares_identity(code)
+        tells = needs_plain_numbers(code, frame.f_globals) or code_compares_identity(code)
         return None if tells else place
 
     def _in_order(self, function: Any, given: tuple[Any, ...]) -> Any:
@@ -252,14 +252,14 @@ class Varying:
                 and guard.use is not Use.RESULT
                 and guard.index in origins
             ):
-                guard_place = place_of(guard)
+                guard_place = number_place(guard)
                 if guard_place is None or guard_place in self.places:
                     yield from origins[guard.index]
 
     def guarded_places(self) -> Iterator[Place]:
         """Yield the places where numbers are guarded nevertheless."""
         for guard in self._writer.tape.guards:
-            place = place_of(guard)
+            place = number_place(guard)
             if place is not None and place in self.places:
                 yield place
 
@@ -343,8 +343,8 @@ def _asking() -> tuple[FrameType, FrameType]:
 
 def _call_of(frame: FrameType, callee: FrameType) -> tuple[Any, tuple[Any, ...]] | None:
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
-    places = stacks.layout()
-    stack = None if places is None else stacks.read(frame, callee, places)
+    places = stacks.frame_layout()
+    stack = None if places is None else stacks.read_frame(frame, callee, places)
     if stack is None or stack.name not in _ASKING or stack.operands is None:
         return None
     if stack.name == "BINARY_SUBSCR":
@@ -511,7 +511,7 @@ class Lifting:
             code = found.f_code
             names = () if code.co_filename.startswith(PACKAGE) else counters_at(code, found.f_lasti)
             if names and not (
-                needs_plain_numbers(code, found.f_globals) or compares_identity(code)
+                needs_plain_numbers(code, found.f_globals) or code_compares_identity(code)
             ):
                 for name in sorted(names):
                     self._lift_one(found, name)

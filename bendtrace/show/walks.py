@@ -24,7 +24,7 @@ from bendtrace.python.statements import (
     conclude_truth,
     dependent_source,
     follow_truth,
-    is_one_of_several,
+    is_chained_test,
     needs_all,
     role_of,
     source_file,
@@ -729,7 +729,7 @@ def choices_of(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     if node is None:  # an assert that a tool has rewritten
         statement = file.statements.get(place.span)
         decided += [(statement.test, outcome)] if isinstance(statement, ast.Assert) else []
-    elif not (is_one_of_several(node) and outcome is needs_all(node)):
+    elif not (is_chained_test(node) and outcome is needs_all(node)):
         plain = follow_truth(file, node)
         if isinstance(plain.parent, ast.BoolOp):
             decided.append((plain.child, outcome is not plain.inverted))
@@ -794,7 +794,7 @@ def _choices_at(file: SourceFile, node: ast.AST) -> list[Choice]:
     return [
         Choice(kind, file.text(test), file.file, span_of(test), name, true, false,
                any(isinstance(inner, ast.expr)
-                   and (isinstance(inner, ast.BoolOp) or is_one_of_several(inner))
+                   and (isinstance(inner, ast.BoolOp) or is_chained_test(inner))
                    for inner in ast.walk(test)))
         for kind, test, true, false in sides
         if not isinstance(test, ast.Constant)

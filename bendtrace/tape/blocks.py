@@ -18,7 +18,7 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch
-from bendtrace.tape.structure import Construction, FixedObject, Instance, build
+from bendtrace.tape.structure import Construction, FixedObject, Instance, build_instance
 from bendtrace.tape.tape import CheckpointSettings, Op, Ref
 
 # Runs a block: it is advanced where the block begins and where it ends, so that the saved tensors
@@ -158,7 +158,9 @@ def _arguments(value: Any, known: dict[int, Any]) -> Any:
     if kind is Construction:
         return value.maker(*_arguments(value.args, known))
     if kind is Instance:
-        return build(value.cls, _arguments(value.items, known), _arguments(value.attributes, known))
+        return build_instance(
+            value.cls, _arguments(value.items, known), _arguments(value.attributes, known)
+        )
     if kind is Array:
         array = value.value.copy("K")
         array.flags.writeable = value.is_writeable

@@ -331,7 +331,7 @@ class EnvironmentChange:
 
     def store(self, value: Any) -> None:
         """Store `value` at the changed location."""
-        put(self.part.value, self.key, value)
+        store_item(self.part.value, self.key, value)
 
     def covers(self, part: Captured) -> bool:
         """Return whether the change affects a captured value, or the keys or items of it."""
@@ -391,7 +391,7 @@ class AttributeKey(str):
             object.__setattr__(owner, self.name, value)
 
 
-def put(container: Any, key: Any, value: Any) -> None:
+def store_item(container: Any, key: Any, value: Any) -> None:
     """Store a value in a container, by the key of a change; items are added by now."""
     if isinstance(container, types.CellType):
         container.cell_contents = value
@@ -399,14 +399,14 @@ def put(container: Any, key: Any, value: Any) -> None:
         for position, item in enumerate(value, len(container) - len(value)):
             container[position] = item
     elif key is None:
-        refill(container, value)
+        refill_sequence(container, value)
     elif isinstance(key, AttributeKey):
         key.put(container, value)
     else:
         container[key] = value
 
 
-def refill(container: Any, items: list[Any]) -> None:
+def refill_sequence(container: Any, items: list[Any]) -> None:
     """Exchange all items of a list or deque."""
     if type(container) is collections.deque:
         container.clear()
@@ -461,7 +461,7 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
     # Whether there are any is not asked of the object, whose `__getattr__` may answer anything.
     own = value.__dict__ if type(value).__dictoffset__ else {}
     found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
-    for name in slots_of(type(value)):
+    for name in slot_names(type(value)):
         if (item := slot_of(value, name)) is not UNSET:
             found[AttributeKey(name, Access.ATTRIBUTE)] = item
     return found
@@ -486,13 +486,13 @@ def compares_by_identity(kind: type) -> bool:
     return own.__eq__ is object.__eq__ or own.__hash__ is object.__hash__
 
 
-def module_of(kind: type) -> str:
+def module_name_of(kind: type) -> str:
     """Return the name of the module of a class; "" if unknown."""
     name: Any = kind.__module__  # of some that are written in Cython, a descriptor
     return name if isinstance(name, str) else ""
 
 
-def slots_of(kind: type) -> Iterator[str]:
+def slot_names(kind: type) -> Iterator[str]:
     """Yield the attributes that a class and its bases keep in slots, set or not."""
     for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -628,7 +628,7 @@ def _is_same_key(a: Any, b: Any) -> bool:
     return known and kind is type(b) and identical(a, b)
 
 
-def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
+def container_content(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
     """Return the current content of a container, by key; attributes have `AttributeKey`s.
 
     Args:

@@ -519,25 +519,25 @@ class Container:
         raise NotImplementedError
 
 
-def leaves_in(value: Any) -> Iterator[Any]:
+def argument_leaves(value: Any) -> Iterator[Any]:
     """Yield every `Ref`, constant and `Existing` in recorded arguments."""
     kind = type(value)
     if kind is tuple or kind is list:
         for item in value:
-            yield from leaves_in(item)
+            yield from argument_leaves(item)
     elif kind is dict:
         for item in value.values():
-            yield from leaves_in(item)
+            yield from argument_leaves(item)
     elif kind is slice:
-        yield from leaves_in((value.start, value.stop, value.step))
+        yield from argument_leaves((value.start, value.stop, value.step))
     elif issubclass(kind, Container):
-        yield from leaves_in(value.inside())
+        yield from argument_leaves(value.inside())
     else:
         yield value
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rebuild recorded arguments with every leaf (see `leaves_in`) replaced by `change(leaf)`."""
+    """Rebuild recorded arguments with every leaf (see `argument_leaves`) replaced by `change`."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind(map_leaves(item, change) for item in value)
@@ -552,7 +552,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def refs_in(value: Any) -> Iterator[Ref]:
     """Yield every `Ref` in recorded arguments, containers included."""
-    return (leaf for leaf in leaves_in(value) if type(leaf) is Ref)
+    return (leaf for leaf in argument_leaves(value) if type(leaf) is Ref)
 
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from bendtrace.errors import RankDivergenceError
 from bendtrace.python.internals import internal, pytree
 from bendtrace.tape.watchers import current_watcher
-from bendtrace.watch.owners import parts_of
+from bendtrace.watch.owners import module_tree
 
 # Which things of torch.distributed say who communicates and how.
 
@@ -230,7 +230,7 @@ def groups_of(model: nn.Module) -> list[RankGroup]:
     if tensor is None:
         return []
     meshes: dict[int, Any] = {}
-    for module in parts_of(model):
+    for module in module_tree(model):
         found = [*module._parameters.values(), *module._buffers.values()]
         found += [parameter.sharded_param for parameter in gather_records(module)]
         for value in found:
@@ -250,14 +250,14 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     """
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
-        for module in parts_of(model):
+        for module in module_tree(model):
             for parameter in gather_records(module):
                 held = getattr(parameter, "_unsharded_param", None)
                 names[id(held)] = f"{len(names)}"
     if not names:
         return None
     reached: set[str] = set()
-    nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    nodes = [tensor.grad_fn for tensor in nested_tensors(output) if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
@@ -499,7 +499,7 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
                 hooks[number] = hook
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def nested_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value, in the kinds of containers that models return."""
     return _apart(value)[0]
 

@@ -99,7 +99,7 @@ class Watching:
         self.is_misused: bool = False
 
 
-def watching(container: Any) -> Watching:
+def watched_container(container: Any) -> Watching:
     """Return what takes the place of a container."""
     kind: Any = type(container)
     found: Watching = _watching_class(kind)(container)

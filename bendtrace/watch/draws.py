@@ -67,7 +67,7 @@ def generator_name(generator: Any) -> str:
     return "numpy's random generator" if generator in global_generators() else "a generator"
 
 
-def state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     """Return the state of a generator, as something that can be compared."""
     if isinstance(generator, random.Random):
         return random.Random.getstate(generator)
@@ -111,7 +111,7 @@ class RandomStates:
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self._others = tuple(others)
         found = self._generators()
-        self.states: list[Any] = [*map(state_of, found)]
+        self.states: list[Any] = [*map(generator_state, found)]
         self._restorers = [*map(restorer_of, found)]
 
     def _generators(self) -> list[Any]:
@@ -119,7 +119,7 @@ class RandomStates:
 
     def differ(self) -> bool:
         """Return whether something has been drawn since, or a generator has been seeded."""
-        return self.states != [*map(state_of, self._generators())]
+        return self.states != [*map(generator_state, self._generators())]
 
     def restore(self) -> None:
         """Have the same numbers drawn again."""

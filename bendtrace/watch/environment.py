@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.usage import compares_identity, hands_over
+from bendtrace.python.usage import code_compares_identity, hands_over
 from bendtrace.python.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
@@ -29,16 +29,16 @@ from bendtrace.tape.captured import (
     CaptureKind,
     EnvironmentChange,
     compares_by_identity,
-    content_of,
+    container_content,
     holds_number,
     identical,
     is_as_copied,
     is_exchangeable,
-    put,
+    store_item,
 )
-from bendtrace.tape.structure import cached_results, entries_of, flat
+from bendtrace.tape.structure import cached_results, entries_of, key_parts
 from bendtrace.watch.code_facts import codes_in, other_names_in
-from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watching
+from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watched_container
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
 from bendtrace.watch.findings import LookupPlaces, ScanResult
 from bendtrace.watch.growing import (
@@ -47,8 +47,8 @@ from bendtrace.watch.growing import (
     additions_to,
     growing_in,
     is_full,
-    is_users,
-    level_of,
+    is_known_to_user_only,
+    nesting_level,
     owners_in,
 )
 from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
@@ -125,7 +125,7 @@ class Environment(ScanResult):
             if part.kind is CaptureKind.ALIAS:
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
-                stand_in: Any = watching(part.value)
+                stand_in: Any = watched_container(part.value)
                 self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
@@ -156,7 +156,7 @@ class Environment(ScanResult):
             if id(part.value) not in named
             and access_name(part) not in read
             and is_watchable(part.value)
-            and is_users(part, owners, self)
+            and is_known_to_user_only(part, owners, self)
             and not self._is_handed_over(
                 part, (code for one in self.functions for code in codes_in(one.__code__))
             )
@@ -164,7 +164,7 @@ class Environment(ScanResult):
 
     @staticmethod
     def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
-        name, level = access_name(part), level_of(part)
+        name, level = access_name(part), nesting_level(part)
         return any(
             hands_over(code, name, level)
             for code in codes
@@ -185,7 +185,7 @@ class Environment(ScanResult):
             return self.compares_identity
         codes = (one.__code__ for one in self.functions if not is_finished(one))
         return any(
-            compares_identity(code)
+            code_compares_identity(code)
             for code in codes
             # What `dataclass` makes compares classes, and arguments with a mark of its own. With a
             # container it only does what the container's methods see.
@@ -247,7 +247,7 @@ class Environment(ScanResult):
     def compares_identity(self) -> bool:
         """Return whether code of the user's tests whether two objects are one."""
         return self.tells_identity or any(
-            compares_identity(one.__code__)
+            code_compares_identity(one.__code__)
             for one in self.functions
             if not is_installed_file(one.__code__.co_filename)
         )
@@ -351,7 +351,10 @@ class Environment(ScanResult):
         for _, cache, info, _ in self.caches:
             if given and cache.cache_info() != info:
                 found += [
-                    one for key, _ in entries_of(cache) for one in flat(key) if id(one) in given
+                    one
+                    for key, _ in entries_of(cache)
+                    for one in key_parts(key)
+                    if id(one) in given
                 ]
         for one in found:
             label = given[id(one)].label
@@ -448,7 +451,7 @@ class Environment(ScanResult):
             self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
         if before is None:
             return
-        now = content_of(part, before)
+        now = container_content(part, before)
         if part.kind is CaptureKind.IDENTITY and not isinstance(part.value, dict):
             for key, value in before.items():
                 is_cell = isinstance(part.value, types.CellType)
@@ -524,7 +527,7 @@ class Environment(ScanResult):
                 tuples[holder.index] = stand_in
             assert part.parent is not None
             self._placed.append((part, stand_in))
-            put(part.parent.value, part.key, stand_in)
+            store_item(part.parent.value, part.key, stand_in)
             if part.parent.index not in self.places.taken:
                 held = self.held[part.parent.index]
                 self.held[part.parent.index] = {**held, part.key: stand_in}
@@ -537,7 +540,7 @@ class Environment(ScanResult):
             assert part.parent is not None
             with suppress(LookupError, AttributeError):
                 if part.read_from(part.parent.value) is stand_in:
-                    put(part.parent.value, part.key, _thing_of(part))
+                    store_item(part.parent.value, part.key, _thing_of(part))
         self._placed.clear()
 
     def release(self) -> None:

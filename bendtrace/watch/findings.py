@@ -52,9 +52,9 @@ from bendtrace.tape.captured import (
     identical,
     is_array,
     is_scalar,
-    module_of,
+    module_name_of,
+    slot_names,
     slot_of,
-    slots_of,
 )
 from bendtrace.tape.structure import entries_of, has_state_of_c, is_heap_type, read_partial
 from bendtrace.watch.code_facts import place_naming
@@ -124,7 +124,7 @@ def read_added_to_tensors(table: dict[str, Any]) -> list[str]:
     return [
         name
         for name, value in table.items()
-        if name not in _OF_TENSORS and not module_of(type(value)).startswith("bendtrace.")
+        if name not in _OF_TENSORS and not module_name_of(type(value)).startswith("bendtrace.")
     ]
 
 
@@ -155,7 +155,7 @@ def read_logger(value: Any) -> Any:
     return found
 
 
-def read_names(value: Any) -> Any:
+def read_definition(value: Any) -> Any:
     """Return the names and the docstring of a function or class."""
     return [getattr(value, name, None) for name in PYTHONS]
 
@@ -262,7 +262,10 @@ def is_opaque(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
         return False
-    if module_of(kind).partition(".")[0] == "torch" and module_of(kind) != "torch.classes":
+    if (
+        module_name_of(kind).partition(".")[0] == "torch"
+        and module_name_of(kind) != "torch.classes"
+    ):
         return not callable(value) and not all(map(_is_pythons, kind.__mro__))
     return not all(map(_is_pythons, kind.__mro__))
 
@@ -332,7 +335,7 @@ def _is_pythons(base: type) -> bool:
 _TRANSPARENT = frozenset({types.SimpleNamespace, BaseException, Exception, property})
 
 
-def table_of(cls: type) -> dict[Any, Any]:
+def class_dict(cls: type) -> dict[Any, Any]:
     """Return the dict that a class keeps its attributes in, past the proxy that it shows."""
     # `vars` gives a proxy, whose only referent is the dict (Python 3.11 to 3.14).
     table = gc.get_referents(vars(cls))[0]
@@ -409,7 +412,7 @@ class WatchedContent:
         """Watch what a class of installed code has, without what that holds."""
         if id(cls) not in self._seen:
             self._seen[id(cls)] = cls
-            self._watch(table_of(cls), read_members, cls.__qualname__)
+            self._watch(class_dict(cls), read_members, cls.__qualname__)
 
     def add_settings(self, names: set[str]) -> None:
         """Watch settings that decide what code does that uses some names, or some packages."""
@@ -418,7 +421,7 @@ class WatchedContent:
                 self._add_content(value, read, label)
         if not _ASKING.isdisjoint(names):
             self._watch(
-                table_of(torch.Tensor), read_added_to_tensors, "the attributes of torch.Tensor"
+                class_dict(torch.Tensor), read_added_to_tensors, "the attributes of torch.Tensor"
             )
 
     def add_builtins(self, names: Collection[str]) -> None:
@@ -438,7 +441,7 @@ class WatchedContent:
     def add_names(self, things: Iterable[Any]) -> None:
         """Watch the names and texts that Python keeps of functions and classes."""
         for thing in things:
-            self._add_content(thing, read_names, getattr(thing, "__qualname__", ""))
+            self._add_content(thing, read_definition, getattr(thing, "__qualname__", ""))
 
     def add_attribute(self, thing: Any, name: str) -> None:
         """Watch one attribute of a function or class, and its content."""
@@ -449,7 +452,7 @@ class WatchedContent:
 
     def add_slots(self, thing: Any, label: str) -> None:
         """Watch the slots of an object, and their content."""
-        if names := tuple(slots_of(type(thing))):
+        if names := tuple(slot_names(type(thing))):
             content = self._add_content(thing, functools.partial(read_slots, names), label)
             for name, held in zip(names, content.items(), strict=True):
                 self.add(held, f"{label}.{name}")
@@ -576,9 +579,13 @@ class WatchedContent:
             return []
         if self._finder.met(value, label):
             return []
-        if module_of(kind).startswith(_OF_TORCH) and callable(value) and not is_users_class(kind):
+        if (
+            module_name_of(kind).startswith(_OF_TORCH)
+            and callable(value)
+            and not is_users_class(kind)
+        ):
             return []  # an operator, or a function that was compiled
-        if module_of(kind) in SWITCHES and not is_users_class(kind):
+        if module_name_of(kind) in SWITCHES and not is_users_class(kind):
             self._add_content(value, read_switched, label)
             return []
         if kind is tuple or kind is frozenset:  # which hold the same for ever
@@ -608,7 +615,7 @@ class WatchedContent:
             self._own.append(own)
             self._add_table(own, label)
             found += [(item, form.format(label, name)) for name, item in own.items()]
-        if names := tuple(slots_of(kind)):
+        if names := tuple(slot_names(kind)):
             self._note(value)
             content = self._add_content(value, functools.partial(read_slots, names), label)
             named = zip(names, content.items(), strict=True)

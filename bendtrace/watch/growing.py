@@ -16,12 +16,12 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.python.usage import ADDS, read_names
-from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
+from bendtrace.python.usage import ADDS, names_used
+from bendtrace.tape.captured import Access, Captured, CaptureKind, module_name_of
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.executed import key_of
 from bendtrace.watch.findings import ScanResult
-from bendtrace.watch.provenance import is_finished, is_installed, is_torchs, is_users_class
+from bendtrace.watch.provenance import is_finished, is_installed_module, is_torchs, is_users_class
 
 
 def growing_in(found: ScanResult) -> dict[int, Any]:
@@ -46,7 +46,7 @@ def growing_in(found: ScanResult) -> dict[int, Any]:
         return {}
     for function in found.functions:
         for code in codes_in(function.__code__):
-            read |= read_names(code)
+            read |= names_used(code)
     read -= {name for name, times in _known_methods(found.function).items() if times >= _OFTEN}
     tied = {part.value.index for part in found.parts if part.kind is CaptureKind.ALIAS}
     owners = owners_in(found)
@@ -58,7 +58,7 @@ def growing_in(found: ScanResult) -> dict[int, Any]:
         for part in candidates
         if part.index not in tied
         and access_name(part) not in read
-        and is_users(part, owners, found)
+        and is_known_to_user_only(part, owners, found)
     }
 
 
@@ -141,7 +141,7 @@ def _root_of(part: Captured) -> Captured:
     return part
 
 
-def level_of(part: Captured) -> int:
+def nesting_level(part: Captured) -> int:
     """Return how many items of items lie between what code names and a part."""
     root, level = _root_of(part), 0
     while part is not root and part.parent is not None:
@@ -155,7 +155,7 @@ def access_name(part: Captured) -> str:
     return root.label if root.access is Access.CELL else str(root.key)
 
 
-def is_users(part: Captured, owners: dict[int, type], found: ScanResult) -> bool:
+def is_known_to_user_only(part: Captured, owners: dict[int, type], found: ScanResult) -> bool:
     """Return whether only code of the user's knows the name of a part."""
     root = _root_of(part)
     holder = root.parent
@@ -170,12 +170,12 @@ def is_users(part: Captured, owners: dict[int, type], found: ScanResult) -> bool
         owner = owners.get(id(holder.value))
         return owner is not None and _is_users_kind(owner)
     is_space = type(holder.value) is dict
-    return is_space and not is_installed(holder.value.get("__name__"))
+    return is_space and not is_installed_module(holder.value.get("__name__"))
 
 
 def _is_users_kind(kind: type) -> bool:
     bases = (base for base in kind.__mro__ if base not in (object, types.SimpleNamespace))
-    return all(is_users_class(base) or is_torchs(module_of(base)) for base in bases)
+    return all(is_users_class(base) or is_torchs(module_name_of(base)) for base in bases)
 
 
 # What may read a container that it does not name.

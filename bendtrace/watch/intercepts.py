@@ -598,7 +598,7 @@ _before: list[Any] = []
 
 
 @contextmanager
-def watching(watcher: Watcher | None) -> Iterator[None]:
+def reporting_to(watcher: Watcher | None) -> Iterator[None]:
     """Report the calling thread's module calls and opaque calls to `watcher`.
 
     An interrupt may come at any point; everything entered until then is left again.

@@ -43,13 +43,19 @@ from bendtrace.tape.captured import (
     Keys,
     Length,
     attributes_of,
-    content_of,
+    container_content,
     has_attributes,
     is_array,
-    module_of,
+    module_name_of,
 )
 from bendtrace.tape.plain_numbers import asks, is_exact_format
-from bendtrace.tape.structure import cached_results, entries_of, flat, is_heap_type, read_partial
+from bendtrace.tape.structure import (
+    cached_results,
+    entries_of,
+    is_heap_type,
+    key_parts,
+    read_partial,
+)
 from bendtrace.watch.code_facts import ASKING, facts_in, names_in, other_names_in, undetectable_in
 from bendtrace.watch.collectives import gather_locations, hidden_of, is_joint_hook
 from bendtrace.watch.draws import is_host_generator
@@ -67,7 +73,6 @@ from bendtrace.watch.findings import (
 )
 from bendtrace.watch.functions import LEGACY, ScriptModule
 from bendtrace.watch.kinds import (
-    code_of,
     container_kind,
     definitions,
     hides_attributes,
@@ -79,6 +84,7 @@ from bendtrace.watch.kinds import (
     judge_of,
     package_of,
     packages_of,
+    underlying_code,
 )
 from bendtrace.watch.monkeypatches import monkeypatches
 from bendtrace.watch.owners import named_modules
@@ -88,7 +94,7 @@ from bendtrace.watch.provenance import (
     is_installed_file,
     is_installed_space,
     is_torchs,
-    is_torchs_function,
+    is_unwrapped_torch_function,
     is_users_class,
     is_users_module,
 )
@@ -99,7 +105,7 @@ from bendtrace.watch.reachability import (
     namespace_of,
     reachable_from,
 )
-from bendtrace.watch.scan_cache import Notes, facts_of
+from bendtrace.watch.scan_cache import Notes, tensor_facts
 
 # The scan of what code can read: globals, closures, defaults, and members of classes.
 #
@@ -406,7 +412,7 @@ class CodeScan:
             return
         self._registers.add(kind)
         for base in kind.__mro__:
-            if is_installed_file(_file_of(base)) and not is_torchs(module_of(base)):
+            if is_installed_file(_file_of(base)) and not is_torchs(module_name_of(base)):
                 for name, value in [*vars(base).items()]:
                     if isinstance(value, (list, dict, set)) and name[:2] != "__":
                         self.found.watched_objects.add(value, f"{base.__name__}.{name}")
@@ -491,7 +497,7 @@ class CodeScan:
 
     def _meet_installed(self, cls: type) -> None:
         """Watch a class of an installed package, whose attributes code may read."""
-        if not is_torchs(module_of(cls)) and package_of(cls) not in sys.stdlib_module_names:
+        if not is_torchs(module_name_of(cls)) and package_of(cls) not in sys.stdlib_module_names:
             self.met_object(cls)
             self._named.append(cls)
 
@@ -559,12 +565,12 @@ class CodeScan:
 
 def _is_content(value: Any) -> bool:
     """Return whether a value of installed code holds other values, or changes when it is used."""
-    return not is_torchs(module_of(type(value))) and (
+    return not is_torchs(module_name_of(type(value))) and (
         isinstance(value, (Mapping, list, tuple, set, frozenset))
         or is_plain_object(type(value), 0)
         or position_reader(value) is not None
         or isinstance(value, random.Random)
-        or module_of(type(value)).startswith("numpy.random")
+        or module_name_of(type(value)).startswith("numpy.random")
     )
 
 
@@ -577,12 +583,14 @@ def _inside(member: Any) -> tuple[Any, ...]:
 
 def _is_torchs(subject: type | types.FunctionType) -> bool:
     if isinstance(subject, types.FunctionType):
-        return is_torchs_function(subject)
-    return all(is_torchs(module_of(base)) and not is_users_class(base) for base in subject.__mro__)
+        return is_unwrapped_torch_function(subject)
+    return all(
+        is_torchs(module_name_of(base)) and not is_users_class(base) for base in subject.__mro__
+    )
 
 
 def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(module_of(kind)), "__file__", None) or ""
+    return getattr(sys.modules.get(module_name_of(kind)), "__file__", None) or ""
 
 
 _HOOKS = (
@@ -793,7 +801,7 @@ class Scan(CodeScan):
             part = self._add(value, route, CaptureKind.TENSOR)
             is_bare = kind in _TENSORS and not value.__dict__
             attributes = found.held[part.index] = {} if is_bare else {**attributes_of(value)}
-            part.size = facts_of(value, attributes)
+            part.size = tensor_facts(value, attributes)
             if route.is_argument:
                 for key, item in attributes.items():
                     self._scan(item, route.into(part, key))
@@ -934,7 +942,7 @@ class Scan(CodeScan):
                 holder = holder.parent
             found.watched_objects.add(value, label)
             if isinstance(value, (set, frozenset, collections.deque)):
-                found.members += flat(tuple(value))
+                found.members += key_parts(tuple(value))
 
     def _holds(self, value: Any) -> bool:
         """Return whether an object that can be called has content."""
@@ -942,7 +950,7 @@ class Scan(CodeScan):
 
     def _scan_container(self, value: Any, route: Route) -> None:
         part = self._add(value, route, container_kind(type(value)))
-        content = content_of(part)
+        content = container_content(part)
         if len(content) > _LARGE and _is_of_plain_values(part, content):
             part.kind, part.size = CaptureKind.LARGE, Copy(COPIED[CaptureKind.LARGE](value))
             return
@@ -958,7 +966,7 @@ class Scan(CodeScan):
             self._scan_enumerated(value, route.label)
             for key in filterfalse(is_value, value):
                 if not route.is_argument:
-                    self.found.members += flat(key)
+                    self.found.members += key_parts(key)
                     self.found.watched_objects.add(key, f"a key of {route.label}")
                 elif not isinstance(key, (torch.Tensor, nn.Module, type)):
                     self._unguarded.append(part)
@@ -1046,7 +1054,7 @@ class Scan(CodeScan):
         own = [hook for hook in hooks.values() if not is_joint_hook(hook)]
         if any(getattr(hook, "runs_user_code", False) for hook in own):  # in a file of ours
             return False
-        codes = list(map(code_of, own))
+        codes = list(map(underlying_code, own))
         if any(code is None for code in codes):
             return False
         for hook in own:
@@ -1074,7 +1082,7 @@ class Scan(CodeScan):
         if type(mapping) in WHOLE:  # these are compared as a whole
             held = dict(mapping.items())
         else:
-            held = self.found.held[part.index] = content_of(part)
+            held = self.found.held[part.index] = container_content(part)
         parts = self.found.parts
         for key, item in held.items():
             if key in hidden:

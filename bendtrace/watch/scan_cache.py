@@ -33,7 +33,7 @@ from bendtrace.tape.captured import (
     CaptureKind,
     TensorFacts,
     attributes_of,
-    content_of,
+    container_content,
     is_as_copied,
     requires_grad,
 )
@@ -105,7 +105,7 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def facts_of(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorFacts:
+def tensor_facts(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorFacts:
     """Return the facts of a tensor that are guarded, with the number of its attributes."""
     own = sum(key.access is Access.DICT for key in attributes)
     with torch._C.DisableTorchFunction():  # a class may count what it is asked
@@ -211,7 +211,7 @@ class CachedScan:
                 content = held[part.index]
                 self._content[part.index] = [*content], [*map(id, content.values())]
             elif part.kind is CaptureKind.TUPLE:
-                content = content_of(part)
+                content = container_content(part)
                 self._content[part.index] = [*content], [*map(id, content.values())]
             if part.index in anew or part.index in self._content or part.kind in COPIED:
                 looked.append(part)
@@ -300,10 +300,10 @@ class CachedScan:
                 continue
             if part.kind is CaptureKind.TENSOR:
                 content: dict[Any, Any] = attributes_of(part.value)
-                if facts_of(part.value, content) != part.size:
+                if tensor_facts(part.value, content) != part.size:
                     return None
             else:
-                content = content_of(part, noted[0])
+                content = container_content(part, noted[0])
             if not _same_keys([*content], noted[0]):
                 return None
             if [*map(id, content.values())] != noted[1]:
