@@ -81,13 +81,14 @@ class Removal(Interjection):
             what = describe(value) if keep in given else "not there"
             raise InterjectionError(
                 f"{at.path or '<root>'} cannot be removed: input {keep!r}, which would replace "
-                f"its output, is {what}; its inputs are {_list_text(given)}; choose one with keep=",
+                f"its output, is {what}; its inputs are {_arguments_text(given)}; choose one with "
+                "keep=",
                 at.path,
             )
         return value
 
 
-def _list_text(given: dict[Any, Any]) -> str:
+def _arguments_text(given: dict[Any, Any]) -> str:
     return ", ".join(f"{key!r}: {describe(value)}" for key, value in given.items()) or "none"
 
 
@@ -352,7 +353,7 @@ def replace_module(
             + (_HINT if bended is None else "")
         )
     made = _with_others(shared_copy(root), names, create_replacement)
-    return made if bended is None else _bend_model(made, bended)  # type: ignore[return-value]
+    return made if bended is None else _bended_like(made, bended)  # type: ignore[return-value]
 
 
 def replace_module_native(
@@ -417,7 +418,7 @@ def _with_others(
     return replace_modules(model, [model.get_submodule(name) for name in names], create)
 
 
-def _bend_model(model: nn.Module, like: BendedModule) -> BendedModule:
+def _bended_like(model: nn.Module, like: BendedModule) -> BendedModule:
     return BendedModule(model, max_traces=like._trees.limit)
 
 
@@ -460,10 +461,12 @@ def unrun_modules(model: nn.Module) -> Iterator[Candidate]:
     for name, module in modules.items():
         outer, _, last = name.rpartition(".")
         scope = modules[outer] if name else None
-        yield Candidate(_path(name, modules), identifier(last), module, name, None, scope, outer)
+        yield Candidate(
+            _module_call_path(name, modules), identifier(last), module, name, None, scope, outer
+        )
 
 
-def _path(name: str, modules: Mapping[str, nn.Module]) -> str:
+def _module_call_path(name: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the path that a call of a module has if its parents call one another."""
     segments: list[str] = []
     relative = prefix = ""
@@ -497,7 +500,7 @@ class OutputTracker(Interjection):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Record the tensors."""
         known = self._outputs()
-        for tensor in _tensors(output):
+        for tensor in _tensors_within(output):
             known[id(tensor)] = weakref.ref(tensor), write_count(tensor)
 
     def has(self, tensor: Tensor) -> bool:
@@ -567,7 +570,7 @@ class EdgeInterjection(Interjection):
             )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors_within(value: Any) -> Iterator[Tensor]:
     for found in take_apart(value)[1]:
         if isinstance(found, Tensor):
             yield found
@@ -812,7 +815,7 @@ def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Cr
     for module in known.values():
         if id(module) not in wanted:
             continue
-        _exchange((part for part in module_tree(module) if id(part) in known), new)
+        _exchange_modules((part for part in module_tree(module) if id(part) in known), new)
         made = create(module)
         if not isinstance(made, nn.Module):
             raise InputError(
@@ -823,7 +826,7 @@ def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Cr
             if id(part) not in known:
                 part.training = module.training
         new[id(module)] = made
-    _exchange(known.values(), new)
+    _exchange_modules(known.values(), new)
     return new.get(id(model), model)
 
 
@@ -838,7 +841,7 @@ def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-def _exchange(modules: Iterable[nn.Module], new: Mapping[int, nn.Module]) -> None:
+def _exchange_modules(modules: Iterable[nn.Module], new: Mapping[int, nn.Module]) -> None:
     """Replace references to modules: submodules, and modules in plain attributes."""
     for module in list(modules) if new else ():
         seen: set[int] = set()

@@ -32,7 +32,7 @@ from tests.torch_settings import default_dtype, deterministic
 def _context(op: Op) -> Any:
     """The context of an op, without the settings of ops that no setting influences."""
     try:
-        is_influenced = fast_path._kind_of(op.target).value in ("usual", "special")
+        is_influenced = fast_path._function_kind(op.target).value in ("usual", "special")
     except TypeError:
         return op.context
     return op.context if is_influenced else op.context.modes

@@ -235,7 +235,7 @@ def test_numbers_of_a_function_that_is_not_known_to_draw_are_drawn_once(
     def model(x: Tensor) -> Tensor:
         return deep(x + torch.rand(3), 20)
 
-    monkeypatch.setattr(effects, "_draws", lambda function: False)
+    monkeypatch.setattr(effects, "_may_draw_numbers", lambda function: False)
     bended = bt.BendedModule(model)
     for seed, sign in enumerate((9, -9, 9, -9)):
         found = []

@@ -326,7 +326,7 @@ class CheckWriter:
             source.names.update(functions=codes, written=written)
             edited = self._questions.note("a function has another code, or other defaults")
             if keywords:
-                source.names.update(keywords=keywords, read=_writes_in, same=_same)
+                source.names.update(keywords=keywords, read=_writes_in, same=_same_objects)
                 source.line(f"if not same(read(functions, keywords), written): return {edited}")
             else:
                 source.names["writing"] = _WRITTEN
@@ -376,7 +376,7 @@ class CheckWriter:
     def _ask_for_hooks(self, source: GeneratedSource) -> None:
         if self._hooked:
             tables, hooked = zip(*self._hooked, strict=True)
-            source.names.update(hooks=[*tables], hooked=[*hooked], items=_items_of)
+            source.names.update(hooks=[*tables], hooked=[*hooked], items=_hook_items)
             others = self._questions.note(_OTHER_HOOKS)
             source.line(f"if list(map(items, hooks)) != hooked: return {others}")
 
@@ -389,7 +389,7 @@ class CheckWriter:
             )
             source.line(f"if not all_kept(cached): return {cleared}")
         if environment.caches:  # which runs that are added later may fill
-            source.names.update(filled=environment.filled_caches, agree=_agree)
+            source.names.update(filled=environment.filled_caches, agree=_same_cache_entries)
             other = self._questions.note("a cache does not hold what the run put into it")
             source.line(f"if filled and not agree(filled): return {other}")
 
@@ -523,7 +523,7 @@ def _writes_in(functions: list[Any], keywords: list[dict[str, Any]]) -> list[Any
     ]
 
 
-def _same(now: list[Any], before: list[Any]) -> bool:
+def _same_objects(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
@@ -531,7 +531,7 @@ def _are_cached(cached: list[tuple[Any, Any]]) -> bool:
     return all(any(kept is tensor for kept in cached_results(cache)) for cache, tensor in cached)
 
 
-def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
+def _same_cache_entries(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
     """Return whether caches hold what they held after the run.
 
     If an entry is missing, the model would compute it again, and keep it: a replay would not.
@@ -554,7 +554,7 @@ def _consists_of(
     return all(attributes.get(name) is table for name, table in tables)
 
 
-def _items_of(hooks: dict[Any, Any]) -> tuple[Any, ...]:
+def _hook_items(hooks: dict[Any, Any]) -> tuple[Any, ...]:
     return tuple(hooks.items())
 
 
@@ -625,10 +625,10 @@ class GuardClasses:
         self.tables: list[Captured] = [table for table, _ in versioned if self._is_table(table)]
         simple = [part for part in parts if self._is_simple(part)]
         self.simple: list[Captured] = [
-            part for part in simple if not _is_in(types.MappingProxyType, part)
+            part for part in simple if not _is_part_of_fixed(types.MappingProxyType, part)
         ]
         self.in_classes: list[Captured] = [
-            part for part in simple if _is_in(types.MappingProxyType, part)
+            part for part in simple if _is_part_of_fixed(types.MappingProxyType, part)
         ]
         self.in_cells: list[Captured] = [part for part in parts if self._is_in_cell(part)]
 
@@ -735,12 +735,12 @@ class GuardClasses:
         return (
             part.access is Access.CELL
             and part.kind in (CaptureKind.PLAIN, CaptureKind.MODULE, CaptureKind.IDENTITY)
-            and _is_in(types.CellType, part)
+            and _is_part_of_fixed(types.CellType, part)
             and part not in self._ignored
         )
 
 
-def _is_in(kind: type, part: Captured) -> bool:
+def _is_part_of_fixed(kind: type, part: Captured) -> bool:
     """Return whether a part is held by a fixed object of some type."""
     holder = part.parent
     return holder is not None and holder.access is Access.FIXED and type(holder.value) is kind

@@ -338,14 +338,14 @@ def _repeats_in(value: Any) -> frozenset[int]:
             counts[id(item)] += 1
         if isinstance(item, (Instance, Construction)):
             item = list(item.inside())
-        for inner in _items_of(item):
+        for inner in _elements(item):
             count(inner)
 
     count(value)
     return frozenset(key for key, times in counts.items() if times > 1)
 
 
-def _items_of(value: Any) -> Iterable[Any]:
+def _elements(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, (tuple, list)) else ()

@@ -493,11 +493,11 @@ def missing(
     if len(pairs) < 2:
         return None
     edges = [_edge(tensor) for tensor in known if tensor.requires_grad]
-    theirs = [_reachable(_edge(tensor), edges) for _, _, tensor in pairs]
+    theirs = [_reachable_edges(_edge(tensor), edges) for _, _, tensor in pairs]
     anywhere = set().union(*theirs)
     if all(found == anywhere for found in theirs):
         return None
-    ours = [_reachable(_edge(tensor), edges) & anywhere for _, tensor, _ in pairs]
+    ours = [_reachable_edges(_edge(tensor), edges) & anywhere for _, tensor, _ in pairs]
     if ours == theirs:
         return None
     nodes: list[Any] = []
@@ -541,7 +541,7 @@ def _edge(tensor: Tensor) -> _Edge:
     return edge.node, edge.output_nr
 
 
-def _reachable(begin: _Edge, edges: Sequence[_Edge]) -> set[int]:
+def _reachable_edges(begin: _Edge, edges: Sequence[_Edge]) -> set[int]:
     """Return the numbers of the edges that gradients reach from one."""
     numbers: dict[_Edge, set[int]] = {}
     for number, edge in enumerate(edges):  # one tensor may be there more than once

@@ -178,7 +178,7 @@ class _Probe:
                 value = op.target(*args, **kwargs)
         self._values[op.index] = value
         if mode.dynamic:
-            self._roots[op.index] = _extent(value)
+            self._roots[op.index] = _result_extent(value)
         if mode.dynamic or not self._dynamic.isdisjoint(op.operands):
             self._dynamic.add(op.index)
         if isinstance(value, Tensor):
@@ -256,9 +256,9 @@ class _OperatorWatch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and _operator_draws(func, args, kwargs):
             raise CompileRefusal(f"it draws random numbers ({func})")
-        for name, tensor in _writes(func, args, kwargs):
+        for name, tensor in _written_arguments(func, args, kwargs):
             self.wrote = True
             if storage_of(tensor) in self._protected:
                 raise CompileRefusal(f"it writes to what was there before the run ({func}, {name})")
@@ -272,16 +272,16 @@ class _OperatorWatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _extent(value: Any) -> Any:
+def _result_extent(value: Any) -> Any:
     """The sizes of what an op gave, or the numbers themselves."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_extent, value))
+        return tuple(map(_result_extent, value))
     return value
 
 
-def _writes(
+def _written_arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     for position, argument in enumerate(func._schema.arguments):
@@ -300,7 +300,7 @@ def _writes(
                     yield name, held[name]
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _operator_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator that can draw random numbers does.
 
     Attention without dropout does not.
@@ -612,7 +612,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
     if is_handled(op.scope, op.site):
         return f"the model has a handler for what {name} may raise"
     if op.kind is OpKind.CALL:
-        if is_gate(op) or not (_is_getter(op.target) or is_torchs_function(op.target)):
+        if is_gate(op) or not (_reads_tensor_attribute(op.target) or is_torchs_function(op.target)):
             return f"{name} is not torch's, and may do more than it returns"
         if is_foreign(op.target):
             return f"{name} is a custom operator or a script, and may do more than it returns"
@@ -634,7 +634,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
             return f"{name} is a constructor, which compilers know no schema of"
         if name in UNTOLD:
             return f"{name} may write to statistics"
-        if name in _UNANSWERED and (op.target in METADATA or _is_getter(op.target)):
+        if name in _UNANSWERED and (op.target in METADATA or _reads_tensor_attribute(op.target)):
             return f"{name} of a tensor is asked for"
         if op.context._replace(grad=entry.grad) != entry:
             return f"{name} runs in another inference or autocast mode than the call"
@@ -667,7 +667,7 @@ def _may_draw(op: Op, name: str) -> bool:
     return not (on is False or never)
 
 
-def _is_getter(target: Any) -> bool:
+def _reads_tensor_attribute(target: Any) -> bool:
     """Return whether a function reads an attribute that torch's tensors have."""
     read = getattr(target, "__self__", None)
     return (

@@ -215,7 +215,7 @@ class CompiledPath(CompiledFunction):
         """Compile, or raise `Unknown` if not even the sizes that are picked by values can vary."""
         recording, findings = self.recording, self._findings
         ops = recording.tape.ops
-        leaves = _leaves(recording)
+        leaves = _output_ops(recording)
         roots = {leaf: findings.first.get(leaf, leaf) for leaf in leaves}
         made = [i for i in dict.fromkeys(roots.values()) if not ops[i].is_given]
         given = [i for i in dict.fromkeys(roots.values()) if ops[i].is_given]
@@ -444,7 +444,7 @@ def _capturing(wanted: bool) -> AbstractContextManager[Any]:
     return patch
 
 
-def _leaves(recording: Recording) -> list[int]:
+def _output_ops(recording: Recording) -> list[int]:
     """Return the ops whose tensors the output consists of, or is read from."""
     ops = recording.tape.ops
     found: dict[int, None] = {}

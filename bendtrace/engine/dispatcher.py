@@ -128,18 +128,18 @@ class _Saved:
     def __init__(self, tensor: Tensor) -> None:
         plain = tensor.detach().clone()
         self._form = plain.dtype, plain.device, plain.shape, plain.stride()
-        self._data: bytes = _flat(plain).cpu().numpy().tobytes()
+        self._data: bytes = _as_bytes(plain).cpu().numpy().tobytes()
 
     def tensor(self) -> Tensor:
         """Return the tensor."""
         dtype, device, shape, stride = self._form
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         if self._data:
-            _flat(made).copy_(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
+            _as_bytes(made).copy_(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
         return made
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -853,19 +853,19 @@ class Trees:
 
     def plain_runs(self) -> list[Recording]:
         """Return the runs without insertions, the latest first."""
-        return _runs(self.plain)
+        return _recorded_runs(self.plain)
 
     def inserted_runs(self) -> list[Recording]:
         """Return the runs with insertions."""
-        return [run for tree in list(self._inserted.values()) for run in _runs(tree)]
+        return [run for tree in list(self._inserted.values()) for run in _recorded_runs(tree)]
 
     def _new(self, joins: bool = True) -> TraceTree:
-        return TraceTree(self.limit, _reason, joins)
+        return TraceTree(self.limit, _divergence_reason, joins)
 
 
-def _reason(tree: TraceTree) -> str | None:
+def _divergence_reason(tree: TraceTree) -> str | None:
     return outlines.most_divergent(tree)
 
 
-def _runs(tree: TraceTree) -> list[Recording]:
+def _recorded_runs(tree: TraceTree) -> list[Recording]:
     return [run for program in tree.programs() for run in program.recordings()]

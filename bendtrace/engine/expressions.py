@@ -37,7 +37,7 @@ class Expressions(GeneratedSource):
             return f"{self.value(args[0])}.{name}"
         given = [self.value(value) for value in args]
         named = [f"{key}={self.value(value)}" for key, value in op.kwargs.items()]
-        if _is_method(target) and given:
+        if _is_tensor_method(target) and given:
             if name in _REFLECTED:
                 return f"({given[1]} {_REFLECTED[name]} {given[0]})"
             return f"{given[0]}.{name}({', '.join(given[1:] + named)})"
@@ -65,7 +65,7 @@ class Expressions(GeneratedSource):
         return self.value(tuple(instance.items))  # a tuple of some kind: see `eligible`
 
 
-def _is_method(target: Any) -> bool:
+def _is_tensor_method(target: Any) -> bool:
     name = getattr(target, "__name__", "")
     return getattr(Tensor, name, None) is target
 

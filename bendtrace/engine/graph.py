@@ -186,7 +186,7 @@ class ProgramGraph:
         for along, entered, left in trips * hits:
             along.count(entered, left)
         if made:
-            self._ways[tuple(_join(trips))] = made[-1][1]
+            self._ways[tuple(_join_trips(trips))] = made[-1][1]
         return made
 
     def run_along(self, way: tuple[Trip, ...]) -> RunPiece | None:
@@ -307,7 +307,7 @@ class ProgramGraph:
         return writer(schedule, self._direct).write()
 
 
-def _join(trips: Iterable[Trip]) -> Iterator[Trip]:
+def _join_trips(trips: Iterable[Trip]) -> Iterator[Trip]:
     """Yield trips, with those that continue each other in one piece joined into one."""
     before: Trip | None = None
     for piece, entered, left in trips:
@@ -369,7 +369,7 @@ def repeats_known_path(recording: Recording, after: int, until: int | None, exit
             mine = mine[: len(its)]
     for op, known in zip(mine, its, strict=False):
         if op.target == known.target and op.context.modes == known.context.modes:
-            if _are_alike(op.args, known.args, ours, theirs) and _are_alike(
+            if _same_arguments(op.args, known.args, ours, theirs) and _same_arguments(
                 op.kwargs, known.kwargs, ours, theirs
             ):
                 continue
@@ -394,7 +394,7 @@ def repeats_known_path(recording: Recording, after: int, until: int | None, exit
     return True
 
 
-def _are_alike(one: Any, other: Any, ours: ValueNames, theirs: ValueNames) -> bool:
+def _same_arguments(one: Any, other: Any, ours: ValueNames, theirs: ValueNames) -> bool:
     """Return whether the arguments of two ops are clearly equal; False if that is not certain."""
     kind = type(one)
     if kind is not type(other):
@@ -404,11 +404,11 @@ def _are_alike(one: Any, other: Any, ours: ValueNames, theirs: ValueNames) -> bo
         return name is not None and name == theirs.short_name_of(other.index)
     if kind is tuple or kind is list:
         return len(one) == len(other) and all(
-            _are_alike(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
+            _same_arguments(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
         )
     if kind is dict:
         return one.keys() == other.keys() and all(
-            _are_alike(mine, other[key], ours, theirs) for key, mine in one.items()
+            _same_arguments(mine, other[key], ours, theirs) for key, mine in one.items()
         )
     if kind is float:
         return repr(one) == repr(other)  # 0.0 and -0.0 differ in it

@@ -72,7 +72,7 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
     tensors = {
         (part.parent.index, part.key): part
         for part in parts
-        if part.kind is CaptureKind.TENSOR and part.parent is not None and _is_plain(part)
+        if part.kind is CaptureKind.TENSOR and part.parent is not None and _is_ordinary_tensor(part)
     }
     known: dict[int, int] = {}  # the only op for each part
     times = Counter(op.target.index for op in tape.ops if op.is_given and _is_part(op))
@@ -95,11 +95,11 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
         old, op = known[part.index], tape.ops[change.value.index]
         dim = _dim_of(op, old)
         if dim is not None and op.index not in found and not may_write_to(tape, {op.index}):
-            found[op.index] = Growth(old, op.index, dim, change, part, _place_of(part))
+            found[op.index] = Growth(old, op.index, dim, change, part, _tensor_place(part))
     return found
 
 
-def _is_plain(part: Captured) -> bool:
+def _is_ordinary_tensor(part: Captured) -> bool:
     """Return whether a part is a tensor like most, in something that can be written to.
 
     The rest is asked of the tensor that is there when it grows (`Holes.grows`).
@@ -129,7 +129,7 @@ def _dim_of(op: Op, old: int) -> int | None:
     return dim if type(dim) is int and not op.kwargs.keys() - {"dim"} else None
 
 
-def _place_of(part: Captured) -> _Place:
+def _tensor_place(part: Captured) -> _Place:
     steps: list[Any] = []
     step: Captured | None = part
     while step is not None:
@@ -140,7 +140,7 @@ def _place_of(part: Captured) -> _Place:
 
 def tensor_places(parts: Iterable[Captured]) -> frozenset[_Place]:
     """Return where the tensors among some parts are."""
-    return frozenset(_place_of(part) for part in parts if part.kind is CaptureKind.TENSOR)
+    return frozenset(_tensor_place(part) for part in parts if part.kind is CaptureKind.TENSOR)
 
 
 class _Grown(NamedTuple):

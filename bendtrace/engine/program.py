@@ -389,7 +389,7 @@ class Program:
                 if type(result) is not Departure:
                     hold.release()
                     trips.append((piece, entered, None))
-                    _count(trips)
+                    _count_pieces(trips)
                     return Finished(result, piece.owner, trips)
                 stop, answer = result.stop, result.outcome
                 assert isinstance(stop, int)
@@ -452,7 +452,7 @@ class Program:
         while waiting:
             stretch, parent = waiting.pop()
             yield stretch, parent
-            for side in reversed(_sides(stretch)):
+            for side in reversed(_all_sides(stretch)):
                 if side.target is not None:
                     waiting.append((side.target, stretch))
 
@@ -472,7 +472,7 @@ class Program:
         found: list[RecordedPath] = []
         for stretch, _ in self.stretches():
             found.append(stretch)
-            found += [side.live for side in _sides(stretch) if side.live is not None]
+            found += [side.live for side in _all_sides(stretch) if side.live is not None]
         return found
 
     def recordings(self) -> list[Recording]:
@@ -576,7 +576,7 @@ class Program:
                     return
 
 
-def _sides(stretch: Stretch) -> list[GuardSide]:
+def _all_sides(stretch: Stretch) -> list[GuardSide]:
     return [side for sides in list(stretch.sides.values()) for side in sides]
 
 
@@ -585,7 +585,7 @@ def _have_acted(trips: list[Trip]) -> bool:
     return any(piece.has_acted(left) for piece, _, left in trips if left is not None)
 
 
-def _count(trips: list[Trip]) -> None:
+def _count_pieces(trips: list[Trip]) -> None:
     """Count a call by the pieces that it went along."""
     for piece, entered, left in trips:
         times, trip = piece.trips, (entered, left)

@@ -407,17 +407,17 @@ class CompiledReport:
             return "no backend: calls are replayed, bit for bit as the model itself"
         segments = f"\n\nno segments: {self.without}" if self.without else ""
         if self.segments:
-            segments = f"\n\n{_table(self.segments, *_OF_SEGMENTS)}"
+            segments = f"\n\n{_rows_text(self.segments, *_OF_SEGMENTS)}"
         if not self._paths:
             return f"{self.backend}: no path was taken often enough so far{segments}"
         kept = "".join(f"\n{line}" for line in self.kept)
         paths = self.to_list()
         reasons = dict.fromkeys(row["reason"] for row in [*paths, *self.segments])
         cut = "".join(f"\n\n{why}" for why in reasons if why and why != _FORMATS["reason"](why))
-        return f"{self.backend}\n{_table(paths, *_OF_PATHS)}{segments}{cut}{kept}"
+        return f"{self.backend}\n{_rows_text(paths, *_OF_PATHS)}{segments}{cut}{kept}"
 
 
-def _table(rows: list[dict[str, Any]], *columns: str) -> str:
+def _rows_text(rows: list[dict[str, Any]], *columns: str) -> str:
     """Return some columns of rows as a table."""
     cells = [
         [_FORMATS[name](row[name]) if name in _FORMATS else row[name] for name in columns]

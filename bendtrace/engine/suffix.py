@@ -114,7 +114,7 @@ class Suffix:
             mask, lacks = 0, False
             if op.kind is OpKind.INPUT:
                 lacks = argument_of(op.target) in self._missing
-            for index in _uses_of(op):
+            for index in _used_ops(op):
                 cut = self.cuts.at(index, op.index)
                 mask |= slots[index] if cut is None else 1 << cut.slot
                 lacks = lacks or (cut is None and lacking[index])
@@ -142,7 +142,7 @@ class Suffix:
             index = waiting.pop()
             if index not in found:
                 found.add(index)
-                waiting += _uses_of(self._ops[index])
+                waiting += _used_ops(self._ops[index])
         return sorted(index for index in found if self._ops[index].is_work)
 
     # What is needed
@@ -415,7 +415,7 @@ class Suffix:
             yield from (slot for slot in range(mask.bit_length()) if mask >> slot & 1)
 
 
-def _uses_of(op: Op) -> list[int]:
+def _used_ops(op: Op) -> list[int]:
     """Return the ops that an op uses: those that gave its arguments, and that wrote to them."""
     return op.operands + list(op.reads.values())
 
@@ -581,7 +581,7 @@ class Cuts:
             if cut.start > position:
                 break
             # What a call asks at its very end is still about its own value.
-            if cut.start < position or cut.call is None or not _is_in(scope, cut.call):
+            if cut.start < position or cut.call is None or not _is_within_call(scope, cut.call):
                 found = cut
         return found
 
@@ -612,7 +612,7 @@ def argument_of(part: Captured) -> int | None:
     return int(inner.key) if inner.access is Access.ROOT else None
 
 
-def _is_in(scope: ModuleCall | None, call: ModuleCall) -> bool:
+def _is_within_call(scope: ModuleCall | None, call: ModuleCall) -> bool:
     while scope is not None and scope is not call:
         scope = scope.parent
     return scope is call

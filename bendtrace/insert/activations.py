@@ -154,7 +154,7 @@ class _OutputObserver(Interjection):
         path = at.path or "output"
         self.counts[path] = max(self.counts.get(path, 0), at.number + 1)
         if self._passes.needs_total or self._passes.admits(at.number, None):
-            self.kept[path, at.number] = _snapshot(output) if self._detach else output
+            self.kept[path, at.number] = _copy_of_output(output) if self._detach else output
 
     def rows(self, names_passes: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -166,7 +166,7 @@ class _OutputObserver(Interjection):
         return found
 
 
-def _snapshot(value: Any) -> Any:
+def _copy_of_output(value: Any) -> Any:
     if takes(value):
         return value
     shape, found = take_apart(value)
@@ -258,7 +258,7 @@ def get_activations(
     if not allow_none:
         for insertion in insertions:
             insertion.warn_if_never_fired(_users_level())
-    found = _gather(made)
+    found = _gather_activations(made)
     return (found, output) if return_output else found
 
 
@@ -296,7 +296,7 @@ def _users_level() -> int:
     return level
 
 
-def _gather(made: Iterable[tuple[Any, _OutputObserver, Insertion]]) -> Activations:
+def _gather_activations(made: Iterable[tuple[Any, _OutputObserver, Insertion]]) -> Activations:
     values: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
     for item, observer, insertion in made:

@@ -269,11 +269,13 @@ def activation_table(activations: Iterable[Activation]) -> Text:
 def weight_table(weights: Iterable[tuple[str, Tensor]]) -> Text:
     """Return a table of weights: name, shape, dtype, and the range of their values."""
     headers = ["name", "shape", "dtype", "min", "max", "mean", "stddev"]
-    rows = [(name, tensor.shape, tensor.dtype, *_statistics(tensor)) for name, tensor in weights]
+    rows = [
+        (name, tensor.shape, tensor.dtype, *_output_statistics(tensor)) for name, tensor in weights
+    ]
     return Text(tabulate.tabulate(rows, headers=headers))
 
 
-def _statistics(tensor: Tensor) -> tuple[float | None, ...]:
+def _output_statistics(tensor: Tensor) -> tuple[float | None, ...]:
     if (
         isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
         or not tensor.numel()

@@ -138,11 +138,11 @@ _OUTERMOST = Beside.call.__code__
 
 def beside(known: Knowledge, plan: InsertionPlan) -> Beside | None:
     """Return what runs a model with insertions unrecorded; None if some need a recorded run."""
-    modules = _modules_of(known, plan)
+    modules = _modules_with_insertions(known, plan)
     return None if modules is None else Beside(known, plan, modules)
 
 
-def _modules_of(known: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
+def _modules_with_insertions(known: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
     model: Any = known.model
     if _WRAPPED is None or not isinstance(model, nn.Module) or is_joint(model):
         return None
@@ -353,7 +353,7 @@ class _InsertionRun:
             spot.number += 1
             output = own(*args, **kwargs)
             if type(output) is Tensor:
-                return _apart(place.gate, (output,))
+                return _call_gate(place.gate, (output,))
             return self._inserter.take_output(
                 spot, number, args, kwargs, output, frame, place.scope
             )
@@ -440,7 +440,7 @@ def _is_of_torch(code: CodeType) -> bool:
 _MODULES = os.path.join(TORCH, "nn", "modules", "")
 
 
-def _apart(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call_gate(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a gate: modules that are called in it are no nodes."""
     run, _local.run = _local.run, None
     try:
@@ -462,7 +462,7 @@ class _Unrecorded:
         return None
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        return _apart(function, args)
+        return _call_gate(function, args)
 
     def passed(self, gate: Callable[[Any], Any]) -> None:
         """Do nothing."""

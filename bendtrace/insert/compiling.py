@@ -182,7 +182,7 @@ class _Path:
             for turn in turns:
                 what = turn.entry.what
                 if turn.look is None:
-                    found = _effect(turn)
+                    found = _turn_effect(turn)
                     if isinstance(found, str):
                         return found
                     row.append(found)
@@ -481,7 +481,7 @@ def _of_inputs(what: Interjection, at: NodePass) -> Callable[[Any], Any]:
     return lambda value: what.before(at, as_inputs(value))
 
 
-def _effect(turn: _Turn) -> Effect | str:
+def _turn_effect(turn: _Turn) -> Effect | str:
     assert turn.like is not None
     what = turn.entry.what
     try:

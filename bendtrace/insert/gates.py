@@ -297,7 +297,7 @@ class Attempt:
                     "in earlier calls: call the model again",
                     path,
                 )
-            self.answers[path, number] = _alive(value)
+            self.answers[path, number] = _live_tensor(value)
 
 
 # What a gate has returned, or a weak reference to it, or None if it cannot be returned again; its
@@ -306,7 +306,7 @@ _Returned = tuple[Any, int, bool]
 _UNCHANGED: _Returned = None, -1, False  # the value that it was given
 
 
-def _alive(returned: _Returned) -> Tensor | None:
+def _live_tensor(returned: _Returned) -> Tensor | None:
     held = returned[0]
     return held() if isinstance(held, weakref.ref) else held
 
@@ -315,7 +315,7 @@ def _why_not(returned: _Returned) -> str:
     """Return why a gate cannot return once more what it has returned; "" if it can."""
     if returned is _UNCHANGED:
         return ""
-    given, (_, version, may_change) = _alive(returned), returned
+    given, (_, version, may_change) = _live_tensor(returned), returned
     if given is None:
         return "what it returned is gone"
     # torch does not count the changes of tensors of the inference mode.
@@ -789,7 +789,7 @@ class AfterGate(Gate):
                     inputs = as_inputs(assemble(self._given, list(values[self._count :])))
             shape = shape_at(self.shape, entry.dig)
             if shape is not None:
-                self._call(entry, shape, _dug(at, entry), inputs, found)
+                self._call(entry, shape, _pass_of_part(at, entry), inputs, found)
         if of_hooks is not None:  # their gradients are those of what forward hooks returned
             _exchange_tensors(found, of_hooks.leave)
         given = [found[number] for number in self.exchanged]
@@ -1151,5 +1151,5 @@ def as_inputs(value: Any) -> Inputs:
     return Inputs(tuple(args), kwargs)
 
 
-def _dug(at: NodePass, entry: LocatedInsertion) -> NodePass:
+def _pass_of_part(at: NodePass, entry: LocatedInsertion) -> NodePass:
     return replace(at, path=entry.place.shown) if entry.dig else at

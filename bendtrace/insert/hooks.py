@@ -283,7 +283,7 @@ class _Hook(Interjection):
             plural = "" if count == 1 else "s"
             raise InputError(
                 f"{self.handle.described} has to return None, or the {what} as a tuple of {count} "
-                f"tensor{plural}; it returned {_kind(returned)}"
+                f"tensor{plural}; it returned {_kind_text(returned)}"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
@@ -364,7 +364,7 @@ def interjection_of(handle: HookHandle) -> Interjection:
     return _KINDS[handle.hook_fn.hook_type](handle)
 
 
-def _kind(value: Any) -> str:
+def _kind_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         inside = ", ".join(type(item).__name__ for item in value)
         return f"a {type(value).__name__} of {len(value)} ({inside})"
@@ -476,10 +476,10 @@ class named:
     def __exit__(self, *error: object) -> None:
         if self._names is not None:
             with _lock:
-                _leave(self._module, self._names, self._name)
+                _restore_name(self._module, self._names, self._name)
 
 
-def _leave(module: nn.Module, names: list[str], name: str) -> None:
+def _restore_name(module: nn.Module, names: list[str], name: str) -> None:
     attributes = vars(module)
     is_shown = any(attributes.get("name") is one for one in names)  # else a hook has set another
     names.reverse()

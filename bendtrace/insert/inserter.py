@@ -100,12 +100,12 @@ class NodeSlots:
         self.inputs: tuple[Slot, ...] = (
             plan.slots_at("input", candidate) if candidate.function is None else ()
         )
-        receivers = _with(self.slots, "backward")
+        receivers = _slots_with(self.slots, "backward")
         self.receivers: tuple[Slot, ...] = () if candidate.function in OF_AUTOGRAD else receivers
-        self.before: tuple[Slot, ...] = _with(self.slots, "before")
-        self.instead: tuple[Slot, ...] = _with(self.slots, "instead")
+        self.before: tuple[Slot, ...] = _slots_with(self.slots, "before")
+        self.instead: tuple[Slot, ...] = _slots_with(self.slots, "instead")
         forms = ("after", "backward") if self.receivers else ("after",)
-        self.after: tuple[Slot, ...] = _with(self.slots, *forms)
+        self.after: tuple[Slot, ...] = _slots_with(self.slots, *forms)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor that the node works on in place, if the insertions need it."""
@@ -116,7 +116,7 @@ class NodeSlots:
         return inplace_target(self.candidate, args, kwargs)
 
 
-def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
+def _slots_with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
     return tuple(slot for slot in slots if not slot.forms.isdisjoint(forms))
 
 
@@ -316,7 +316,7 @@ class LiveInserter:
                 path, base, None, "", function, scope.module, self.qualified(scope), site
             )
             candidate.uses_parameter = any(
-                isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
+                isinstance(tensor, nn.Parameter) for tensor in _tensors_among(given)
             )
             spot = self._spots[path] = NodeSlots(candidate, self.plan, scope)
             if self.plan.lookup is not None:
@@ -677,10 +677,12 @@ class LiveInserter:
         self, spot: NodeSlots, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs that insertions are shown after a node: copies, if it may write."""
-        slots = _with(spot.after, "copies")
+        slots = _slots_with(spot.after, "copies")
         if self._has_output_slots:  # it is not known yet whether they are here
             waiting = (s for s in self.plan.slots if s.place.role == "node")
-            slots += _with(tuple(s for s in waiting if s.place.matcher.needs_output), "copies")
+            slots += _slots_with(
+                tuple(s for s in waiting if s.place.matcher.needs_output), "copies"
+            )
         node = spot.candidate
         if not slots or not may_write(node.module, node.function, args, kwargs):
             return args, kwargs
@@ -728,7 +730,7 @@ class LiveInserter:
         output = self.put(gate, values, frame)
         self.pending.append(output)
         try:
-            for tensor in _tensors_in(output):
+            for tensor in _tensors_among(output):
                 self.stage.guard_ownership(tensor, frame)
         finally:
             self.pending.pop()
@@ -780,7 +782,7 @@ class LiveInserter:
             tensor = next((value for value in values if isinstance(value, Tensor)), None)
             if tensor is not None:
                 spot.candidate.shape, spot.candidate.dtype = meta_of(tensor)[:2]
-        spot.after += _with(self.plan.slots_after(spot.candidate), "after")
+        spot.after += _slots_with(self.plan.slots_after(spot.candidate), "after")
 
     # Inputs, parameters and buffers
 
@@ -807,7 +809,7 @@ class LiveInserter:
     def _labels(self, value: Any) -> list[str]:
         """Return the labels of the parameters and buffers in arguments."""
         found = []
-        for tensor in _tensors_in(value):
+        for tensor in _tensors_among(value):
             part = self.stage.state(tensor)
             if part is not None:
                 found.append(str(part.label))
@@ -862,17 +864,17 @@ def _resolve(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return None
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_among(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from _tensors_among(item)
     elif type(value) is slice:
-        yield from _tensors_in((value.start, value.stop, value.step))
+        yield from _tensors_among((value.start, value.stop, value.step))
     elif type(value) is dict:
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from _tensors_among(item)
 
 
 # Replacing the parameters and buffers of a model while it runs.

@@ -116,11 +116,11 @@ def as_interjection(what: What) -> Interjection:
             )
         return what
     if isinstance(what, type) or not callable(what):
-        _refuse(what)
+        _refuse_object(what)
     return Function(what)
 
 
-def _refuse(what: Any) -> NoReturn:
+def _refuse_object(what: Any) -> NoReturn:
     """Raise for an object that cannot be inserted, with a suggestion."""
     hint = ""
     if isinstance(what, Tensor):
@@ -371,7 +371,7 @@ class Report:
             nodes = "1 node" if len(self.rows) == 1 else f"{len(self.rows)} nodes"
             lines = [head + f"called {_times(self.fired)} at {nodes}"]
         for row in self.rows:
-            passes = _passes(row.passes)
+            passes = _passes_text(row.passes)
             parts = [_times(row.fired) + passes]
             parts.append(f"changed the value {_times(row.changed)}" if row.changed else "no change")
             if row.backward:
@@ -478,7 +478,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _passes(passes: dict[int, int]) -> str:
+def _passes_text(passes: dict[int, int]) -> str:
     numbers = sorted(passes)
     if numbers in ([], [0]):
         return ""

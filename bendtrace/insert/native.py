@@ -145,9 +145,9 @@ class Station:
         # The end of each call has to be recorded, except that of an interrupted one.
         self._forget_interrupted()
         ending = self.pairs_calls or bool(self._open)
-        self._install(_enter, self.pairs_calls or any(one.before for one in self.entries))
-        self._install(_close, ending)
-        self._install(_leave, ending or any(one.after for one in self.entries))
+        self._install(_enter_call, self.pairs_calls or any(one.before for one in self.entries))
+        self._install(_close_call, ending)
+        self._install(_leave_call, ending or any(one.after for one in self.entries))
 
     def _install(self, stage: Callable[..., Any], is_needed: bool) -> None:
         installed = self._stages.get(stage)
@@ -157,10 +157,10 @@ class Station:
             return
         assert self.module is not None
         hook = _Stage(self, stage)
-        if stage is _enter:
+        if stage is _enter_call:
             handle = self.module.register_forward_pre_hook(hook, with_kwargs=True)
         else:
-            is_first = stage is _close  # which has to be done after an error, too
+            is_first = stage is _close_call  # which has to be done after an error, too
             handle = self.module.register_forward_hook(
                 hook, with_kwargs=True, always_call=is_first, prepend=is_first
             )
@@ -273,7 +273,7 @@ class _OpenCall:
         receivers = [(one.what, self.at(one), None) for one in entries if one.backward]
         if not receivers or not torch.is_grad_enabled():
             return given
-        with _unseen():
+        with _hidden_from_recorder():
             inputs = all_tensors_in(given)
             self.gradients = CallGradients(receivers, inputs)
             inside = self.gradients.enter()
@@ -290,12 +290,12 @@ class _OpenCalls(threading.local):
 _local = _OpenCalls()
 
 
-def _unseen() -> AbstractContextManager[Any]:
+def _hidden_from_recorder() -> AbstractContextManager[Any]:
     """Hide this code from a recorded run, as far as possible."""
     return nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction()
 
 
-def _enter(
+def _enter_call(
     station: Station, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     call = _OpenCall(station, module)
@@ -313,7 +313,7 @@ def _enter(
     return None if new[0] is args and new[1] is kwargs else new
 
 
-def _close(
+def _close_call(
     station: Station, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> Any:
     call = station.call_of(module)
@@ -323,7 +323,7 @@ def _close(
         station.end(call)
     if call.gradients is None:
         return None
-    with _unseen():
+    with _hidden_from_recorder():
         call.exchange.undo()
         outputs = all_tensors_in(output)
         call.same = call.gradients.close(outputs)
@@ -332,7 +332,7 @@ def _close(
         return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
 
 
-def _leave(
+def _leave_call(
     station: Station, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> Any:
     call = station.call_of(module)
@@ -352,18 +352,18 @@ def _leave(
             inputs = Inputs(*copies) if one.what.wants_inputs else Inputs(())
             result = one.what.after(at, inputs, value)
             if result is not None and result is not value:
-                value = _check(one.what, at, value, result)
+                value = _accept_result(one.what, at, value, result)
     if gradients is not None and gradients.of_hooks:  # those of what forward hooks returned
         value = _watch_outputs(gradients, value)
     return None if value is output else value  # so that the containers are the module's own
 
 
 def _watch_outputs(gradients: CallGradients, value: Any) -> Any:
-    with _unseen():
+    with _hidden_from_recorder():
         return with_tensors(value, gradients.leave(all_tensors_in(value)))
 
 
-def _check(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
+def _accept_result(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
     """Return the result of an interjection, if it can replace a module's value."""
     if getattr(what, "checks_itself", False):
         return result

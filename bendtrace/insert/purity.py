@@ -238,7 +238,7 @@ class _Lifting:
         if kind is list and self._trusted:
             items = [self.of(item) for item in thing]
             return ("list", tuple(s for s, _ in items)), (kind, tuple(k for _, k in items))
-        if kind is dict and self._trusted and all(map(_is_plain, thing)):
+        if kind is dict and self._trusted and all(map(_is_plain_value, thing)):
             held = [(name, *self.of(item)) for name, item in thing.items()]
             keys = tuple((self.of(name)[1], k) for name, _, k in held)
             return ("dict", tuple((name, s) for name, s, _ in held)), (kind, keys)
@@ -325,7 +325,9 @@ class _Lifting:
             for name, value in vars(inner).items():
                 if name in _TABLES:
                     continue
-                if type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value))):
+                if type(value) in _PLAIN or (
+                    type(value) is tuple and all(map(_is_plain_value, value))
+                ):
                     plain.append((name, repr(value)))
                 elif (self._trusted or is_torchs) and _is_plain_list(value):
                     self._facts.content(value)
@@ -362,7 +364,7 @@ class _Lifting:
                 function = getattr(member, "__func__", member)
                 if isinstance(function, types.FunctionType):
                     keys.append((name, self._of_function(function)[1]))
-                elif _is_plain(member) or _is_trusted(member):
+                elif _is_plain_value(member) or _is_trusted(member):
                     keys.append((name, self.of(member)[1]))
                 else:
                     raise _Impure(f"{base.__name__}.{name} is a {type(member).__name__}")
@@ -371,7 +373,7 @@ class _Lifting:
     def _of_trusted_class(self, cls: type) -> Hashable:
         """Return the key of a class whose methods are not inspected."""
         return tuple(
-            (name, self.of(member)[1] if _is_plain(member) else _ById(member))
+            (name, self.of(member)[1] if _is_plain_value(member) else _ById(member))
             for base in self._bases(cls)
             for name, member in vars(base).items()
             if name not in _UNCALLED
@@ -411,10 +413,10 @@ class _ById:
 
 
 def _is_plain_list(value: Any) -> bool:
-    return type(value) is list and all(map(_is_plain, value))
+    return type(value) is list and all(map(_is_plain_value, value))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     return type(value) in _PLAIN
 
 

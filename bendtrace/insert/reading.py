@@ -69,7 +69,7 @@ class _ModelStateAccess:
             for part in self._parts
             if part.kind in (CaptureKind.MODULE, CaptureKind.OBJECT)
         ]
-        self._members = _members_of(kinds)
+        self._members = _methods_of_kinds(kinds)
 
     def shared_with(self, reach: Reached) -> set[str]:
         """Return what the run changes and an insertion might read, and the reverse."""
@@ -83,7 +83,7 @@ class _ModelStateAccess:
                         waiting.append(code)
                     codes[code] = True
         aliases = {  # of what it holds under names of its own
-            _name_of(part)
+            _part_name(part)
             for part in self._parts
             if self._is_container(part) and id(_now(part)) in reach.held
         }
@@ -124,7 +124,7 @@ class _ModelStateAccess:
             return set()
         found = set()
         for part in self._parts:
-            name = _name_of(part)
+            name = _part_name(part)
             if name in names or (name in used and self._is_container(part)):
                 found.add(part.label)
             elif part.access is Access.CELL and name in cells:
@@ -154,11 +154,11 @@ class _ModelStateAccess:
             is_held = id(module) in reach.held
             if is_held and type(module).__module__.startswith("torch.nn."):
                 read |= vars(module).keys()
-            elif not reach.is_contained and (is_held or _name_of(part) in named):
+            elif not reach.is_contained and (is_held or _part_name(part) in named):
                 read.update(_names_in_forward(type(module)))
         is_any = not (reach.is_contained or named.isdisjoint(ANY))
         for part in self._parts:
-            name = _name_of(part)
+            name = _part_name(part)
             if (name in assigned or (name in changed and self._is_itemized(part))) and (
                 name in read or is_any
             ):
@@ -200,7 +200,7 @@ class _ModelStateAccess:
 _facts_of = functools.lru_cache(4096)(assigned_in)
 
 
-def _members_of(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
+def _methods_of_kinds(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
     """Return the users' code of the methods of some classes, by name."""
     found: dict[str, list[types.CodeType]] = {}
     bases = dict.fromkeys(base for kind in dict.fromkeys(kinds) for base in kind.__mro__)
@@ -221,7 +221,7 @@ def _names_in_forward(cls: type) -> Iterator[str]:
                 yield from names_in(function.__code__)
 
 
-def _name_of(part: Captured) -> str:
+def _part_name(part: Captured) -> str:
     return _last_name(part.label)
 
 
@@ -449,7 +449,7 @@ def is_contained(function: Any, own: Container[int] | None = None) -> bool:
         function: the function.
         own: identities of the model's own modules; None if unknown.
     """
-    return _is_plain(function, _PlainScan(own))
+    return _holds_only_plain(function, _PlainScan(own))
 
 
 class _PlainScan:
@@ -460,7 +460,7 @@ class _PlainScan:
         self.own = own
 
 
-def _is_plain(thing: Any, search: _PlainScan) -> bool:
+def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:
     """Return whether an object leads only to tensors, numbers and torch's own functions."""
     if id(thing) in search.seen:
         return True
@@ -474,13 +474,16 @@ def _is_plain(thing: Any, search: _PlainScan) -> bool:
     if isinstance(thing, nn.Module):
         return all(_is_plain_module(inner, search) for inner in module_tree(thing))
     if isinstance(thing, types.MethodType):
-        return _is_plain(thing.__func__, search) and _is_plain(thing.__self__, search)
+        return _holds_only_plain(thing.__func__, search) and _holds_only_plain(
+            thing.__self__, search
+        )
     if isinstance(thing, functools.partial):
         return all(
-            _is_plain(t, search) for t in (thing.func, *thing.args, *thing.keywords.values())
+            _holds_only_plain(t, search)
+            for t in (thing.func, *thing.args, *thing.keywords.values())
         )
     if isinstance(thing, (tuple, list)):
-        return all(_is_plain(item, search) for item in thing)
+        return all(_holds_only_plain(item, search) for item in thing)
     if isinstance(thing, types.FunctionType):
         if (thing.__module__ or "").split(".")[0] in KNOWN:
             return True
@@ -494,7 +497,7 @@ def _is_plain(thing: Any, search: _PlainScan) -> bool:
         except ValueError:  # a name that is assigned only later
             return False
         found += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-        return all(_is_plain(item, search) for item in found)
+        return all(_holds_only_plain(item, search) for item in found)
     return isinstance(thing, (types.BuiltinFunctionType, OpOverload))
 
 
@@ -518,7 +521,7 @@ def _is_plain_module(module: nn.Module, search: _PlainScan) -> bool:
                 continue
             if name not in UNCALLED:
                 held.append(member)
-    return all(_is_plain(value, search) for value in held)
+    return all(_holds_only_plain(value, search) for value in held)
 
 
 _TABLES = frozenset(vars(nn.Module()))

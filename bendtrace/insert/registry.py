@@ -359,7 +359,7 @@ class InsertionRegistry:
                     entries.append(LocatedInsertion(insertion, insertion.what, place))
         lookup = None
         if is_open:
-            lookup = NameLookup(self._model, insertions, _check, self._is_matched)
+            lookup = NameLookup(self._model, insertions, _check_location, self._is_matched)
         totals = None
         if run is not None:
             totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
@@ -371,7 +371,7 @@ class InsertionRegistry:
             return (target,)
         targets = targets_of(target.original, self._model, lenient=insertion.allow_none)
         for found in targets:
-            _check(insertion, found)
+            _check_location(insertion, found)
             if found.passes is not None:
                 insertion.passes = Passes(found.passes)
         return targets
@@ -416,7 +416,7 @@ _AHEAD = (
 )
 
 
-def _check(insertion: Insertion, target: Target) -> None:
+def _check_location(insertion: Insertion, target: Target) -> None:
     """Raise for an interjection that is not possible at its location."""
     if target.place is not None:
         _require_possible(target.place, insertion.what)
@@ -545,7 +545,7 @@ class NameLookup:
         self._order = {id(insertion): number for number, insertion in enumerate(insertions)}
         self._unchecked = [insertion for insertion in insertions if not insertion.is_checked]
         self._names = [
-            _name_of(insertion, target, known)
+            _insertion_name(insertion, target, known)
             for insertion in insertions
             for target in insertion.targets
             if target.is_open
@@ -687,7 +687,7 @@ class NameLookup:
         return node
 
     def _value(self, parent: TreeNode, name: str, label: str, value: Any, role: Role) -> None:
-        items = _items_of(value)
+        items = _named_items(value)
         kind: Kind = "other" if items is None else "container"
         if isinstance(value, Tensor):
             kind, items = "tensor", None
@@ -721,7 +721,7 @@ class NameLookup:
                     if not name.found or targets_named(name.text, known):
                         raise
                     targets = name.found  # another function ran instead of this one
-            if _places(targets, name.chosen) != _places(name.found):
+            if _target_places(targets, name.chosen) != _target_places(name.found):
                 listed = " and ".join(repr(t.place.shown) for t in targets if t.place is not None)
                 raise NodePathError(
                     f"only a complete run shows that {name.text!r} means {listed}: nothing was "
@@ -750,7 +750,7 @@ class NameLookup:
                 raise NodePathError(f"this run has no node {name.text!r}", name.text)
 
 
-def _name_of(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
+def _insertion_name(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
     text = node_name_of(target.original, known)
     assert text is not None
     named = _PASS.fullmatch(text)
@@ -769,7 +769,7 @@ def _name_of(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
     return _Name(insertion, target, text, stem, chosen, _words(stem), layer)
 
 
-def _places(
+def _target_places(
     targets: Iterable[Target], chosen: tuple[int, ...] | None = None
 ) -> set[tuple[Any, Any]]:  # fmt: skip
     # A layer with one pass is the same as its first pass.
@@ -785,7 +785,7 @@ def _begins(words: tuple[str, ...], start: tuple[str, ...]) -> bool:
     return words[: len(start)] == start
 
 
-def _items_of(value: Any) -> list[tuple[str | int, str, Any]] | None:
+def _named_items(value: Any) -> list[tuple[str | int, str, Any]] | None:
     """Return the key, the preferred name and the value of each item of a container, or None."""
     if isinstance(value, dict):
         return [(key if isinstance(key, (str, int)) else repr(key), str(key), value[key])

@@ -134,7 +134,7 @@ def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
     for names in known.names():
         meanings = names.meanings(text)
         if len(meanings) > 1:
-            raise _refusal(text, [(names, meaning) for meaning in meanings])
+            raise _path_error(text, [(names, meaning) for meaning in meanings])
         found += [(names, meaning) for meaning in meanings]
     owned = None if is_path_only(text) else _own_part(text, known)
     if owned is not None:
@@ -143,8 +143,8 @@ def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
         others = [row for row in found if not _is_of(owned, *row)]
         if others:
             mine = Meaning(owned.kind, text, (), frozenset(), owned.name)
-            raise _refusal(text, [(others[0][0], mine), others[0]], owned)
-        return replace(owned, places=tuple(_places(found)))
+            raise _path_error(text, [(others[0][0], mine), others[0]], owned)
+        return replace(owned, places=tuple(_meaning_places(found)))
     if any(meaning.is_exact for _, meaning in found):
         # Another run may have a node for which the path is an alias, as `fc` for `fc_1`.
         found = [row for row in found if not row[1].is_alias]
@@ -153,15 +153,21 @@ def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
         by_paths.setdefault("alias" if meaning.is_alias else meaning.paths, (names, meaning))
     chosen = list(by_paths.values())
     if len(chosen) > 1:
-        raise _refusal(text, chosen)
+        raise _path_error(text, chosen)
     if not isinstance(text, NodePath):
         for _, meaning in chosen:
             if meaning.kind == "node":
-                _require_same(text, meaning.places[0][0], [names.tree for names in known.names()])
-    return Resolution(chosen[0][1].kind, text, None, tuple(_places(chosen))) if chosen else None
+                _require_same_node(
+                    text, meaning.places[0][0], [names.tree for names in known.names()]
+                )
+    return (
+        Resolution(chosen[0][1].kind, text, None, tuple(_meaning_places(chosen)))
+        if chosen
+        else None
+    )
 
 
-def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
+def _require_same_node(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
     """Raise for a name that another known run would give to another node, and warn of others.
 
     Nodes of one name are numbered in the order in which runs reach them. A name may therefore
@@ -180,8 +186,9 @@ def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
             counts[base] += 1
             if own == name and child.name != name:
                 raise NodePathError(
-                    f"{text!r} depends on which path came first: it is {_place(node)}, but would "
-                    f"be {_place(child)} if another known run had come before. {_STABLE}",
+                    f"{text!r} depends on which path came first: it is "
+                    f"{_node_place_text(node)}, but would "
+                    f"be {_node_place_text(child)} if another known run had come before. {_STABLE}",
                     text,
                     (node.path, child.path),
                 )
@@ -195,7 +202,8 @@ def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
             f"`{step.text}` at {place_text(step.file, step.line)} before"
         )
     if otherwise:
-        text = f"{text!r} depends on which path came first: it is {_place(node)}, but {otherwise}."
+        place = _node_place_text(node)
+        text = f"{text!r} depends on which path came first: it is {place}, but {otherwise}."
         warnings.warn(NameOrderWarning(f"{text} {_STABLE}"), stacklevel=users_level())
 
 
@@ -213,7 +221,7 @@ def _parents(node: TreeNode, trees: Iterable[Tree]) -> Iterator[TreeNode]:
             yield parent
 
 
-def _place(node: TreeNode) -> str:
+def _node_place_text(node: TreeNode) -> str:
     if not node.places:
         return f"{node.path!r}"
     place = node.places[0]
@@ -243,7 +251,9 @@ def _is_of(owned: Resolution, names: Names, meaning: Meaning) -> bool:
     return any(mine.covers(meaning) for mine in calls)
 
 
-def _places(found: Iterable[tuple[Names, Meaning]]) -> Iterator[tuple[TreeNode, TreeNode, Chosen]]:
+def _meaning_places(
+    found: Iterable[tuple[Names, Meaning]],
+) -> Iterator[tuple[TreeNode, TreeNode, Chosen]]:
     seen = set()
     for names, meaning in found:
         for node, chosen in meaning.places:
@@ -252,7 +262,7 @@ def _places(found: Iterable[tuple[Names, Meaning]]) -> Iterator[tuple[TreeNode, 
                 yield names.tree.data, node, chosen
 
 
-def _refusal(
+def _path_error(
     text: str, meanings: list[tuple[Names, Meaning]], owned: Resolution | None = None
 ) -> NodePathError:
     message, clear = ambiguity(text, meanings)
@@ -288,7 +298,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
     for where, value in activations.items():
-        label, path = describe_where(where), _path_of(model, where)
+        label, path = describe_where(where), _selected_path(model, where)
         if path in found:
             raise InputError(f"{label} is given twice, as a path and as a node or by another name")
         found[path] = value
@@ -313,7 +323,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _path_of(model: Any, where: Any) -> str:
+def _selected_path(model: Any, where: Any) -> str:
     """Return the path of the one selected node; a name is returned as it is if no run has it yet.
 
     Raises:
@@ -682,7 +692,7 @@ def values_for(text: str, value: Any, spots: tuple[ReplacementPoint, ...]) -> li
     Raises:
         InputError: its structure differs from the structure of the node's value.
     """
-    found = [_dug(text, value, spot) for spot in spots]
+    found = [_part_of_value(text, value, spot) for spot in spots]
     tensors = [item for item in take_apart(value)[1] if isinstance(item, Tensor)]
     wanted = {spot.keys for spot in spots}
     if wanted and len(tensors) > len(wanted) and () not in wanted:
@@ -693,10 +703,10 @@ def values_for(text: str, value: Any, spots: tuple[ReplacementPoint, ...]) -> li
     return found
 
 
-def _dug(text: str, value: Any, spot: ReplacementPoint) -> Any:
+def _part_of_value(text: str, value: Any, spot: ReplacementPoint) -> Any:
     whole = value
     for key in spot.keys:
-        value = _item(value, key)
+        value = _item_at_key(value, key)
     kind = spot.node.kind
     is_right = isinstance(value, Tensor)
     if kind == "number":
@@ -716,7 +726,7 @@ def _dug(text: str, value: Any, spot: ReplacementPoint) -> Any:
 _MISSING = object()
 
 
-def _item(value: Any, key: Any) -> Any:
+def _item_at_key(value: Any, key: Any) -> Any:
     if isinstance(value, dict):
         found = {k if isinstance(k, (str, int)) else repr(k): item for k, item in value.items()}
         return found.get(key, _MISSING)

@@ -824,7 +824,9 @@ class Suffixes:
                 user = index
                 break
             source = index
-        texts = [_op_text(tree, recording, index) for index in (user, source) if index is not None]
+        texts = [
+            _path_and_place(tree, recording, index) for index in (user, source) if index is not None
+        ]
         if not texts:
             need = "the output of the model, or a condition, depends on it"
         elif user is None:
@@ -848,7 +850,7 @@ def _argument(part: Captured) -> Captured:
     return part
 
 
-def _op_text(tree: Tree, recording: Recording, index: int) -> str:
+def _path_and_place(tree: Tree, recording: Recording, index: int) -> str:
     """Return the path and the place of an op."""
     path, site = tree.path_of(index), recording.tape.ops[index].site
     where = ""
@@ -901,7 +903,7 @@ class KnownRuns:
         names = tuple(bound)
         programs = sorted(tree.programs(), key=lambda program: program.serial, reverse=True)
         self._same = list(tree.programs((*names, *form)))
-        self._wider = [p for p in programs if set(names) < set(_names_of(p))]
+        self._wider = [p for p in programs if set(names) < set(_argument_names(p))]
         self.is_whole: bool = bool(self._same) or (bool(names) and not self._wider)
         if not (self.is_whole or self._wider):
             raise InputError(
@@ -932,7 +934,7 @@ class KnownRuns:
         found: list[KnownRun] = []
         reasons: list[str] = []
         for program in self._wider:
-            names = _names_of(program)
+            names = _argument_names(program)
             missing = frozenset(i for i, name in enumerate(names) if name not in self._bound)
             arguments = tuple(self._bound.get(name) for name in names)
             reason = self._misfit(program, arguments, missing)
@@ -991,7 +993,7 @@ class KnownRuns:
         return explain_check(checks[number], program, arguments)().reason
 
 
-def _names_of(program: Program) -> tuple[str, ...]:
+def _argument_names(program: Program) -> tuple[str, ...]:
     """Return the names of the arguments that a program was recorded with."""
     parts = program.recording.environment.parts
     return tuple(p.label for p in parts if p.is_argument and p.access is Access.ROOT)

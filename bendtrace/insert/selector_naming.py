@@ -337,7 +337,7 @@ class _KindSelector(Selector):
         return self.name
 
 
-def _is_module(node: Candidate) -> bool:
+def _is_module_node(node: Candidate) -> bool:
     return node.is_module and node.path != ""
 
 
@@ -356,7 +356,7 @@ def _has_parameters(node: Candidate) -> bool:
     return next(own, None) is not None or _is_parametrized(node.module)
 
 
-is_module: Selector = _KindSelector("is_module", _is_module)
+is_module: Selector = _KindSelector("is_module", _is_module_node)
 is_parametrized: Selector = _KindSelector("is_parametrized", _has_parametrizations)
 has_parameters: Selector = _KindSelector("has_parameters", _has_parameters)
 
@@ -503,7 +503,7 @@ class ShapeSelector(Selector):
             return False
         if not isinstance(self.sizes, tuple):
             return bool(self.sizes(tuple(node.shape)))
-        return _fits(self.sizes, tuple(node.shape))
+        return _shape_fits(self.sizes, tuple(node.shape))
 
     def __repr__(self) -> str:
         return f"with_shape({_name_text(self.sizes)})"
@@ -528,7 +528,7 @@ class Dtype(Selector):
         return f"with_dtype({_name_text(self.dtypes)})"
 
 
-def _fits(sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+def _shape_fits(sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
     if ... in sizes:
         before = sizes.index(...)
         after = len(sizes) - before - 1
@@ -566,12 +566,12 @@ def meaning_of(function: Any) -> Hashable:
     """
     itself: Hashable = function
     try:
-        return _function(function, ()) if type(function) is types.FunctionType else itself
+        return _function_key(function, ()) if type(function) is types.FunctionType else itself
     except _UnknownValue:
         return itself
 
 
-def _function(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
+def _function_key(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
     is_constant = bool(around) and not function.__closure__ and is_finished(function)
     if is_constant or any(function is other for other in around):
         return function
@@ -581,14 +581,14 @@ def _function(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable
     read = dict(_globals(function))
     return (
         function.__code__,
-        tuple(_value(cell, around) for cell in _contents(function)),
-        _value(function.__defaults__, around),
-        _value(function.__kwdefaults__, around),
-        tuple((name, _value(value, around)) for name, value in sorted(read.items())),
+        tuple(_value_key(cell, around) for cell in _closure_contents(function)),
+        _value_key(function.__defaults__, around),
+        _value_key(function.__kwdefaults__, around),
+        tuple((name, _value_key(value, around)) for name, value in sorted(read.items())),
     )
 
 
-def _contents(function: types.FunctionType) -> Iterator[Any]:
+def _closure_contents(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -606,27 +606,27 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
                 raise _UnknownValue
 
 
-def _value(value: Any, around: tuple[Any, ...]) -> Hashable:
+def _value_key(value: Any, around: tuple[Any, ...]) -> Hashable:
     kind = type(value)
     if kind in PLAIN_TYPES:
         return kind, value
     if kind is types.FunctionType:
-        return _function(value, around)
+        return _function_key(value, around)
     if kind in (tuple, list, set, frozenset, dict) and len(value) <= _MOST:
         items = [*value.items()] if kind is dict else value
-        held = [_value(item, around) for item in items]
+        held = [_value_key(item, around) for item in items]
         return kind, frozenset(held) if kind in (set, frozenset) else tuple(held)
     if kind is types.ModuleType and is_installed_space(vars(value)):
         return str(value.__name__)
     if isinstance(value, type) and not is_users_class(value):
         return value
-    if kind in _CONSTANT or (kind is types.BuiltinFunctionType and _is_of_python(value)):
+    if kind in _CONSTANT or (kind is types.BuiltinFunctionType and _is_builtin(value)):
         constant: Hashable = value
         return constant
     raise _UnknownValue
 
 
-def _is_of_python(function: Any) -> bool:
+def _is_builtin(function: Any) -> bool:
     return vars(builtins).get(function.__name__) is function
 
 
@@ -691,7 +691,7 @@ def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> Node
     Raises:
         InputError: one of the leaves is invalid.
     """
-    selector = _by_name(what) if isinstance(what, str) else as_selector(what)
+    selector = _selector_by_name(what) if isinstance(what, str) else as_selector(what)
     names = leaf_names(model, leaves)
     return Outside(selector, names) if names else selector
 
@@ -703,7 +703,9 @@ def leaf_names(model: Callable[..., Any], leaves: Iterable[Any]) -> frozenset[st
         InputError: one of the leaves is invalid.
     """
     modules = list(modules_in(model).items())
-    found = (name for leaf in leaves for name, module in modules if _is_leaf(leaf, name, module))
+    found = (
+        name for leaf in leaves for name, module in modules if _matches_leaf(leaf, name, module)
+    )
     return frozenset(found)
 
 
@@ -723,14 +725,14 @@ def leaf_modules_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
     return list(leaves)
 
 
-def _by_name(name: str) -> NodeSelector:
+def _selector_by_name(name: str) -> NodeSelector:
     try:
         return matches_qualified_name(name) | matches_path(name)
     except InputError:  # it can only be a qualified name: `layers.0`
         return matches_qualified_name(name)
 
 
-def _is_leaf(leaf: Any, name: str, module: nn.Module) -> bool:
+def _matches_leaf(leaf: Any, name: str, module: nn.Module) -> bool:
     if isinstance(leaf, type) and issubclass(leaf, nn.Module):
         return isinstance(module, leaf)
     if isinstance(leaf, nn.Module):

@@ -63,7 +63,7 @@ class SourcePattern:
             return False
         if isinstance(self.text, re.Pattern):
             return self.text.search(text) is not None
-        return self.text is None or _plain(self.text) == _plain(text)
+        return self.text is None or _normalized_source(self.text) == _normalized_source(text)
 
     def __str__(self) -> str:
         given = self.text if self.line is None else self.line
@@ -100,7 +100,7 @@ def mark(where: Any, file: str | None, asked: str) -> SourcePattern:
 
 
 @functools.cache
-def _plain(text: str) -> str:
+def _normalized_source(text: str) -> str:
     """Return an expression normalised without regard to blanks, quotes and brackets."""
     try:
         return ast.unparse(ast.parse(text.strip(), mode="eval"))
@@ -228,7 +228,7 @@ class UnderBranch(Selector):
         return any(
             self.side in (None, branch.side)
             and self.test.means(branch.text, branch.lines, place.file)
-            for place in _places(node)
+            for place in _outside_places(node)
             for branch in branches_around(place)
         )
 
@@ -247,7 +247,7 @@ class InLoop(Selector):
         """Return whether the selector selects a node, judged by the node alone."""
         return any(
             self.loop.means(text, lines, place.file)
-            for place in _places(node)
+            for place in _outside_places(node)
             for text, lines in _loops_around(place)
         )
 
@@ -265,7 +265,7 @@ class AtLine(Selector):
         """Return whether the selector selects a node, judged by the node alone."""
         return any(
             self.line.means("", range(line, line + 1), place.file)
-            for place in _places(node)
+            for place in _outside_places(node)
             for line in (place.span.line, place.span.end_line)
         )
 
@@ -287,7 +287,7 @@ class ConditionSide(NamedTuple):
     side: bool
 
 
-def _places(node: Candidate) -> Iterator[Place]:
+def _outside_places(node: Candidate) -> Iterator[Place]:
     """Yield the places outside torch that led to a node, innermost first."""
     if node.site is not None:
         yield from (place for place in node.site.places if not place.in_torch)
@@ -324,10 +324,10 @@ def branches_around(place: Place) -> tuple[ConditionSide, ...]:
     """Return the conditions around something in the source, innermost first."""
     file = source_file(place.file)
     node = _node_at(file, place)
-    return () if node is None else tuple(_branches(file, node))
+    return () if node is None else tuple(_condition_sides(file, node))
 
 
-def _branches(file: SourceFile, node: ast.AST) -> Iterator[ConditionSide]:
+def _condition_sides(file: SourceFile, node: ast.AST) -> Iterator[ConditionSide]:
     for child, parent in file.ancestors(node):
         if isinstance(child, ast.stmt):
             yield from _exits_before(file, child, parent)
@@ -335,19 +335,19 @@ def _branches(file: SourceFile, node: ast.AST) -> Iterator[ConditionSide]:
             return
         if isinstance(parent, BRANCHES) and child is not parent.test:
             body = parent.body if isinstance(parent.body, list) else [parent.body]
-            yield _branch(file, parent.test, child in body)
+            yield _condition_side(file, parent.test, child in body)
         elif isinstance(parent, ast.BoolOp):
             for operand in parent.values[: parent.values.index(child)]:  # type: ignore[arg-type]
-                yield _branch(file, operand, isinstance(parent.op, ast.And))
+                yield _condition_side(file, operand, isinstance(parent.op, ast.And))
         elif isinstance(parent, ast.comprehension) and child in parent.ifs:
             for test in parent.ifs[: parent.ifs.index(child)]:
-                yield _branch(file, test, True)
+                yield _condition_side(file, test, True)
         elif isinstance(parent, COMPREHENSIONS):
             walked = parent.generators
             if isinstance(child, ast.comprehension):
                 walked = walked[: walked.index(child)]
             for test in (test for generator in walked for test in generator.ifs):
-                yield _branch(file, test, True)
+                yield _condition_side(file, test, True)
         elif isinstance(parent, ast.Match) and isinstance(child, ast.match_case):
             yield from (
                 _case(file, case, False) for case in parent.cases[: parent.cases.index(child)]
@@ -361,22 +361,22 @@ def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterato
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:
             for statement in block[: block.index(child)]:
-                yield from _conditions(file, statement)
+                yield from _statement_conditions(file, statement)
 
 
-def _conditions(file: SourceFile, statement: ast.stmt) -> Iterator[ConditionSide]:
+def _statement_conditions(file: SourceFile, statement: ast.stmt) -> Iterator[ConditionSide]:
     if isinstance(statement, ast.If):
         for block, other, side in (
             (statement.body, statement.orelse, False),
             (statement.orelse, statement.body, True),
         ):
             if closes_block(block):
-                yield _branch(file, statement.test, side)
+                yield _condition_side(file, statement.test, side)
                 if other:
-                    yield from _conditions(file, other[-1])
+                    yield from _statement_conditions(file, other[-1])
 
 
-def _branch(file: SourceFile, test: ast.expr, side: bool) -> ConditionSide:
+def _condition_side(file: SourceFile, test: ast.expr, side: bool) -> ConditionSide:
     span = span_of(test)
     return ConditionSide(file.text(test), range(span.line, span.end_line + 1), side)
 
@@ -418,7 +418,7 @@ def why_past(
         if denied is not None:
             return _step_text(denied)
         for other in others:
-            depth, guard = _parting(other, run)
+            depth, guard = _common_decisions(other, run)
             step = next((s for s in steps if s.guard is not None and s.guard == guard), None)
             if step is not None and depth > furthest:
                 furthest, found = depth, _step_text(step)
@@ -431,14 +431,14 @@ def _denial(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> Flow
         node = nodes.get(path)
         for place in () if node is None or node.site is None else node.site.places:
             for branch in () if place.in_torch else branches_around(place):
-                asked = [step for step in steps if _asks(step, branch, place.file)]
+                asked = [step for step in steps if _is_test_of(step, branch, place.file)]
                 if asked and all(bool(step.value) is not branch.side for step in asked):
                     return asked[-1]
         path = path.rpartition(".")[0]  # the call that it is in
     return None
 
 
-def _asks(step: FlowStep, branch: ConditionSide, file: str) -> bool:
+def _is_test_of(step: FlowStep, branch: ConditionSide, file: str) -> bool:
     return (
         (step.file, step.text) == (file, branch.text)
         and step.line in branch.lines
@@ -446,10 +446,12 @@ def _asks(step: FlowStep, branch: ConditionSide, file: str) -> bool:
     )
 
 
-def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
+def _common_decisions(one: Recording, other: Recording) -> tuple[int, int | None]:
     """Return the number of decisions that two runs have in common, and the second's next guard."""
     depth = 0
-    for (_, mine), (number, theirs) in zip(_decisions(one), _decisions(other), strict=False):
+    for (_, mine), (number, theirs) in zip(
+        _deciding_guards(one), _deciding_guards(other), strict=False
+    ):
         own_site = None if mine.site is None else mine.site.identity
         other_site = None if theirs.site is None else theirs.site.identity
         if own_site != other_site:
@@ -460,7 +462,7 @@ def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
     return depth, None
 
 
-def _decisions(recording: Recording) -> list[tuple[int, Guard]]:
+def _deciding_guards(recording: Recording) -> list[tuple[int, Guard]]:
     return [
         (number, guard)
         for number, guard in enumerate(recording.tape.guards)
@@ -492,13 +494,13 @@ def branch_before(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
         node: the node.
         parents: the graph around it, in each known run that has reached this graph.
     """
-    base, seen = _base(node), defaultdict[tuple[str, int], set[str]](set)
+    base, seen = _node_identifier(node), defaultdict[tuple[str, int], set[str]](set)
     for parent in parents:
         for step in parent.steps:
             seen[step.file, step.line].update(outcome for _, outcome, _ in step.outcomes)
     for parent in parents:
         order = list(parent.children)
-        rivals = [child for child in parent.children.values() if _base(child) == base]
+        rivals = [child for child in parent.children.values() if _node_identifier(child) == base]
         names = [rival.name for rival in rivals]
         for step in parent.steps if node.name in names else ():
             outcomes = seen[step.file, step.line]
@@ -524,7 +526,7 @@ def branch_before(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
     return None
 
 
-def _base(node: TreeNode) -> str:
+def _node_identifier(node: TreeNode) -> str:
     return identifier(node.label or node.name).rstrip("_")
 
 

@@ -81,10 +81,10 @@ def take_apart(value: Any, objects: bool = True) -> tuple[Any, list[Any]]:
         objects: whether to pass other objects on, or leave them out.
     """
     found: list[Any] = []
-    return _shape(value, found, objects), found
+    return _shape_of(value, found, objects), found
 
 
-def _shape(value: Any, found: list[Any], objects: bool) -> Any:
+def _shape_of(value: Any, found: list[Any], objects: bool) -> Any:
     kind = type(value)
     if kind in TRACED:
         found.append(value)
@@ -95,8 +95,8 @@ def _shape(value: Any, found: list[Any], objects: bool) -> Any:
     if kind in PLAIN_TYPES:
         return _Constant(value)
     if _is_container(value):
-        items = tuple(_items(value))
-        inner = tuple(_shape(item, found, objects) for _, item in items)
+        items = tuple(_container_items(value))
+        inner = tuple(_shape_of(item, found, objects) for _, item in items)
         keys = tuple(key for key, _ in items)
         if kind in (tuple, list, dict):
             return ContainerShape(kind, keys, inner)
@@ -104,7 +104,7 @@ def _shape(value: Any, found: list[Any], objects: bool) -> Any:
         attributes = attributes_of(value)
         mirrored = tuple(n for n in attributes if n in held and held[n] is attributes[n])
         own = {name: item for name, item in attributes.items() if name not in mirrored}
-        below = tuple(_shape(item, found, objects) for item in own.values())
+        below = tuple(_shape_of(item, found, objects) for item in own.values())
         return ContainerShape(kind, keys, inner, tuple(own), below, mirrored, tuple(attributes))
     if not objects:
         return LeafShape(kind, -1)
@@ -121,7 +121,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value)
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+def _container_items(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from dict.items(value)
     elif isinstance(value, (tuple, list)):
@@ -162,7 +162,7 @@ def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
         return values[shape.number] if shape.number >= 0 else value
     if type(shape) is not ContainerShape:
         return value
-    held = dict(_items(value))
+    held = dict(_container_items(value))
     items = [
         with_values(held[key], item, values)
         for key, item in zip(shape.keys, shape.items, strict=True)
@@ -197,7 +197,7 @@ def refill_value(
     """
     if type(shape) is not ContainerShape:
         return with_values(value, shape, values)
-    held = dict(_items(value))
+    held = dict(_container_items(value))
     items = [
         refill_value(held[key], item, values, undo)
         for key, item in zip(shape.keys, shape.items, strict=True)
@@ -213,27 +213,29 @@ def refill_value(
                 undo.append(functools.partial(_exchange_item, value, item, held[key]))
     own = attributes_of(value) if shape.kind not in (list, dict) else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
-        _put(value, name, own[name], refill_value(own[name], item, values, undo), undo)
+        _put_attribute(value, name, own[name], refill_value(own[name], item, values, undo), undo)
     for name in shape.mirrored:
-        _put(value, name, own[name], items[shape.keys.index(name)], undo)
+        _put_attribute(value, name, own[name], items[shape.keys.index(name)], undo)
     return value
 
 
-def _put(value: Any, name: Any, old: Any, new: Any, undo: list[Callable[[], None]] | None) -> None:
+def _put_attribute(
+    value: Any, name: Any, old: Any, new: Any, undo: list[Callable[[], None]] | None
+) -> None:
     if new is not old:
         name.put(value, new)
         if undo is not None:
-            undo.append(functools.partial(_put_back, value, name, old, new))
+            undo.append(functools.partial(_restore_attribute, value, name, old, new))
 
 
-def _put_back(value: Any, name: Any, old: Any, new: Any) -> None:
+def _restore_attribute(value: Any, name: Any, old: Any, new: Any) -> None:
     if attributes_of(value).get(name) is new:
         name.put(value, old)
 
 
 def _exchange_item(container: Any, old: Any, new: Any) -> None:
     """Put something else into a list or dict, wherever something is in it by now."""
-    for key, item in [*_items(container)]:
+    for key, item in [*_container_items(container)]:
         if item is old:
             (dict if isinstance(container, dict) else list).__setitem__(container, key, new)
 
@@ -334,7 +336,9 @@ def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
         _collect_leaf(shape, value, found, where)
     elif type(shape) is _Constant:
         if not identical(value, shape.value):
-            raise StructureMismatch(f"{_at(where)}{shape.value!r} became {describe(value)}")
+            raise StructureMismatch(
+                f"{_place_prefix(where)}{shape.value!r} became {describe(value)}"
+            )
     else:
         _collect_items(shape, value, found, where)
 
@@ -342,46 +346,52 @@ def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
 def _collect_leaf(leaf: LeafShape, value: Any, found: list[Any], where: str) -> None:
     if leaf.kind is Tensor:
         if not isinstance(value, Tensor):
-            raise StructureMismatch(f"{_at(where)}expected a tensor, got {describe(value)}")
+            raise StructureMismatch(
+                f"{_place_prefix(where)}expected a tensor, got {describe(value)}"
+            )
     elif leaf.kind in (int, float, bool):
         if type(value) is not leaf.kind:
             raise StructureMismatch(
-                f"{_at(where)}expected a {leaf.kind.__name__}, got {describe(value)}"
+                f"{_place_prefix(where)}expected a {leaf.kind.__name__}, got {describe(value)}"
             )
     elif leaf.number < 0:
         if not isinstance(value, OmittedObject):
-            raise StructureMismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be replaced")
+            raise StructureMismatch(
+                f"{_place_prefix(where)}a {leaf.kind.__qualname__} cannot be replaced"
+            )
         return
     elif value is not found[leaf.number]:
-        raise StructureMismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be replaced")
+        raise StructureMismatch(
+            f"{_place_prefix(where)}a {leaf.kind.__qualname__} cannot be replaced"
+        )
     found[leaf.number] = value
 
 
 def _collect_items(shape: ContainerShape, value: Any, found: list[Any], where: str) -> None:
     if type(value) is not shape.kind:
         raise StructureMismatch(
-            f"{_at(where)}expected a {_shape_text(shape)}, got {describe(value)}"
+            f"{_place_prefix(where)}expected a {_shape_text(shape)}, got {describe(value)}"
         )
-    items = dict(_items(value))
+    items = dict(_container_items(value))
     if len(items) == len(shape.keys) and tuple(items) != shape.keys:
         if all(key in items for key in shape.keys):  # what the model does next may depend on it
             raise StructureMismatch(
-                f"{_at(where)}expected the keys in the order {_key_text(shape)}"
+                f"{_place_prefix(where)}expected the keys in the order {_key_text(shape)}"
             )
     if len(items) != len(shape.keys) or any(key not in items for key in shape.keys):
         raise StructureMismatch(
-            f"{_at(where)}expected a {_shape_text(shape)}, got {describe(value)}"
+            f"{_place_prefix(where)}expected a {_shape_text(shape)}, got {describe(value)}"
         )
     for key, item in zip(shape.keys, shape.items, strict=True):
         collect(item, items[key], found, f"{where}[{key!r}]")
     attributes = attributes_of(value) if shape.names else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
         if name not in attributes:
-            raise StructureMismatch(f"{_at(where)}the attribute {name} is missing")
+            raise StructureMismatch(f"{_place_prefix(where)}the attribute {name} is missing")
         collect(item, attributes[name], found, f"{where}.{name}")
 
 
-def _at(where: str) -> str:
+def _place_prefix(where: str) -> str:
     return f"at {where}: " if where else ""
 
 
@@ -487,7 +497,7 @@ class TensorExchange:
             for key, item in list(contents(container)):
                 found = self._originals.get(id(item))
                 if found is not None:
-                    _set(container, key, found[1])
+                    _set_item(container, key, found[1])
         self._touched.clear()
 
 
@@ -542,7 +552,7 @@ def with_items(
         return _tuple_with(value, dict(changed))
     made = changeable(value)
     for key, other in changed:
-        _set(made, key, other)
+        _set_item(made, key, other)
     return made
 
 
@@ -566,7 +576,7 @@ def _tuple_with(value: tuple[Any, ...], changed: dict[int, Any]) -> Any:
     return kind(items)  # what torch.max and the like return takes a sequence as well
 
 
-def _set(container: Any, key: Any, item: Any) -> None:
+def _set_item(container: Any, key: Any, item: Any) -> None:
     if isinstance(container, (list, dict)):
         container[key] = item
     else:
@@ -588,10 +598,10 @@ def differ(old: Any, new: Any) -> bool:
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
         return bool(old != new) if type(old) is type(new) else True
     with unseen():
-        return _differ(old, new)
+        return _tensors_differ(old, new)
 
 
-def _differ(old: Tensor, new: Tensor) -> bool:
+def _tensors_differ(old: Tensor, new: Tensor) -> bool:
     if is_uneven(old) or is_uneven(new):  # torch compares them in parts only
         with torch.no_grad():
             return not same_bits(old.detach(), new.detach())

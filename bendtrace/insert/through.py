@@ -216,10 +216,10 @@ _history = operator.attrgetter("requires_grad", "is_leaf")
 
 def is_shared(tensor: Tensor) -> bool:
     """Return whether other tensors may have the same memory."""
-    return is_uneven(tensor) or tensor._is_view() or _uses_of(tensor) > _ONE
+    return is_uneven(tensor) or tensor._is_view() or _storage_uses(tensor) > _ONE
 
 
-def _uses_of(tensor: Tensor) -> int:
+def _storage_uses(tensor: Tensor) -> int:
     return _uses(tensor.untyped_storage()._cdata)
 
 
@@ -227,4 +227,4 @@ def _uses_of(tensor: Tensor) -> int:
 # the same memory. Without the count of torch (2.13), all memory is taken to be shared.
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
 _probe = torch.empty(1, device="cpu")
-_ONE = _uses_of(_probe)
+_ONE = _storage_uses(_probe)

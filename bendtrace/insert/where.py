@@ -399,7 +399,7 @@ def transformer_lens_aliases(model: Any) -> Aliases:
             if found and all(f"{name}.{part}" in modules for part in family.parts):
                 shape = family.heads(modules, f"{name}.{family.attention}")
                 if shape is not None:
-                    return _aliases(family, modules, found[1], shape)
+                    return _family_aliases(family, modules, found[1], shape)
     return Aliases()
 
 
@@ -489,7 +489,7 @@ class _Family(NamedTuple):
     unequal: Mapping[str, str]
 
 
-def _aliases(
+def _family_aliases(
     family: _Family, modules: Mapping[str, nn.Module], prefix: str, shape: tuple[int, int]
 ) -> Aliases:
     def split(value: Any) -> Any:
@@ -884,7 +884,7 @@ def _require_own(node: Node, known: ModelRuns) -> None:
             other = find(tree.data, data.path)[0]
         except NodePathError:
             continue
-        if not other.places or _where(other) == _where(data):
+        if not other.places or _source_key(other) == _source_key(data):
             return
         others.append(other)
     if others:
@@ -895,7 +895,7 @@ def _require_own(node: Node, known: ModelRuns) -> None:
         )
 
 
-def _where(node: TreeNode) -> tuple[Any, ...]:
+def _source_key(node: TreeNode) -> tuple[Any, ...]:
     place = node.places[0]
     return place.file, place.function, place.line, place.text
 
@@ -961,7 +961,7 @@ def _resolved_targets(resolution: Resolution, text: str, original: Any) -> tuple
         )
     return tuple(
         Target(
-            original, _place(root, node),
+            original, _node_location(root, node),
             None if chosen is None or node.role == "state" else tuple(chosen),
         )
         for root, node, chosen in resolution.places
@@ -1010,7 +1010,7 @@ def _nearness(error: NodePathError) -> tuple[int, float]:
     return max(map(len, names), default=0), max(alike, default=0.0)
 
 
-def _place(root: TreeNode, node: TreeNode) -> Location:
+def _node_location(root: TreeNode, node: TreeNode) -> Location:
     shown = dug(root, node)
     if node.role == "call":
         return Location("node", AtPath(node.path), shown=shown)

@@ -266,12 +266,12 @@ def read_later(code: CodeType, offset: int) -> int:
     Returns:
         One bit for each slot of the frame.
     """
-    alive = _alive(code).get(offset)
+    alive = _live_variables(code).get(offset)
     return -1 if alive is None else alive | -1 << len(code.co_varnames)
 
 
 @functools.lru_cache(maxsize=4096)
-def _alive(code: CodeType) -> dict[int, int]:
+def _live_variables(code: CodeType) -> dict[int, int]:
     """Return the variables that are alive at each instruction, one bit for each.
 
     It is empty where that cannot be said.
@@ -280,7 +280,7 @@ def _alive(code: CodeType) -> dict[int, int]:
         return {}
     steps = list(dis.get_instructions(code))
     position = {step.offset: number for number, step in enumerate(steps)}
-    shared = _bits(code, code.co_cellvars)  # functions inside may read these
+    shared = _variable_bits(code, code.co_cellvars)  # functions inside may read these
     effects, following = [], []
     for number, step in enumerate(steps):
         found = _effects(code, step)
@@ -332,11 +332,11 @@ def _effects(code: CodeType, step: dis.Instruction) -> list[tuple[str, int]] | N
         return None
     does = [_DOES[part] for part in step.opname.split("_") if part in _DOES]
     if "CLEAR" in step.opname or len(does) != len(named):
-        return [(_READS, _bits(code, named))]  # whatever else it does
-    return [(how, _bits(code, (name,))) for how, name in zip(does, named, strict=True)]
+        return [(_READS, _variable_bits(code, named))]  # whatever else it does
+    return [(how, _variable_bits(code, (name,))) for how, name in zip(does, named, strict=True)]
 
 
-def _bits(code: CodeType, names: tuple[str, ...]) -> int:
+def _variable_bits(code: CodeType, names: tuple[str, ...]) -> int:
     return sum(1 << k for k, name in enumerate(code.co_varnames) if name in names)
 
 

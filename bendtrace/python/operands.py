@@ -118,13 +118,13 @@ def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
     if not _has_table():
         return False
     found = {id(old): new for old, new in zip(members, others, strict=True) if old is not new}
-    for address in _entries(members):
+    for address in _set_entry_addresses(members):
         if (new := found.get(stacks.word_at(address))) is not None:
             put_on_stack(address, new)
     return True
 
 
-def _entries(members: AbstractSet[Any]) -> range:
+def _set_entry_addresses(members: AbstractSet[Any]) -> range:
     """Return the addresses of what is in a set: its count, a mask and a table follow its type."""
     head = id(members) + object.__basicsize__
     mask, first = stacks.word_at(head + 2 * _WORD), stacks.word_at(head + 3 * _WORD)
@@ -143,7 +143,9 @@ def _has_table() -> bool:
         mask = stacks.word_at(head + 2 * _WORD)
         if counts != (len(some), len(some)) or not len(some) <= mask < 1 << 12 or mask & mask + 1:
             return False
-        words = [word for address in _entries(some) if (word := stacks.word_at(address))]
+        words = [
+            word for address in _set_entry_addresses(some) if (word := stacks.word_at(address))
+        ]
         if words != [*map(id, some)]:
             return False
     return True

@@ -126,7 +126,7 @@ def is_awaited(frame: FrameType) -> bool:
     return any(one.frame is frame and one.offset == frame.f_lasti for one in _awaited)
 
 
-def _step(_: object, frame: int, what: int, __: object) -> int:
+def _on_instruction(_: object, frame: int, what: int, __: object) -> int:
     if _own.watch is not None:
         _own.watch(frame, what)
     if not _awaited or frame != id(_awaited[0].frame) or what not in (_RAISES, _STEPS):
@@ -149,7 +149,7 @@ _api: Any = ctypes.pythonapi
 _set_trace: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
     ("PyEval_SetTrace", _api)
 )
-_kept = _LINE_OF_C(_step)  # as long as C may call it
+_kept = _LINE_OF_C(_on_instruction)  # as long as C may call it
 _callback = ctypes.cast(_kept, ctypes.c_void_p)
 
 
@@ -229,18 +229,18 @@ def is_computation(function: Any) -> bool:
 
     It may still change what it receives.
     """
-    return isinstance(function, types.FunctionType) and _computes(function, 0)
+    return isinstance(function, types.FunctionType) and _function_only_computes(function, 0)
 
 
-def _computes(function: types.FunctionType, depth: int) -> bool:
+def _function_only_computes(function: types.FunctionType, depth: int) -> bool:
     if function.__closure__ or function.__kwdefaults__:
         return False
     if not all(value is None or type(value) in _PLAIN for value in function.__defaults__ or ()):
         return False
-    return _only_computes(function.__code__, function.__globals__, depth)
+    return _code_only_computes(function.__code__, function.__globals__, depth)
 
 
-def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
+def _code_only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
     if depth > _DEEPEST:
         return False
     for step in single_steps(code):
@@ -251,7 +251,7 @@ def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool
             if not _may_be_used(value, depth):
                 return False
     return all(
-        _only_computes(inner, space, depth + 1)
+        _code_only_computes(inner, space, depth + 1)
         for inner in code.co_consts
         if isinstance(inner, CodeType)
     )
@@ -259,7 +259,7 @@ def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool
 
 def _may_be_used(value: Any, depth: int) -> bool:
     if isinstance(value, types.FunctionType):
-        return _computes(value, depth + 1)
+        return _function_only_computes(value, depth + 1)
     if isinstance(value, type) and issubclass(value, Exception):
         return True
     if value is None or type(value) in _PLAIN or value is math:

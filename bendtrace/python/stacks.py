@@ -129,9 +129,9 @@ def read_frame(
                 return None  # it may be closed because it is freed
     first = inner + places.slots
     count = variables(code)
-    slots = [_value(first + _WORD * k) for k in range(count)]
+    slots = [_object_at(first + _WORD * k) for k in range(count)]
     first += _WORD * count
-    below = [_value(first + _WORD * k) for k in range(instruction.base)]
+    below = [_object_at(first + _WORD * k) for k in range(instruction.base)]
     operands: list[Any] | None = None
     if is_asked_by_c and instruction.asks and places.leaves:
         if _pointers(first, instruction) != compared:
@@ -140,7 +140,9 @@ def read_frame(
     elif is_asked_by_c and instruction.converts and not _lasts(first, instruction, code, slots):
         return None
     elif is_asked_by_c:
-        operands = [_value(first + _WORD * k) for k in range(instruction.base, instruction.depth)]
+        operands = [
+            _object_at(first + _WORD * k) for k in range(instruction.base, instruction.depth)
+        ]
     return Stack(code, offset, slots, below, operands, instruction.name)
 
 
@@ -152,7 +154,7 @@ def suspended_stack(frame: FrameType, places: FrameLayout) -> Stack | None:
         return None
     first = word_at(id(frame) + places.inner) + places.slots
     count = variables(code)
-    slots = [_value(first + _WORD * k) for k in range(count + instruction.depth - 1)]
+    slots = [_object_at(first + _WORD * k) for k in range(count + instruction.depth - 1)]
     below = slots[count:]
     return Stack(code, frame.f_lasti, slots[:count], below, None, instruction.name)
 
@@ -193,7 +195,7 @@ def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[An
     return word_at(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in held
 
 
-def _value(address: int) -> Any:
+def _object_at(address: int) -> Any:
     word = word_at(address)
     if word & _MARKS == _NOT_AN_OBJECT:
         return InterpreterNumber(word >> 2)
@@ -227,7 +229,7 @@ def _interrupts(frame: FrameType, places: FrameLayout) -> bool:
     first = word_at(id(frame) + places.inner) + places.slots
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS)
     for k in range(count):
-        value = _value(first + _WORD * k)
+        value = _object_at(first + _WORD * k)
         if type(value) is CellType:
             value = next(iter(gc.get_referents(value)), None)
         for item in (value, *value) if type(value) is tuple else (value,):
@@ -276,10 +278,10 @@ def _depths(
             depths[offset] = depth
             step = steps[position[offset]]
             if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
-                waiting.append((step.argval, depth + _effect(step, True)))
+                waiting.append((step.argval, depth + _stack_effect(step, True)))
             if step.opname in _ENDS or position[offset] + 1 == len(steps):
                 break
-            depth += _effect(step, False)
+            depth += _stack_effect(step, False)
             offset = steps[position[offset] + 1].offset
     return depths
 
@@ -296,7 +298,7 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
         if step.offset not in depths:
             continue
         depth = depths[step.offset]
-        base = depth + _effect(step, False) - _pushes(step)
+        base = depth + _stack_effect(step, False) - _pushes(step)
         if step.opname in _CALLS and step.opname != "CALL_FUNCTION_EX":
             depth = base + (step.arg or 0) + 2 + (step.opname == "CALL_KW")
         asks = step.opname == "COMPARE_OP" and step.argrepr.startswith("bool(")
@@ -324,7 +326,7 @@ def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth:
     return False
 
 
-def _effect(step: dis.Instruction, jump: bool) -> int:
+def _stack_effect(step: dis.Instruction, jump: bool) -> int:
     if step.opname == "RETURN_GENERATOR":
         return 1  # what a generator is first sent, which `dis` counts from 3.13 on only
     argument = step.arg if step.opcode >= dis.HAVE_ARGUMENT else None
@@ -364,8 +366,8 @@ def frame_layout() -> FrameLayout | None:
     places = _find_layout()
     if places is None:
         return None
-    places = places._replace(leaves=_leaves(places))
-    return places if _fits(places) else None
+    places = places._replace(leaves=_leaves_operands(places))
+    return places if _layout_fits(places) else None
 
 
 class _Look:
@@ -394,7 +396,7 @@ def _find_layout() -> FrameLayout | None:
         for _, _, raw in look.seen
     ]
     held = [id(look), id(one), id(two)]
-    slots = _where([[word & ~_MARKS for word in some] for some in words], held)
+    slots = _common_offset([[word & ~_MARKS for word in some] for some in words], held)
     if slots is None:
         return None
     called, by_c = look.seen[:2], look.seen[2:]
@@ -410,7 +412,7 @@ def _find_layout() -> FrameLayout | None:
     return None
 
 
-def _where(rows: list[list[int]], held: list[int]) -> int | None:
+def _common_offset(rows: list[list[int]], held: list[int]) -> int | None:
     """Return where in all rows some words follow each other, in bytes."""
     for k in range(_LONGEST // _WORD - len(held)):
         if all(row[k : k + len(held)] == held for row in rows):
@@ -454,7 +456,7 @@ class _Compared:
         return True
 
 
-def _leaves(places: FrameLayout) -> bool:
+def _leaves_operands(places: FrameLayout) -> bool:
     compared = _Compared(places)
     return bool(compared.is_left if compared > places else False)
 
@@ -464,7 +466,7 @@ def _looping(asked: _FrameProbe, one: object) -> Iterator[bool]:
         yield asked.step()
 
 
-def _fits(places: FrameLayout) -> bool:
+def _layout_fits(places: FrameLayout) -> bool:
     """Return whether a layout finds the known objects in some frames."""
     asked, first, second = _FrameProbe(places), object(), object()
     made = []
@@ -482,7 +484,7 @@ def _fits(places: FrameLayout) -> bool:
         ):
             return False
     for seen, pushed in (in_condition, [first, second]), (in_call, [first, second, 1]):
-        if seen is None or seen.code is not _fits.__code__ or seen.slots[1] is not asked:
+        if seen is None or seen.code is not _layout_fits.__code__ or seen.slots[1] is not asked:
             return False
         below = [value for value in seen.below if value is not EMPTY]
         if below[-len(pushed) :] != pushed or seen.slots[2] is not first:

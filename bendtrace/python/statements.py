@@ -174,7 +174,7 @@ def decides(place: Place, outcome: bool) -> bool | None:
     if is_chained_test(node) and outcome is needs_all(node):
         return None
     test, value = conclude_truth(file, node, outcome)
-    return value if isinstance(test.parent, ast.While) and _is_test(test) else None
+    return value if isinstance(test.parent, ast.While) and _is_statement_test(test) else None
 
 
 @functools.cache
@@ -219,7 +219,7 @@ def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
     if node is None:
         return ()
     test, value = conclude_truth(file, node, outcome)
-    if isinstance(test.parent, ast.If) and _is_test(test):
+    if isinstance(test.parent, ast.If) and _is_statement_test(test):
         taken = test.parent.body if value else test.parent.orelse
         if taken and isinstance(taken[-1], ast.Break):
             # Unless the test has more to ask.
@@ -227,7 +227,7 @@ def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
     return ()
 
 
-def _is_test(test: TruthChain) -> bool:
+def _is_statement_test(test: TruthChain) -> bool:
     return test.child is getattr(test.parent, "test", None)
 
 
@@ -268,7 +268,7 @@ def _classify(file: SourceFile, node: ast.expr) -> tuple[str, str, ast.AST | Non
     child, parent, text = test.child, test.parent, file.text(test.decider)
     if isinstance(parent, ast.BoolOp):
         return ("and" if isinstance(parent.op, ast.And) else "or"), text, None
-    if _is_test(test):
+    if _is_statement_test(test):
         kind = next(kind for cls, kind in _TESTS.items() if isinstance(parent, cls))
         return kind, text, None
     if isinstance(parent, ast.match_case):
@@ -375,7 +375,7 @@ def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
     if not isinstance(node, ast.Call) or called not in WALKERS or not node.args:
         return next(taken.get(span_of(node), iter(())), None)
     if called == "range":
-        arguments = [_number(argument, node, taken) for argument in node.args]
+        arguments = [_literal_number(argument, node, taken) for argument in node.args]
         whole = [argument for argument in arguments if argument is not None]
         return len(range(*whole)) if len(whole) == len(arguments) else None
     walked = node.args[1:] if called == "map" else node.args if called == "zip" else node.args[:1]
@@ -390,7 +390,9 @@ def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
     return min(known) if known and len(known) == len(lengths) else None
 
 
-def _number(node: ast.expr, call: ast.Call, taken: Mapping[Span, Iterator[int]]) -> int | None:
+def _literal_number(
+    node: ast.expr, call: ast.Call, taken: Mapping[Span, Iterator[int]]
+) -> int | None:
     try:
         value = ast.literal_eval(node)
     except ValueError:

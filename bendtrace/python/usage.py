@@ -46,7 +46,7 @@ def code_compares_identity(code: CodeType) -> bool:
                 for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
             )
         )
-        asks = asks or any(map(code_compares_identity, _within(code)))
+        asks = asks or any(map(code_compares_identity, _nested_codes(code)))
         known = _identity[id(code)] = (code, asks)
     return known[1]
 
@@ -87,7 +87,7 @@ def _line_of_ids(code: CodeType) -> int | None:
     return None
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     return (inner for inner in code.co_consts if isinstance(inner, CodeType))
 
 
@@ -98,7 +98,7 @@ def stores_outside(code: CodeType) -> bool:
         for step in dis.get_instructions(code)
     ):
         return True
-    return any(map(stores_outside, _within(code)))
+    return any(map(stores_outside, _nested_codes(code)))
 
 
 _tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
@@ -352,7 +352,7 @@ class _Operating:
         for step in self._steps[at + 1 :]:
             if not any(type(one) is int for one in stack):
                 return False
-            name = "BINARY_SUBSCR" if _is_item(step) else step.name
+            name = "BINARY_SUBSCR" if _is_subscript(step) else step.name
             count = step.argument or 0
             if name == "KW_NAMES":
                 continue
@@ -381,7 +381,7 @@ class _Operating:
                     stack.append(own - 1)
                 elif name not in _GIVING_NOTHING:
                     stack.append(None)
-            elif _is_test(name):
+            elif _is_test_instruction(name):
                 stack.pop()
                 if any(type(one) is int for one in stack):
                     return True
@@ -408,7 +408,7 @@ class _Operating:
         )
 
 
-def _is_test(name: str) -> bool:
+def _is_test_instruction(name: str) -> bool:
     return name.startswith("POP_JUMP") or name == "POP_TOP"
 
 
@@ -430,7 +430,7 @@ def _is_read(steps: Sequence[InstructionStep], at: int) -> bool:
     if name.startswith(("STORE_", "DELETE_")) or name not in _LOADS:
         return name.startswith(("STORE_", "DELETE_", "LOAD_", "IMPORT_")) and name not in _IDLE
     at += 1
-    while at + 1 < len(steps) and steps[at].name in _KEYS and _is_item(steps[at + 1]):
+    while at + 1 < len(steps) and steps[at].name in _KEYS and _is_subscript(steps[at + 1]):
         at += 2
     return not (_is_call(steps[at]) and steps[at].value in ADDS)
 
@@ -442,7 +442,7 @@ def _is_call(step: InstructionStep) -> bool:
     return step.name == "LOAD_METHOD"
 
 
-def _is_item(step: InstructionStep) -> bool:
+def _is_subscript(step: InstructionStep) -> bool:
     return step.name == "BINARY_SUBSCR" or (step.name == "BINARY_OP" and step.shown == "[]")
 
 

@@ -427,7 +427,7 @@ class Arrays:
         if way == _CLASS:
             for arg in args:
                 if id(arg) in self._known:
-                    self._op(_class_of, (arg,), {}, frame)
+                    self._op(_array_class_name, (arg,), {}, frame)
             return function(*args, **kwargs)
         if way == _ATTRIBUTE:
             array, name = args
@@ -808,7 +808,7 @@ def _getter(name: str) -> Callable[[Any], Any]:
 _GETTERS = {name: _getter(name) for name in ("T", "real", "imag", "itemsize", "nbytes")}
 
 
-def _class_of(array: Any) -> str:
+def _array_class_name(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 

@@ -593,7 +593,7 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
             if not any(holder is one for one in (own, *own))
         ]
         for holder in holders:
-            _exchange(holder, plain)
+            _exchange_numbers(holder, plain)
         left = [holder for holder in holders if isinstance(holder, (tuple, frozenset))]
         del holders
         for one in left:
@@ -601,10 +601,10 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
             plain[id(one)] = build_instance(type(one), items, attributes_of(one))
 
 
-def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
+def _exchange_numbers(holder: Any, numbers: dict[int, Any]) -> None:
     if isinstance(holder, dict):
         for key, value in _numbers_of(holder.items(), numbers):
-            _put(holder, key, value)
+            _put_item(holder, key, value)
         if any(id(key) in numbers for key in holder):
             make_keys_plain(holder)
     elif isinstance(holder, (list, collections.deque)):
@@ -619,7 +619,7 @@ def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
     elif not isinstance(holder, types.FrameType):
         own = getattr(holder, "__dict__", None)
         if type(own) is dict:
-            _exchange(own, numbers)
+            _exchange_numbers(own, numbers)
         named = ((name, getattr(holder, name, None)) for name in slot_names(type(holder)))
         for name, value in _numbers_of(named, numbers):
             object.__setattr__(holder, name, value)
@@ -629,7 +629,7 @@ def _numbers_of(pairs: Iterable[tuple[Any, Any]], numbers: dict[int, Any]) -> li
     return [(key, numbers[id(value)]) for key, value in pairs if id(value) in numbers]
 
 
-def _put(holder: dict[Any, Any], key: Any, value: Any) -> None:
+def _put_item(holder: dict[Any, Any], key: Any, value: Any) -> None:
     if "__module__" in holder:  # as the attributes of a class have it, which have caches
         for owner in gc.get_referrers(holder):
             if isinstance(owner, type) and vars(owner).get(key) is holder[key]:

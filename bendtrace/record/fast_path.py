@@ -124,7 +124,7 @@ def fast_path_for(
         nonlocal is_behind
         kind = _kinds.get(func)
         if kind is None:
-            kind = _kind_of(func)
+            kind = _function_kind(func)
         if kind is _SPECIAL or "out" in kwargs:
             return NOT_TAKEN
         if is_behind:
@@ -280,7 +280,7 @@ def hooks_around() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def _kind_of(func: Any) -> _FunctionKind:
+def _function_kind(func: Any) -> _FunctionKind:
     # (Functions that may return None are guarded by `RunValues.bind`.)
     is_special = func in SPECIAL or func in OPTIONAL or may_vary(func)
     if is_special or may_be_patched(func) or tells_sizes_from_tuples(func):

@@ -136,7 +136,7 @@ class Recording:
     @property
     def names(self) -> list[str]:
         """The node name of each op."""
-        return self.view(_names)
+        return self.view(_names_of_nodes)
 
     @property
     def plain_ops(self) -> list[Op]:
@@ -159,7 +159,7 @@ def _plain_ops(recording: Recording) -> list[Op]:
     return ops
 
 
-def _names(recording: Recording) -> list[str]:
+def _names_of_nodes(recording: Recording) -> list[str]:
     return node_names(recording.tape)
 
 

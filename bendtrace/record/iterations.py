@@ -212,12 +212,12 @@ def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Plac
     assert record.site is not None
     found, level, _ = _user_site(record.scope, record.site)
     code, offset = found.chain[level]
-    asks = offset in asking_comparisons(code) and _asks(record, items)
+    asks = offset in asking_comparisons(code) and _record_asks(record, items)
     asks = asks and not is_inside_comparison(record, tape)
     return place._replace(offset=first_offset(code, offset) + asks)
 
 
-def _asks(record: Op | Guard, items: set[int]) -> bool:
+def _record_asks(record: Op | Guard, items: set[int]) -> bool:
     """Return whether a record asks for a truth, other than of an item of containers."""
     if isinstance(record, Guard):
         return isinstance(record, TruthGuard) and record.use not in _OF_RESULTS
@@ -229,20 +229,20 @@ def _beside(tape: Tape, record: Op | Guard) -> str:
     if isinstance(record, Guard):
         if isinstance(record, ContentGuard) and record.use not in _OF_RESULTS:
             return ""  # Python has asked for the value, wherever it is from
-        while op.kind is OpKind.SCALAR and _is_element(op):
+        while op.kind is OpKind.SCALAR and _takes_element(op):
             op = tape.ops[op.args[0].index]
     return (getattr(op.target, "role", "") or "after") if is_gate(op) else ""
 
 
 def _element_of(tape: Tape, record: Op | Guard) -> int | None:
     found: int | None = None
-    while isinstance(record, Op) and record.kind is OpKind.SCALAR and _is_element(record):
+    while isinstance(record, Op) and record.kind is OpKind.SCALAR and _takes_element(record):
         found = record.args[0].index
         record = tape.ops[record.args[0].index]
     return found
 
 
-def _is_element(op: Op) -> bool:
+def _takes_element(op: Op) -> bool:
     return getattr(op.target, "__name__", "") == "getitem" and type(op.args[0]) is Ref
 
 
@@ -314,7 +314,7 @@ class Iterations:
 
     def _follow(self, mark: RecordMark) -> None:
         state = self._running[mark.activation]
-        outer, own = _split(mark)
+        outer, own = _split_loops(mark)
         around: tuple[int, ...] = ()
         if mark.outer is not None:
             enclosing = self._running[mark.outer]
@@ -405,7 +405,7 @@ class Iterations:
             self._counts[head] += 1
 
 
-def _split(mark: RecordMark) -> tuple[tuple[SourceLoop, ...], tuple[SourceLoop, ...]]:
+def _split_loops(mark: RecordMark) -> tuple[tuple[SourceLoop, ...], tuple[SourceLoop, ...]]:
     """Return the loops around a mark that run in other code than its own, and its own."""
     loops = mark.role.loops
     if mark.outer is None:
@@ -418,7 +418,10 @@ def _is_back(before: RecordMark, mark: RecordMark) -> bool:
     """Return whether a mark can only follow the previous one in another iteration."""
     if mark.place.offset != before.place.offset:
         return mark.place.offset < before.place.offset
-    (call, inner), (call_before, inner_before) = _within(mark), _within(before)
+    (call, inner), (call_before, inner_before) = (
+        _module_or_torch_call(mark),
+        _module_or_torch_call(before),
+    )
     if call is not call_before:
         return True  # one module called twice
     if call is not None:
@@ -435,7 +438,9 @@ def _is_back(before: RecordMark, mark: RecordMark) -> bool:
     return not (isinstance(last, Guard) and record.kind is OpKind.SCALAR)
 
 
-def _within(mark: RecordMark) -> tuple[ModuleCall | None, tuple[tuple[CodeType, int], ...]]:
+def _module_or_torch_call(
+    mark: RecordMark,
+) -> tuple[ModuleCall | None, tuple[tuple[CodeType, int], ...]]:
     """Return the module call, or torch's code, that led from the user's code to a record."""
     site, scope = mark.record.site, mark.record.scope
     assert site is not None

@@ -67,10 +67,10 @@ class ReachableContainers:
                 self._functions.append(thing)
                 waiting += _objects_in_code(thing, environment)
             else:
-                waiting += _content(thing)
+                waiting += _items_within(thing)
         self._is_complete = not waiting
         self._before = [
-            (thing, [*_content(thing)]) for thing in found.values() if _is_mutable(thing)
+            (thing, [*_items_within(thing)]) for thing in found.values() if _is_mutable(thing)
         ]
 
     @property
@@ -84,7 +84,7 @@ class ReachableContainers:
             return True  # more than is looked through
         if not self._before:
             return False
-        if any(_differ(before, [*_content(thing)]) for thing, before in self._before):
+        if any(_items_differ(before, [*_items_within(thing)]) for thing, before in self._before):
             return True
         return any(map(_mutates, self._functions))
 
@@ -105,7 +105,7 @@ def _is_mutable(thing: Any) -> bool:
     ) and (isinstance(thing, _MUTABLE) or is_array(thing) or can_build(type(thing)))
 
 
-def _content(thing: Any) -> Iterator[Any]:
+def _items_within(thing: Any) -> Iterator[Any]:
     if is_array(thing):
         yield thing.tobytes()
     elif isinstance(thing, dict):
@@ -120,7 +120,7 @@ def _content(thing: Any) -> Iterator[Any]:
             yield from (str(name), value)
 
 
-def _differ(before: list[Any], now: list[Any]) -> bool:
+def _items_differ(before: list[Any], now: list[Any]) -> bool:
     if len(before) != len(now):
         return True
     return any(

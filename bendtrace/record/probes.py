@@ -48,17 +48,17 @@ def look_once() -> None:
     # A mode entered by the user would see the tiny models.
     if "torch" not in _looked and not _is_inside_a_mode():
         _looked.add("torch")
-        warn_of(_apart(probe_torch))
+        warn_of(_run_in_thread(probe_torch))
 
 
 def look_at_flow_once() -> None:
     """Run the probe that flow steps need, once."""
     if "flow" not in _looked and not _is_inside_a_mode():
         _looked.add("flow")
-        warn_of(_apart(probe_flow))
+        warn_of(_run_in_thread(probe_flow))
 
 
-def _apart(probe: Callable[[], list[str]]) -> list[str]:
+def _run_in_thread(probe: Callable[[], list[str]]) -> list[str]:
     """Run a probe in its own thread, where no mode of the user's is active."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.extend(probe()))
@@ -115,7 +115,7 @@ def _probe_python(*probes: _PythonProbe) -> list[str]:
     return failed
 
 
-def _function(source: str) -> FunctionType:
+def _compiled_function(source: str) -> FunctionType:
     """Compile the body of a function of `x`, `y` and `z`."""
     body = "\n".join(f"  {line}" for line in source.splitlines())
     scope: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def _function(source: str) -> FunctionType:
 
 
 def _code(source: str) -> CodeType:
-    return _function(source).__code__
+    return _compiled_function(source).__code__
 
 
 def _reads_identity() -> bool:
@@ -187,9 +187,9 @@ def _reads_truth_tests() -> bool:
         return [False, False]
 
     for source in expected:
-        _function(source)(truth, lambda _: None, None)
+        _compiled_function(source)(truth, lambda _: None, None)
     for source in lists:
-        _function(source)(truths, lambda _: None, None)
+        _compiled_function(source)(truths, lambda _: None, None)
     return answers == [*expected.values(), *lists.values()]
 
 
@@ -200,7 +200,7 @@ def _reads_handlers() -> bool:
         frame = sys._getframe(1)
         answers.append(is_covered(frame.f_code, frame.f_lasti))
 
-    _function("x()\ntry:\n  x()\nexcept ValueError:\n  y()\nx()")(asks, None, None)
+    _compiled_function("x()\ntry:\n  x()\nexcept ValueError:\n  y()\nx()")(asks, None, None)
     return answers == [False, True, False]
 
 

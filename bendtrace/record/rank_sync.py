@@ -121,10 +121,10 @@ def _look_at(model: Any, names: frozenset[str]) -> None:
     if communicates and len(torch.distributed.distributed_c10d._world.pg_map) == 1:
         found.append(world())
     if found or communicates:
-        _note(model, found)
+        _note_groups(model, found)
 
 
-def _note(model: Any, groups: Iterable[RankGroup]) -> None:
+def _note_groups(model: Any, groups: Iterable[RankGroup]) -> None:
     """Record that a model communicates, and in which groups."""
     global _is_any_known
     if can_be_known(model):
@@ -156,7 +156,7 @@ def needs_agreement(model: Any, tape: Tape) -> bool:
     return _settings.enabled and _is_running()
 
 
-def _groups_of(model: Any) -> tuple[RankGroup, ...]:
+def _groups_of_model(model: Any) -> tuple[RankGroup, ...]:
     if not can_be_known(model):
         return ()
     size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
@@ -278,7 +278,7 @@ class JointCall:
                     tape = frame.f_globals.get("__tape__")
                 if tape is not None:
                     op = tape.ops[frame.f_globals["__op_of_line__"][frame.f_lineno]]
-                    found = _place_of(op, tape)
+                    found = _op_place_text(op, tape)
                 elif code in BEHIND or code in ENDS:
                     found = ""
                 elif is_users_file(code.co_filename):
@@ -314,7 +314,7 @@ _OF_DDP = frozenset(
 )
 
 
-def _place_of(op: Op, tape: Tape) -> str:
+def _op_place_text(op: Op, tape: Tape) -> str:
     """Return the place of an op in a replay, as recorded."""
     known = tape.joint.get(op.index)
     if known is not None:
@@ -416,7 +416,7 @@ def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
             call.tape, call.replays = before
         return
     if call is None:
-        call = JointCall(model, _groups_of(model))
+        call = JointCall(model, _groups_of_model(model))
         if is_joint(model):
             ranks_of_process().call = _next_call(model)
     call.is_left, call.tape, call.replays = False, None, False
@@ -461,7 +461,7 @@ def joint_recording(
         yield call
         # Insertions may communicate in one run, and not in another.
         if call is not None and (call.counts or any(map(is_gate, tape.ops))):
-            _note(model, call.counts)
+            _note_groups(model, call.counts)
         if call is not None and can_be_known(model) and model in _groups:
             tape.is_joint = True
 

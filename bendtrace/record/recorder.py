@@ -926,7 +926,7 @@ def _behind(value: Any) -> Iterator[Any]:
         function = item.__func__ if type(item) is types.MethodType else item
         if type(function) is types.FunctionType:
             for cell in function.__closure__ or ():
-                if next(scalars_in(_content(cell)), None) is not None:
+                if next(scalars_in(_cell_content(cell)), None) is not None:
                     yield cell
         elif type(item) is types.GeneratorType:
             if item.gi_frame is not None and not item.gi_running:
@@ -935,7 +935,7 @@ def _behind(value: Any) -> Iterator[Any]:
             yield from gc.get_referents(item)
 
 
-def _content(cell: types.CellType) -> Any:
+def _cell_content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # assigned later

@@ -482,11 +482,13 @@ class Script:
         before = step.op
         if op.kind is not before.kind or op.context.modes != before.context.modes:
             return False
-        if op.target != before.target and _text(op.target) != _text(before.target):
+        if op.target != before.target and _comparable_text(op.target) != _comparable_text(
+            before.target
+        ):
             return False
         mine = map_refs((op.args, op.kwargs), lambda ref: Ref(self._name_of(ref.index)))
         its = map_refs(step.names.arguments(before), lambda ref: Ref(self.first(ref.index)))
-        if identical(mine, its) or _text(mine) == _text(its):
+        if identical(mine, its) or _comparable_text(mine) == _comparable_text(its):
             return True
         if self._is_exact or not self.is_merged:
             return False
@@ -689,7 +691,7 @@ def _error_like(cls: type[BaseException], text: str | None) -> Exception:
     return error
 
 
-def _text(value: Any) -> str:
+def _comparable_text(value: Any) -> str:
     """Return a value as text in which objects that each run makes again are alike."""
     if callable(value):
         value = display_name(value), value

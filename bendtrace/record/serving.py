@@ -154,7 +154,7 @@ def in_steps(result: Any, within: Callable[[], AbstractContextManager[None]]) ->
     """
     if type(result) is types.GeneratorType:
         is_new = inspect.getgeneratorstate(result) == inspect.GEN_CREATED
-        return _steps(result, within) if is_new else result
+        return _run_in_steps(result, within) if is_new else result
     if type(result) is types.CoroutineType:
         is_new = inspect.getcoroutinestate(result) == inspect.CORO_CREATED
         return _awaited(result, within) if is_new else result
@@ -163,7 +163,7 @@ def in_steps(result: Any, within: Callable[[], AbstractContextManager[None]]) ->
     return result
 
 
-def _steps(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
+def _run_in_steps(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
     step = functools.partial(made.send, None)
     try:
         while True:
@@ -190,7 +190,7 @@ class _ContextAwaitable:
         self._made, self._within = made, within
 
     def __await__(self) -> Any:
-        return _steps(self._made, self._within)
+        return _run_in_steps(self._made, self._within)
 
 
 async def _awaited(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:

@@ -129,7 +129,7 @@ class StateReader:
         with torch._C.DisableTorchFunction():
             reader = _StateWalk(self._values, self._environment, self._texts)
             try:
-                key = _digest(
+                key = _state_digest(
                     "identity" if is_identity else guard.name,
                     _global_state(self._modes),
                     reader.frames(self._outermost, compared),
@@ -189,8 +189,8 @@ class StateReader:
             or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
         )
         if before is None:
-            return RunState(_digest("start", guard.name), made, ())
-        key = _digest("after", before.key, self._answer, guard.name)
+            return RunState(_state_digest("start", guard.name), made, ())
+        key = _state_digest("after", before.key, self._answer, guard.name)
         return RunState(key, before.holes + made, before.kept)
 
 
@@ -199,7 +199,7 @@ class StateReader:
 _MOST_AT_FIRST, _NEAR = 128, 12
 
 
-def _digest(*key: Any) -> bytes:
+def _state_digest(*key: Any) -> bytes:
     return hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=20).digest()
 
 
@@ -296,7 +296,7 @@ class _StateWalk:
             parts = self._texts.parts(value)
             return "text", *(p if isinstance(p, str) else self.value_of(p[0]) for p in parts)
         if kind in PLAIN_TYPES:
-            return _plain(value, kind)
+            return _plain_key(value, kind)
         if value is stacks.EMPTY:
             return ("empty",)  # different from the text "empty"
         if kind is stacks.InterpreterNumber:
@@ -306,7 +306,7 @@ class _StateWalk:
         if kind in TRACED:
             return self._scalar(value)
         if kind in RETIRED:
-            return _plain(value._value, type(value._value))
+            return _plain_key(value._value, type(value._value))
         if (stands := self._values.tensor_of_array(value)) is not None:
             return "array", self._by_identity(kind), self._tensor(stands)
         if kind is ArrayCall or kind is ArrayOperand:
@@ -389,7 +389,7 @@ class _StateWalk:
 
     def _scalar(self, scalar: Any) -> Any:
         if scalar._origin is not self._values.origin:
-            return _plain(scalar._value, type(scalar._value))
+            return _plain_key(scalar._value, type(scalar._value))
         source = scalar._source
         if type(source) is Ref:
             what = self.value_of(source.index)
@@ -545,7 +545,7 @@ class _StateWalk:
         return function.__name__, self.value(owner)
 
 
-def _plain(value: Any, kind: type) -> Any:
+def _plain_key(value: Any, kind: type) -> Any:
     """Return a plain value in a form that is equal only to the same value."""
     if kind is float:
         return bits_of(value), 0.0

@@ -108,7 +108,7 @@ class Varying:
             use: how it is asked.
             scalar: the traced scalar.
         """
-        frame, callee = _asking()
+        frame, callee = _asking_frames()
         if is_awaited(frame):
             return True  # the same call asks for another number, or again
         place = self._place(frame, use)
@@ -272,27 +272,27 @@ class Varying:
         the end of the run: code may change it.
         """
         inner = function.__wrapped__
-        if not is_computation(inner) or not all(map(_is_plain, given)):
+        if not is_computation(inner) or not all(map(_is_plain_cache_argument, given)):
             return None
         environment, misses = self._values.environment, function.cache_info().misses
         plain = function(*without_traced(given))
         misses = function.cache_info().misses - misses
-        if _holders(plain) and not is_finished(inner):
+        if _reference_counts(plain) and not is_finished(inner):
             return None  # the model may change what is kept for its next call
         environment.computed[function] = environment.computed.get(function, 0) + misses
-        before = _content(given)
+        before = _copy_of_arguments(given)
         result = inner(*given)
         copied = _without(result)
-        if not identical(copied, plain) or not identical(_content(given), before):
+        if not identical(copied, plain) or not identical(_copy_of_arguments(given), before):
             return None
-        self._cached.append((result, copied, _holders(result), plain))
+        self._cached.append((result, copied, _reference_counts(result), plain))
         return result
 
     def finish(self) -> None:
         """Look whether code has changed, or keeps, what a cache holds for later calls."""
         for result, copied, holders, plain in self._cached:
             _change_alike(plain, result)
-            if not identical(_without(result), copied) or _holders(result) != holders:
+            if not identical(_without(result), copied) or _reference_counts(result) != holders:
                 self._writer.tape.block("code changes, or keeps, what a cache has returned")
 
 
@@ -333,7 +333,7 @@ _MOST_ITEMS = 4096  # which code lists again
 _ASKING = frozenset({"CALL", "BINARY_SUBSCR"})
 
 
-def _asking() -> tuple[FrameType, FrameType]:
+def _asking_frames() -> tuple[FrameType, FrameType]:
     """Return the frame in which a traced scalar is asked, and the tracer's frame that it called."""
     callee = sys._getframe(2)
     while callee.f_back is not None and callee.f_back.f_code.co_filename.startswith(TRACER):
@@ -371,26 +371,26 @@ def _has_keywords(code: CodeType, offset: int) -> bool:
     return "KW_NAMES" in before[-2:]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_cache_argument(value: Any) -> bool:
     """Return whether an argument of a cache is nothing that a run makes, but for numbers."""
     if type(value) is tuple:
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_cache_argument, value))
     return not isinstance(value, Tensor)
 
 
-def _content(value: Any, depth: int = 4) -> Any:
+def _copy_of_arguments(value: Any, depth: int = 4) -> Any:
     """Return a copy of arguments, to see whether a function changes them."""
     if type(value) in TRACED or not depth:
         return None
     if isinstance(value, (tuple, list, set, frozenset)):
-        return [_content(item, depth) for item in value]
+        return [_copy_of_arguments(item, depth) for item in value]
     if isinstance(value, dict):
-        return [[_content(part, depth) for part in pair] for pair in value.items()]
+        return [[_copy_of_arguments(part, depth) for part in pair] for pair in value.items()]
     own = getattr(value, "__dict__", None)
-    return id(value) if type(own) is not dict else _content(own, depth - 1)
+    return id(value) if type(own) is not dict else _copy_of_arguments(own, depth - 1)
 
 
-def _holders(value: Any) -> list[int]:
+def _reference_counts(value: Any) -> list[int]:
     """Return how many references there are to each container in a result."""
     kind = type(value)
     if kind is tuple or kind is list:
@@ -401,7 +401,7 @@ def _holders(value: Any) -> list[int]:
         return []
     counts = [] if kind is tuple else [sys.getrefcount(value)]
     for item in inside:
-        counts += _holders(item)
+        counts += _reference_counts(item)
     return counts
 
 

@@ -57,7 +57,7 @@ class KnownTensor(weakref.ref[Tensor]):
     graphless: bool  # computed while grad mode was off, so that it cannot require grad
 
 
-def _tensors_in(environment: Environment) -> dict[Any, Tensor]:
+def _readable_tensors(environment: Environment) -> dict[Any, Tensor]:
     """Return the tensors that a run can read, by all their names."""
     found: dict[Any, Tensor] = {}
     for part in environment.parts:
@@ -119,7 +119,7 @@ class TapeWriter:
         self.handed: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
         if script is not None:
-            script.begin(self.aliases, _tensors_in(environment))
+            script.begin(self.aliases, _readable_tensors(environment))
             self.handed, self.errors = script.values, script.errors
         self.is_behind: bool = script is not None and script.is_active
         self.read_state: Callable[[Guard], RunState | None] | None = None

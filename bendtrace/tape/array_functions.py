@@ -97,7 +97,7 @@ class ArrayFunction:
             with sys.modules["numpy"].errstate(**dict(self._errors)):
                 result = self.function(*arrays, **named)
         if not self.is_written:
-            return _close(result, given)
+            return _arrays_to_tensors(result, given)
         written: Tensor = kwargs.get("out", args[0])
         # Whether a call gives a view or a copy can depend on the layout of what it is given. Eager
         # counts no write to the memory of a tensor of the model's.
@@ -141,7 +141,7 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     array: Any = Tensor.numpy(tensor, *args, **kwargs)
     plain = tensor.detach()
     if plain.data_ptr() != array_address(array) or plain.device.type != "cpu":
-        return _close(array, [])
+        return _arrays_to_tensors(array, [])
     vars(plain).update({_NAME: array, _SHARED: True})
     return plain
 
@@ -149,7 +149,7 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 content_of.__name__ = "numpy"
 
 
-def _close(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
+def _arrays_to_tensors(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
     """Return a result with tensors in the place of arrays."""
     kind = type(result)
     if is_content(result):
@@ -157,7 +157,7 @@ def _close(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
     if isinstance(result, Tensor):
         return _in_memory_of(given, result)
     if isinstance(result, (tuple, list)):
-        items = [_close(item, given) for item in result]
+        items = [_arrays_to_tensors(item, given) for item in result]
         return kind(items) if kind in (tuple, list) else build_instance(kind, items, {})
     return result
 
@@ -188,7 +188,7 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
             away = array_address(array) - first
             if (
                 first <= array_address(array) < end
-                and str(other.dtype) == _name(array)
+                and str(other.dtype) == _dtype_name(array)
                 and (is_in_memory(other) and away % size == 0)
             ):
                 try:
@@ -238,7 +238,7 @@ def array_address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _name(array: Any) -> str:
+def _dtype_name(array: Any) -> str:
     return f"torch.{array.dtype.name}"
 
 

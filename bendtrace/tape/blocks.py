@@ -121,7 +121,7 @@ class Portion:
             switch.to(op.context)
             try:
                 known[op.index] = op.target(
-                    *_arguments(op.args, known), **_arguments(op.kwargs, known)
+                    *_replayed_arguments(op.args, known), **_replayed_arguments(op.kwargs, known)
                 )
             except _Stopped:
                 raise
@@ -142,24 +142,26 @@ def _pass_through(passage: Passage, known: dict[int, Any], switch: ContextSwitch
     known[passage.op] = passage.function(known[passage.op])
 
 
-def _arguments(value: Any, known: dict[int, Any]) -> Any:
+def _replayed_arguments(value: Any, known: dict[int, Any]) -> Any:
     """Return the arguments that recorded ones stand for."""
     kind = type(value)
     if kind is Ref:
         return known[value.index]
     if kind is tuple or kind is list:
-        return kind([_arguments(item, known) for item in value])
+        return kind([_replayed_arguments(item, known) for item in value])
     if kind is dict:
-        return {key: _arguments(item, known) for key, item in value.items()}
+        return {key: _replayed_arguments(item, known) for key, item in value.items()}
     if kind is slice:
-        return slice(*_arguments((value.start, value.stop, value.step), known))
+        return slice(*_replayed_arguments((value.start, value.stop, value.step), known))
     if kind is FixedObject:
         return value.value
     if kind is Construction:
-        return value.maker(*_arguments(value.args, known))
+        return value.maker(*_replayed_arguments(value.args, known))
     if kind is Instance:
         return build_instance(
-            value.cls, _arguments(value.items, known), _arguments(value.attributes, known)
+            value.cls,
+            _replayed_arguments(value.items, known),
+            _replayed_arguments(value.attributes, known),
         )
     if kind is Array:
         array = value.value.copy("K")

@@ -532,27 +532,27 @@ def _bitwise(value: Any) -> Any:
     if kind is complex:
         return bits_of(value.real), bits_of(value.imag)
     if kind is range or kind is slice:  # range(0, 3, 2) == range(0, 4, 2)
-        return tuple(map(_exact, (value.start, value.stop, value.step)))
+        return tuple(map(_exact_value, (value.start, value.stop, value.step)))
     if kind is tuple:
-        return tuple(map(_exact, value))
+        return tuple(map(_exact_value, value))
     if kind is frozenset:
-        return frozenset(map(_exact, value))
+        return frozenset(map(_exact_value, value))
     if is_scalar(kind):
         return str(value.dtype), value.tobytes()
     return value
 
 
-def _exact(value: Any) -> tuple[type, Any]:
+def _exact_value(value: Any) -> tuple[type, Any]:
     """A value with its type, since 1 == 1.0 == True, and floats by their bits."""
     return type(value), _bitwise(value)
 
 
-def _members_of(values: Any) -> tuple[Any, ...]:
+def _set_members(values: Any) -> tuple[Any, ...]:
     """Return a set's members, in iteration order."""
-    return tuple(map(_exact, values))
+    return tuple(map(_exact_value, values))
 
 
-def _items_of(container: Any) -> Exact:
+def _plain_content(container: Any) -> Exact:
     """Return the content of a container of plain values: items and attributes, in order."""
     kind = type(container)
     keys: tuple[Any, ...] = ()
@@ -576,8 +576,8 @@ def _items_of(container: Any) -> Exact:
 
 # How what is compared as one is copied: equal copies mean that nothing in it has changed.
 COPIED: dict[CaptureKind, Callable[[Any], Any]] = {
-    CaptureKind.SET: _members_of,
-    CaptureKind.LARGE: _items_of,
+    CaptureKind.SET: _set_members,
+    CaptureKind.LARGE: _plain_content,
     CaptureKind.ARRAY: Array,
 }
 

@@ -175,15 +175,15 @@ def _is_lost(key: Any) -> bool:
         and count == _ALONE
         and _use_count(item) == 1  # which views and graphs add to
         and not weakref.getweakrefcount(item)
-        for item, count in zip(key, _holders(key), strict=True)
+        for item, count in zip(key, _item_references(key), strict=True)
     )
 
 
-def _holders(items: tuple[Any, ...]) -> list[int]:
+def _item_references(items: tuple[Any, ...]) -> list[int]:
     return [sys.getrefcount(item) for item in items]
 
 
-_ALONE = _holders((object(),))[0]
+_ALONE = _item_references((object(),))[0]
 
 
 def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:

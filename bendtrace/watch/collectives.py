@@ -334,7 +334,7 @@ def _before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     if not module.device_ids and module.mixed_precision is None:
         watcher.opaque_call(prepare_forward, (module,), {})
         return inputs, kwargs
-    tensors, rebuild = _apart((inputs, kwargs))
+    tensors, rebuild = _take_tensors_out((inputs, kwargs))
     return rebuild(watcher.opaque_call(prepare_forward, (module, *tensors), {}))
 
 
@@ -346,20 +346,20 @@ def _after_ddp(module: Any, output: Any) -> Any:
     if not (module.find_unused_parameters or module.static_graph):
         watcher.opaque_call(prepare_backward, (module,), {})
         return output
-    tensors, rebuild = _apart(output)
+    tensors, rebuild = _take_tensors_out(output)
     return rebuild(watcher.opaque_call(prepare_backward, (module, *tensors), {}))
 
 
 # FSDP2
 
 
-def _states() -> Any:
+def _fsdp_states() -> Any:
     return sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
 
 
 def _hook_of_fsdp(hooks: Mapping[int, Any], name: str) -> tuple[int, Any] | None:
     """Return the hook of FSDP's in a table, with its number."""
-    states = _states()
+    states = _fsdp_states()
     if states is None:
         return None
     for number, hook in hooks.items():
@@ -394,14 +394,14 @@ def gather_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]
 
 def gather_records(module: nn.Module) -> Iterator[Any]:
     """Yield FSDP's record of each parameter that it gathers when a module is called."""
-    states = _states()
+    states = _fsdp_states()
     if states is None or type(module).__hash__ is None:  # FSDP finds modules by their hash
         return
-    for group in _groups_of(states._get_module_fsdp_state(module)):
+    for group in _groups_of_state(states._get_module_fsdp_state(module)):
         yield from group.fsdp_params
 
 
-def _groups_of(state: Any) -> list[Any]:
+def _groups_of_state(state: Any) -> list[Any]:
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -442,7 +442,7 @@ class _Before(_JointHook):
         watcher = current_watcher()
         if watcher is None:
             return self.hook(module, args, kwargs)
-        tensors, rebuild = _apart((args, kwargs))
+        tensors, rebuild = _take_tensors_out((args, kwargs))
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
         for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
@@ -459,13 +459,13 @@ class _After(_JointHook):
         watcher = current_watcher()
         if watcher is None:
             return self.hook(module, args, output)
-        tensors, rebuild = _apart(output)
+        tensors, rebuild = _take_tensors_out(output)
         given = watcher.opaque_call(release_parameters, (module, *tensors), {})
-        _put_back(self.shards)
+        _restore_shards(self.shards)
         return rebuild(given)
 
 
-def _put_back(shards: list[_Shard]) -> None:
+def _restore_shards(shards: list[_Shard]) -> None:
     for held, name, shard in shards:
         held[name] = shard
     shards.clear()
@@ -474,7 +474,7 @@ def _put_back(shards: list[_Shard]) -> None:
 def has_joint_hooks(module: nn.Module) -> bool:
     """Return whether FSDP may act around the forward of a module."""
     hooked = module._forward_pre_hooks or module._forward_hooks
-    return bool(hooked) and _states() is not None
+    return bool(hooked) and _fsdp_states() is not None
 
 
 @contextmanager
@@ -493,7 +493,7 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _put_back(shards)
+        _restore_shards(shards)
         for hooks, number, hook in exchanged:
             if number in hooks:
                 hooks[number] = hook
@@ -501,7 +501,7 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
 
 def nested_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value, in the kinds of containers that models return."""
-    return _apart(value)[0]
+    return _take_tensors_out(value)[0]
 
 
 # Whatever of torch.distributed does something with all tensors of a value uses it.
@@ -511,7 +511,7 @@ _apply_to_tensors: Any = internal(
 )
 
 
-def _apart(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
+def _take_tensors_out(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
     """Return the tensors in a value, and a function that puts others in their places.
 
     In the kinds of containers that FSDP and DDP look for tensors in.
@@ -687,10 +687,10 @@ class Ranks:
             seen.add(rank)
             # If it has gone from an earlier call, or from one of another model, it is late.
             if place.get("gone") and self._is_reached_by(place["call"]):
-                return {chain[0]: _reason(chain, places, str(place["gone"]))}
+                return {chain[0]: _waiting_reason(chain, places, str(place["gone"]))}
             if place.get("at") and not self._has(f"{place['at']}/answer"):
                 if self.rank in place["ranks"]:  # it waits for this one, if only in the end
-                    return {chain[0]: _reason(chain, places, f"waits for rank {self.rank}")}
+                    return {chain[0]: _waiting_reason(chain, places, f"waits for rank {self.rank}")}
                 missing = set(place["ranks"]) - self._at(place["at"], places)
                 waiting += [(other, (*chain, other)) for other in sorted(missing)]
         return {}
@@ -768,7 +768,9 @@ class Ranks:
         return True
 
 
-def _reason(chain: Sequence[int], places: Mapping[int, Mapping[str, Any]], last: str) -> str:
+def _waiting_reason(
+    chain: Sequence[int], places: Mapping[int, Mapping[str, Any]], last: str
+) -> str:
     """Say why the first of some ranks, each of which waits for the next, will never come."""
     links = [f"waits in group {places[rank]['group']} for rank {then}, which "
              for rank, then in itertools.pairwise(chain)]  # fmt: skip

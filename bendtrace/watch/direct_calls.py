@@ -197,7 +197,7 @@ _nn: Any = internal("torch._C._nn", functional)
 _functions: Any = internal("torch._C._VariableFunctions", torch)
 
 
-def _entries() -> dict[Any, FunctionEquivalent]:
+def _all_equivalents() -> dict[Any, FunctionEquivalent]:
     found: dict[Any, FunctionEquivalent] = {}
 
     def enter(
@@ -254,7 +254,7 @@ def _entries() -> dict[Any, FunctionEquivalent]:
     return found
 
 
-ENTRIES: dict[Any, FunctionEquivalent] = _entries()
+ENTRIES: dict[Any, FunctionEquivalent] = _all_equivalents()
 """The known functions, by function."""
 
 
@@ -266,7 +266,7 @@ def cheapest(op: Op, plain: frozenset[int] | set[int]) -> EquivalentCall | None:
         plain: see `plain_values`.
     """
     entry = ENTRIES.get(op.target) if op.kind is OpKind.CALL and op.raised is None else None
-    if entry is None or not _is_plain((*op.args, *op.kwargs.values()), plain):
+    if entry is None or not _is_plain_argument((*op.args, *op.kwargs.values()), plain):
         return None
     return entry.call(op)
 
@@ -281,21 +281,25 @@ def plain_values(tape: Tape) -> set[int]:
         if op.is_given:
             known = isinstance(op.target, Captured) and _is_plain_part(op.target)
         else:
-            known = op.kind is OpKind.SCALAR or (op.kind is OpKind.CALL and _is_torchs(op.target))
-            known = known and _is_plain((*op.args, *op.kwargs.values()), plain)
+            known = op.kind is OpKind.SCALAR or (
+                op.kind is OpKind.CALL and _gives_plain_tensors(op.target)
+            )
+            known = known and _is_plain_argument((*op.args, *op.kwargs.values()), plain)
         if known:
             plain.add(op.index)
     return plain
 
 
-def _is_plain(value: Any, plain: frozenset[int] | set[int]) -> bool:
+def _is_plain_argument(value: Any, plain: frozenset[int] | set[int]) -> bool:
     kind = type(value)
     if kind is Ref:
         return value.index in plain
     if kind is tuple or kind is list:
-        return all(_is_plain(item, plain) for item in value)
+        return all(_is_plain_argument(item, plain) for item in value)
     if kind is slice:
-        return all(_is_plain(item, plain) for item in (value.start, value.stop, value.step))
+        return all(
+            _is_plain_argument(item, plain) for item in (value.start, value.stop, value.step)
+        )
     return kind in PLAIN_TYPES or kind is torch.Size
 
 
@@ -305,7 +309,7 @@ def _is_plain_part(part: Captured) -> bool:
     return part.kind in (CaptureKind.NUMBER, CaptureKind.PLAIN)
 
 
-def _is_torchs(function: Any) -> bool:
+def _gives_plain_tensors(function: Any) -> bool:
     """Return whether a function gives tensors of no subclass if it is given none."""
     name = name_of(function)
     if function in SHAPES or function in METADATA:

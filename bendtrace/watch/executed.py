@@ -272,7 +272,7 @@ class CodeMonitor:
             if outer is None or not self.is_foreign(outer):
                 self.enters_foreign(frame)
         module, caller = str(frame.f_globals.get("__name__")), frame.f_back
-        while module in OF_TORCH and caller is not None and _hands_on(caller):
+        while module in OF_TORCH and caller is not None and _is_wrapper_frame(caller):
             caller = caller.f_back
         if caller is None or self._is_finished(caller.f_code, caller.f_globals):
             return
@@ -483,7 +483,7 @@ _NATIVE = (types.BuiltinFunctionType,)
 _NOWHERE: Place = ((lambda: None).__code__, 0)
 
 
-def _hands_on(frame: types.FrameType) -> bool:
+def _is_wrapper_frame(frame: types.FrameType) -> bool:
     """Return whether code is of a wrapper of torch's, which calls what it wraps."""
     return str(frame.f_globals.get("__name__")) in ("torch._compile", "torch._dynamo.eval_frame")
 
@@ -584,7 +584,7 @@ def _functions_of(
     return {code: tuple(functions) for code, functions in found.items()}
 
 
-def _place(code: types.CodeType, line: int) -> str:
+def _line_text(code: types.CodeType, line: int) -> str:
     return full_place_text(code.co_filename, line)
 
 
@@ -592,22 +592,22 @@ def forbidden_in(code_monitor: CodeMonitor) -> Iterator[str]:
     """Yield a reason for each thing that a run has asked of the world outside."""
     for code, space in code_monitor.codes.items():
         if space.get("id", id) is id and (line := asks_for_ids(code)) is not None:
-            yield f"the code at {_place(code, line)} asks for an id, {OWN_NUMBER}"
+            yield f"the code at {_line_text(code, line)} asks for an id, {OWN_NUMBER}"
         for name in types_of_outside(code, space):
-            place = _place(code, line_naming(name.rpartition(".")[2], code))
+            place = _line_text(code, line_naming(name.rpartition(".")[2], code))
             yield f"{name} at {place} may give something else each time, {UNWATCHED}"
     for name, (code, line) in code_monitor.entropy.items():
-        yield f"{name} at {_place(code, line)} gives what nothing can give again"
+        yield f"{name} at {_line_text(code, line)} gives what nothing can give again"
     for (module, name), (code, line) in code_monitor.called.items():
         if name in OF_GENERATORS and module in OF_TORCH:
             yield (
-                f"{module}.{name} at {_place(code, line)} is not recorded where forward has "
+                f"{module}.{name} at {_line_text(code, line)} is not recorded where forward has "
                 "another name for it"
             )
         elif name in UNDETECTABLE and module.partition(".")[0] == "torch":
-            yield f"{name} at {_place(code, line)} {UNDETECTABLE[name]}"
+            yield f"{name} at {_line_text(code, line)} {UNDETECTABLE[name]}"
         elif not is_steady(module, name):
             yield (
-                f"{module}.{name} at {_place(code, line)} may give something else each time, "
+                f"{module}.{name} at {_line_text(code, line)} may give something else each time, "
                 f"{UNWATCHED}"
             )

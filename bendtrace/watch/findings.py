@@ -88,7 +88,7 @@ def read_members(table: dict[str, Any]) -> tuple[Any, ...]:
 _ASKED = frozenset({"__call__", "__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
 
 
-def _order(value: Any) -> tuple[Any, ...]:
+def _dict_order(value: Any) -> tuple[Any, ...]:
     ordered = collections.OrderedDict
     return (*ordered.keys(value), *ordered.values(value))
 
@@ -137,12 +137,12 @@ def _array_of(value: Any) -> Any:
 
 def _state_of(value: Any) -> Any:
     generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
-    return [_flat(generator.state)]
+    return [_state_items(generator.state)]
 
 
-def _flat(state: Any) -> Any:
+def _state_items(state: Any) -> Any:
     if isinstance(state, dict):
-        return [(key, _flat(item)) for key, item in state.items()]
+        return [(key, _state_items(item)) for key, item in state.items()]
     return state.tobytes() if is_array(state) else state
 
 
@@ -173,7 +173,7 @@ def _iterate(base: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (collections.OrderedDict, _order),
+    (collections.OrderedDict, _dict_order),
     (collections.defaultdict, _factory),
     (dict, read_items),
     (list, _iterate(list)),
@@ -665,7 +665,7 @@ class _Content:
         now = self._read(self.value)
         if type(now) is not tuple:
             return bool(now == self._was)
-        return len(now) == len(self._was) and all(map(_alike, now, self._was))
+        return len(now) == len(self._was) and all(map(_same_value, now, self._was))
 
     @property
     def is_whole(self) -> bool:
@@ -686,7 +686,7 @@ class _CacheEntries(_Content):
         return all(now.get(id(key), now) is result for key, result in self._was)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _same_value(a: Any, b: Any) -> bool:
     return a is b or (type(a) in PLAIN_TYPES and identical(a, b))
 
 

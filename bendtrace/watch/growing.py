@@ -52,7 +52,7 @@ def growing_in(found: ScanResult) -> dict[int, Any]:
     owners = owners_in(found)
     for part in found.parts:
         if part.index in tied:  # what holds it is known by another name, too
-            tied.update(_holders(part))
+            tied.update(_ancestors(part))
     return {
         id(part.value): part.value
         for part in candidates
@@ -124,7 +124,7 @@ def _can_grow(part: Captured) -> bool:
 _LISTS = (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)
 
 
-def _holders(part: Captured) -> Iterator[int]:
+def _ancestors(part: Captured) -> Iterator[int]:
     while part.parent is not None:
         part = part.parent
         yield part.index

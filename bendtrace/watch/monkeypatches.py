@@ -42,7 +42,7 @@ _HANDLING: Any = internal(
 _DESCRIPTORS = (property, classmethod, staticmethod, types.GetSetDescriptorType)
 
 
-def _is_torchs(function: Any) -> bool:
+def _is_torch_defined(function: Any) -> bool:
     if isinstance(function, property):
         function = function.fget
     if type(function) in _NATIVE or isinstance(function, _DESCRIPTORS):
@@ -112,7 +112,9 @@ def _spaces() -> Iterator[_Space]:
     inherited: dict[str, Any] = {}
     for cls in reversed(torch.Tensor.__mro__):
         for name, value in _functions_in(vars(cls)).items():
-            if name not in inherited or _is_torchs(value):  # else it stands in for that by now
+            if name not in inherited or _is_torch_defined(
+                value
+            ):  # else it stands in for that by now
                 inherited[name] = value
     # A class shows its attributes through a proxy only, which refers to the table.
     table = gc.get_referents(vars(torch.Tensor))[0]
@@ -186,7 +188,7 @@ def may_be_patched(function: Any) -> bool:
     if type(function) in _NATIVE:
         getter = getattr(function, "__self__", None)  # of what is read, not called
         return type(getter) is property and id(getter) not in _ORIGINALS
-    return not _is_torchs(function)
+    return not _is_torch_defined(function)
 
 
 def original_of(function: Any, frame: types.FrameType) -> Any:

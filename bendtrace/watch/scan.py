@@ -395,7 +395,7 @@ class CodeScan:
             found.held[holder.index][name] = value
         route = Route(holder, Access.ITEM, name, name, False)
         by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
-        for inner in _inside(value) if by_identity else ():
+        for inner in _called_functions(value) if by_identity else ():
             if inner is not None and not isinstance(inner, types.FunctionType):
                 self._scan(inner, Route(None, Access.FIXED, None, name, False))
         if by_identity or not watched or type(value) is types.MethodDescriptorType:
@@ -574,7 +574,7 @@ def _is_content(value: Any) -> bool:
     )
 
 
-def _inside(member: Any) -> tuple[Any, ...]:
+def _called_functions(member: Any) -> tuple[Any, ...]:
     """Return the functions that a member of a class calls."""
     if isinstance(member, (staticmethod, classmethod)):
         return (member.__func__,)

@@ -90,14 +90,14 @@ class Notes:
             if judge is not None and judge(value) is not answer:
                 return False
         return not any(name in namespace for namespace, name in self.absent) and not any(
-            map(_is_filled, self.empty)
+            map(_is_filled_cell, self.empty)
         )
 
 
 _MISSING = object()
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def _is_filled_cell(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - an empty one raises
     except ValueError:
@@ -324,7 +324,7 @@ class CachedScan:
         if parent is not None:
             above = made.get(parent.index, parent)
             if known.kind in _IN_RUN:
-                value = _at(above, known, held)
+                value = _current_value(above, known, held)
             parent = above
         return Captured(
             known.index, parent, known.access, known.key, known.kind, value, known.type,
@@ -356,7 +356,7 @@ class CachedScan:
 _GONE = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
-def _at(parent: Captured, part: Captured, held: dict[int, dict[Any, Any]]) -> Any:
+def _current_value(parent: Captured, part: Captured, held: dict[int, dict[Any, Any]]) -> Any:
     """Return the value that is now at the place of a part."""
     content = held.get(parent.index)
     if content is not None:

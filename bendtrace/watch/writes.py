@@ -329,7 +329,9 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, 
     Returns:
         The positions of a tensor and an array, for each pair.
     """
-    taken = [(number, *_extent(array)) for number, array in enumerate(arrays) if array.nbytes]
+    taken = [
+        (number, *_memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes
+    ]
     found: set[tuple[int, int]] = set()
     with torch._C.DisableTorchFunction():
         for position, tensor in enumerate(tensors):
@@ -346,7 +348,7 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, 
     return found
 
 
-def _extent(array: Any) -> tuple[int, int]:
+def _memory_extent(array: Any) -> tuple[int, int]:
     """Return the address of the first byte of an array, and that after its last one."""
     begin = array.__array_interface__["data"][0]
     end = begin + array.itemsize
