@@ -532,7 +532,9 @@ class Dispatcher:
 
     def _passes(self, recording: Recording) -> bool:
         """Return whether a run could not be repeated, although later ones may; note why."""
-        is_misused = bool(recording.environment.misused())  # the next run guards the content
+        is_misused = bool(
+            recording.environment.misused_containers()
+        )  # the next run guards the content
         if not is_misused and (not recording.is_transient or self._passing >= _PASSING):
             return False
         self._passing += not is_misused
@@ -610,7 +612,7 @@ class Dispatcher:
                     reads_states, lifting, call.splicer,
                 )  # fmt: skip
         self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
-        call.tree.exclude(recording.environment.misused())
+        call.tree.exclude(recording.environment.misused_containers())
         return recording
 
     @property

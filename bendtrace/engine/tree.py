@@ -344,7 +344,7 @@ class TraceTree:
                 if not recording.tape.blockers:
                     program.join(recording)
                 return
-            program.excluded |= lifting.needed(recording.tape)
+            program.excluded |= lifting.needed_counters(recording.tape)
             if not program.excluded.isdisjoint(lifting.lifted.values()):
                 return  # the next run keeps the numbers that Python needs
             other = self._program(recording, program.global_state)

@@ -267,7 +267,7 @@ class _Places:
     def _is_part(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, and compare it with others."""
         environment = self._recording.environment
-        return environment.compares_identity and environment.owned(tensor)
+        return environment.compares_identity and environment.ownership_test(tensor)
 
     def _guards_until(self, position: int, precedes: Callable[[Guard], bool]) -> int:
         """Return how many guards come before the end of a node at a position."""

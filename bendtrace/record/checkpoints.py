@@ -129,7 +129,7 @@ class CheckpointedBlock:
         self._writer.tape.block(
             f"an error leaves a checkpointed block at {user_place(sys._getframe(1))}"
         )
-        if (block := self._opened()) is not None:
+        if (block := self._open_block()) is not None:
             call_silently(block.give_up, (), {})
         raise error
 
@@ -171,7 +171,7 @@ class CheckpointedBlock:
         if gives_objects:
             tape.block(f"a checkpointed block at {place} gives an object to code that is one op")
         tape.blocks.append(Checkpoint(begin, self._here(), self.settings, self._tensors))
-        if (block := self._opened()) is None:
+        if (block := self._open_block()) is None:
             return
         if self._block is not None and not (self.has_gates or self._run.exchanges()):
             block.function = self._call
@@ -190,7 +190,7 @@ class CheckpointedBlock:
             block.goes_on(portion, tuple(map(self._value, portion.outside)))
         call_silently(block.end, (), {})
 
-    def _opened(self) -> Block | None:
+    def _open_block(self) -> Block | None:
         """Return the block that was begun in Python, or by the replay that Python goes on from."""
         script = self._writer.script
         if self._block is not None or script is None or script.is_active:

@@ -211,7 +211,7 @@ def fast_path_for(
         op.reads = NOTHING
         ops.append(op)
         if begun and writes.stale:
-            writes.read_by(op)
+            writes.note_reads(op)
             if observer is not None:
                 for ref, tensor in writes.stale:
                     observer.reads(index, ref.index, tensor)
@@ -229,7 +229,7 @@ def fast_path_for(
             if kind is _USUAL:
                 out = call_silently(func, args, kwargs)
                 if begun:
-                    writes.written_by(op)
+                    writes.note_writes(op)
                     facts.clear() if op.writes else None
             elif kwargs:
                 out = func(*args, **kwargs)

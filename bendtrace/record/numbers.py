@@ -132,7 +132,7 @@ class NumberRecorder:
             self._inserter.scalar(function, frame)
         op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
-        return self._values.traced(traced, result, Ref(op.index), frame)
+        return self._values.trace_number(traced, result, Ref(op.index), frame)
 
     def _is_answered(self) -> bool:
         """Return whether a call computes with its numbers, whose result is traced already."""

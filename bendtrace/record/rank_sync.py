@@ -200,7 +200,7 @@ class JointCall:
         """Record the tape that is replayed from now on."""
         self.tape, self.replays = tape, True
 
-    def comes_to(self, collective: Collective, frame: FrameType) -> None:
+    def agree_on(self, collective: Collective, frame: FrameType) -> None:
         """Agree on a collective that is about to begin.
 
         Raises:
@@ -367,7 +367,7 @@ def _handle_collective(collective: Collective, frame: FrameType) -> None:
     if watcher is not None:  # outside of all ops
         watcher.unseen(f"{collective}, called without the tracer,")
     if _local.call is not None:
-        _local.call.comes_to(collective, frame)
+        _local.call.agree_on(collective, frame)
 
 
 @contextmanager

@@ -467,7 +467,7 @@ class Recorder(RecordingMode):
             if not self._arrays:
                 self._fast_path, self._aside = self._aside, None
         op = self._writer.emit(OpKind.CALL, func, encoded, named, frame)
-        self._writer.writes.read_by(op)
+        self._writer.writes.note_reads(op)
         if op.reads and self._observer is not None:
             for ref, tensor in self._writer.writes.stale:
                 self._observer.reads(op.index, ref.index, tensor)
@@ -481,7 +481,7 @@ class Recorder(RecordingMode):
                 self._values.facts.clear()
             out = handed[op.index]
             handed.pop(op.index, None)  # the run alone holds it from here on
-            self._writer.ask_unasked(inside=True)
+            self._writer.ask_implied(inside=True)
         else:
             out, error = self._try_op(op, func, args, kwargs)
         if not is_gate(op) or calls_node(op):  # the error of another gate is the call's
@@ -507,7 +507,7 @@ class Recorder(RecordingMode):
                 out = self._call_under_modes(func, args, kwargs)
             else:
                 out = self._call_observed(op, func, args, kwargs)
-            self._writer.writes.written_by(op)
+            self._writer.writes.note_writes(op)
             if op.writes:
                 self._values.facts.clear()
             if self._arrays:
@@ -560,7 +560,7 @@ class Recorder(RecordingMode):
             op.meta = copy.deepcopy(out)
             self._writer.guard(ValueGuard, op.index, op.meta, Use.LIST, frame)
             return out
-        return self._values.traced_list(out, Ref(op.index), frame)
+        return self._values.trace_list(out, Ref(op.index), frame)
 
     # Calls that intercepts report
 

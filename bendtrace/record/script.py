@@ -357,7 +357,7 @@ class Script:
 
     def _learn(self, name: Name, value: Any) -> None:
         """Note the value of a name."""
-        path, step = self._rooted(self.first(name))
+        path, step = self._root_step(self.first(name))
         if step is not None and path:
             step.elements[path] = value
         elif step is not None and not step.is_known:
@@ -518,7 +518,7 @@ class Script:
         self.is_merged = self.is_merged or not is_asked
         return not is_asked
 
-    def unasked(self) -> tuple[Guard, int, Any, int | None] | None:
+    def implied_question(self) -> tuple[Guard, int, Any, int | None] | None:
         """Return what the run does not ask itself, if that comes next.
 
         Code inside of an op does not run where the op is not carried out. And of most functions, it
@@ -564,7 +564,7 @@ class Script:
             return self._tensors[name[1]]
         return self._object(name[1])[name[2]]
 
-    def _rooted(self, name: Name) -> tuple[tuple[Any, ...], _Step | None]:
+    def _root_step(self, name: Name) -> tuple[tuple[Any, ...], _Step | None]:
         """Return the step that a name is of, and which element of its value it is."""
         path: tuple[Any, ...] = ()
         while type(name) is tuple and name[0] == "element":
@@ -575,7 +575,7 @@ class Script:
         """Return whether the value of a name belongs to this call."""
         if self._is_exact:
             return True
-        path, step = self._rooted(self.first(name))
+        path, step = self._root_step(self.first(name))
         return step is None or step.is_known or (path != () and path in step.elements)
 
     def result_of(self, function: Any, operands: Sequence[int]) -> tuple[Any] | None:
@@ -645,7 +645,7 @@ class Script:
         self.is_active = False
         for index, name in self._names.items():
             if not self._is_of_call(name):
-                path, step = self._rooted(self.first(name))
+                path, step = self._root_step(self.first(name))
                 assert step is not None
                 meta = step.tape.ops[step.index].meta
                 for key in path if isinstance(meta, tuple) else ():

@@ -135,7 +135,7 @@ class StateReader:
                     reader.frames(self._outermost, compared),
                     reader.changes(),
                     reader.values_of(self._pending()),
-                    reader.asked(guard.index),
+                    reader.question_value(guard.index),
                     None if guard.other is None else reader.value_of(guard.other),
                     reader.facts(),
                     self._same_turn(turn),
@@ -341,12 +341,12 @@ class _StateWalk:
         items: Any = ()
         if isinstance(value, dict):
             ordered: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-            items = self._hashed(ordered.keys(value)), self.values_of(ordered.values(value))
+            items = self._read_keys(ordered.keys(value)), self.values_of(ordered.values(value))
         elif isinstance(value, (tuple, list)):
             base: Any = tuple if isinstance(value, tuple) else list
             items = self.values_of(base.__iter__(value))
         elif isinstance(value, (set, frozenset)):
-            items = self._hashed(value)
+            items = self._read_keys(value)
         own = attributes_of(value)
         found = tuple((key.name, self.value(item)) for key, item in own.items())
         return self._by_identity(kind), items, found
@@ -415,7 +415,7 @@ class _StateWalk:
             return "hole", number
         raise _Unreadable("a tensor of unknown origin")
 
-    def asked(self, index: int) -> Any:
+    def question_value(self, index: int) -> Any:
         """Return the representation of the value that is asked for."""
         if index in self.holes:
             return self.value_of(index)
@@ -506,7 +506,7 @@ class _StateWalk:
             raise _Unreadable("a generator cannot be read")
         return self._frame(stack)
 
-    def _reduced(self, iterator: Any) -> Any:
+    def _read_by_reduce(self, iterator: Any) -> Any:
         reduced = iterator.__reduce__()
         self._alive.append(reduced)
         # Of a dict or set, that tells only what is left to come, not which one it is.
@@ -514,9 +514,9 @@ class _StateWalk:
         return self.values_of(reduced), self.values_of(walked)
 
     def _mapping(self, mapping: dict[Any, Any]) -> Any:
-        return self._hashed(mapping), self.values_of(mapping.values())
+        return self._read_keys(mapping), self.values_of(mapping.values())
 
-    def _hashed(self, keys: Iterable[Any]) -> Any:
+    def _read_keys(self, keys: Iterable[Any]) -> Any:
         """Read keys or members; C compares their hashes, which were guarded, unseen."""
         return tuple((self.value(key), str([*map(plain, scalars_in(key))])) for key in keys)
 
@@ -526,7 +526,7 @@ class _StateWalk:
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
 
-    def _checkpointed(self, block: CheckpointedBlock) -> Any:
+    def _read_block(self, block: CheckpointedBlock) -> Any:
         return self.values_of(block.settings)
 
     def _rounds(self, rounds: Rounds) -> Any:
@@ -571,11 +571,11 @@ _READERS: dict[type, Any] = {
     tuple: _StateWalk.values_of,
     list: _StateWalk.values_of,
     torch.Size: _StateWalk.values_of,
-    set: _StateWalk._hashed,
-    frozenset: _StateWalk._hashed,
+    set: _StateWalk._read_keys,
+    frozenset: _StateWalk._read_keys,
     dict: _StateWalk._mapping,
     slice: _StateWalk._slice,
-    CheckpointedBlock: _StateWalk._checkpointed,
+    CheckpointedBlock: _StateWalk._read_block,
     Rounds: _StateWalk._rounds,
     types.FunctionType: _StateWalk._function,
     types.MethodType: _StateWalk._method,
@@ -584,7 +584,7 @@ _READERS: dict[type, Any] = {
     types.GeneratorType: _StateWalk._generator,
     functools.partial: _StateWalk._partial,
     contextvars.Token: _StateWalk._token,
-    **{type(iterator): _StateWalk._reduced for iterator in _ITERATORS},
+    **{type(iterator): _StateWalk._read_by_reduce for iterator in _ITERATORS},
 }
 
 

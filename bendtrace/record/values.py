@@ -158,7 +158,7 @@ class RunValues:
                     f"{display_name(op.target)} at {user_place(frame)} draws a number that code "
                     "needs by value"
                 )
-            return self.traced(traced, out, Ref(op.index), frame)
+            return self.trace_number(traced, out, Ref(op.index), frame)
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
             op.meta = tuple(out)
             self.tape.outlines[op.index] = out
@@ -259,7 +259,7 @@ class RunValues:
         """Guard that an insertion has returned no tensor that the model could compare it to."""
         if not self.environment.compares_identity:
             return
-        script, owns = self._writer.script, self.environment.owned
+        script, owns = self._writer.script, self.environment.ownership_test
         found = None
         if script is not None and script.is_active:
             found = script.next_by(owns)
@@ -330,7 +330,9 @@ class RunValues:
                 return True  # torch does not count writes to it
         return False
 
-    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
+    def trace_number(
+        self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0
+    ) -> Any:
         """Return a traced scalar, or a guarded plain one for code that could tell the difference.
 
         Args:
@@ -358,7 +360,7 @@ class RunValues:
             or (self.is_called_by_foreign is not None and self.is_called_by_foreign(frame))
         )
 
-    def traced_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
+    def trace_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
         """Return a nested list of numbers, guarded in length, with traced scalars for the numbers.
 
         Args:
@@ -371,10 +373,10 @@ class RunValues:
             self._writer.guard(ValueGuard, ref.index, value, Use.LIST, frame)
             return value
         if type(value) is not list:
-            return self.traced(TRACED_AS[type(value)], value, ref, frame, depth)
+            return self.trace_number(TRACED_AS[type(value)], value, ref, frame, depth)
         self._writer.guard(LengthGuard, ref.index, len(value), Use.LENGTH, frame)
         return [
-            self.traced_list(item, self.element(ref, (i,), item), frame, depth + 1)
+            self.trace_list(item, self.element(ref, (i,), item), frame, depth + 1)
             for i, item in enumerate(value)
         ]
 
@@ -516,7 +518,7 @@ class RunValues:
                         self._guard_identity(op, element.index, None, frame)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
-                item = self.traced(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
+                item = self.trace_number(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
             elif isinstance(item, (tuple, list)):
                 item, meta = self._bind_elements(item, ref, (*path, i), frame)
             changed = changed or item is not out[i]

@@ -533,7 +533,7 @@ class Lifting:
             self.lifted[scalar._source.index] = counter
             assign(frame, name, scalar)
 
-    def needed(self, tape: Tape) -> frozenset[Counter]:
+    def needed_counters(self, tape: Tape) -> frozenset[Counter]:
         """Return the counters that Python needed the number of, for an index, say."""
         sources = {index: frozenset({counter}) for index, counter in self.lifted.items()}
         for op in tape.ops:

@@ -149,7 +149,7 @@ class TapeWriter:
         """
         if self.gone_astray is not None:
             raise self.gone_astray
-        self.ask_unasked()
+        self.ask_implied()
         if self.script is not None and self.script.is_active:
             raise NondeterminismError("the resumed run ended before the point where it diverged")
 
@@ -241,7 +241,7 @@ class TapeWriter:
             )
             return
         if script is not None and not script.expects(guard):
-            self.ask_unasked()
+            self.ask_implied()
             script = script if script.is_active else None
             number = len(self.tape.guards)
         self.tape.guards.append(guard)
@@ -259,14 +259,14 @@ class TapeWriter:
         if state is not None:
             self.tape.states[number] = state
 
-    def ask_unasked(self, inside: bool = False) -> None:
+    def ask_implied(self, inside: bool = False) -> None:
         """Ask what the script has asked next, and the run does not ask itself.
 
         Args:
             inside: whether to ask no more than code inside of the latest op has asked.
         """
         script = self.script
-        while script is not None and script.is_active and (found := script.unasked()):
+        while script is not None and script.is_active and (found := script.implied_question()):
             (asked, index, answer, other), position = found, len(self.tape.ops)
             if asked.is_inside:
                 guard = replace(
@@ -291,7 +291,7 @@ class TapeWriter:
         script = self.script
         assert script is not None
         if script.is_active and not op.is_given and counts(op):
-            self.ask_unasked()
+            self.ask_implied()
         if not script.is_active:
             if script.dead and not script.dead.keys().isdisjoint(op.operands):
                 self.require_alive(op.operands)

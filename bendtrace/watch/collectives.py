@@ -643,7 +643,7 @@ class Ranks:
         """Wait for the last rank to come, or for somebody to find out that it will not."""
         started, patience = time.monotonic(), _PATIENCE
         before: Any = None
-        while not self._comes(f"{key}/answer", patience):
+        while not self._wait_for(f"{key}/answer", patience):
             patience = _LOOKS
             mine = {"at": key, "ranks": list(group.ranks), "group": group.name}
             self._set(f"at/{self.rank}", json.dumps(mine))
@@ -715,7 +715,7 @@ class Ranks:
         until = time.monotonic() + _REPORT_SECONDS
         for rank in group.ranks:
             left = max(until - time.monotonic(), 0.01)
-            if self._comes(f"{key}/description/{rank}", left):
+            if self._wait_for(f"{key}/description/{rank}", left):
                 found[rank] = self._get(f"{key}/description/{rank}").decode()
             else:
                 found[rank] = "does something else"
@@ -756,7 +756,7 @@ class Ranks:
         self.messages += 1
         return bool(self.store.check([key]))
 
-    def _comes(self, key: str, seconds: float) -> bool:
+    def _wait_for(self, key: str, seconds: float) -> bool:
         """Return whether a key is set within some time."""
         # Not by `store.wait`: torch warns of each time that it takes longer.
         until, pause = time.monotonic() + seconds, 1e-4

@@ -192,7 +192,7 @@ class Environment(ScanResult):
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
 
-    def misused(self) -> frozenset[str]:
+    def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
         return frozenset(part.label for part, one in self._containers_placed if one.is_misused)
 
@@ -253,7 +253,7 @@ class Environment(ScanResult):
         )
 
     @functools.cached_property
-    def owned(self) -> OwnershipTest:
+    def ownership_test(self) -> OwnershipTest:
         """Tells whether the model holds a tensor; to be asked for before `release`."""
         return OwnershipTest(self.parts)
 
@@ -426,7 +426,7 @@ class Environment(ScanResult):
                 yield EnvironmentChange(part, Added.ITEMS, added)
         if not self.watched_objects.same():
             self.leaves_watched_objects = True
-            for label in dict.fromkeys(self.watched_objects.changed()):
+            for label in dict.fromkeys(self.watched_objects.changed_labels()):
                 self.block(f"the run changes {label}, which a replay could not", label)
 
     def _block_new_names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -546,7 +546,7 @@ class Environment(ScanResult):
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""
         if self.compares_identity:
-            _ = self.owned
+            _ = self.ownership_test
         self.held, self.contents, self.places = {}, None, LookupPlaces((), {})
         self._items.clear()
         self.growing = {}

@@ -258,7 +258,7 @@ class CodeMonitor:
             self._kinds[code] = known
         return known
 
-    def _started(self, frame: types.FrameType) -> None:
+    def _handle_start(self, frame: types.FrameType) -> None:
         code = frame.f_code
         kind = self._kinds.get(code)
         if kind is None:
@@ -286,7 +286,7 @@ class CodeMonitor:
         if self._hidden is None and is_answered_without(frame, question, self._wants_inside):
             self._hidden = hide_recorder()
 
-    def _answered(self) -> None:
+    def _restore_recorder(self) -> None:
         if self._hidden is not None:
             put_back(self._hidden)
             self._hidden = None
@@ -390,18 +390,18 @@ class CodeMonitor:
 
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "call":
-            self._started(frame)
+            self._handle_start(frame)
         elif event == "c_call":
             self._calls(frame, function)
         elif self._hidden is not None:  # a call of C has returned or raised
-            self._answered()
+            self._restore_recorder()
 
     def _profile_questions(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":
             if function in QUESTIONS:
                 self._asks(frame, function)
         elif self._hidden is not None:
-            self._answered()
+            self._restore_recorder()
 
 
 class _EventCodeMonitor(CodeMonitor):
@@ -436,12 +436,14 @@ class _EventCodeMonitor(CodeMonitor):
     def _asks(self, frame: types.FrameType, question: Any) -> None:
         super()._asks(frame, question)
         if self._hidden is not None:
-            self._listen_to_returns(self._returned)
+            self._listen_to_returns(self._handle_return)
 
-    def _returned(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
+    def _handle_return(
+        self, code: types.CodeType, offset: int, function: Any, first: object
+    ) -> Any:
         if threading.get_ident() == self._thread:
             self._listen_to_returns(None)
-            self._answered()
+            self._restore_recorder()
         return None
 
     def _listen_to_returns(self, callback: Any) -> None:
@@ -460,7 +462,7 @@ class _EventCodeMonitor(CodeMonitor):
         if not self._away and threading.get_ident() == self._thread:
             self._away += 1  # what is done here is not the model's
             try:
-                self._started(sys._getframe(1))
+                self._handle_start(sys._getframe(1))
             finally:
                 self._away -= 1
         return None

@@ -349,16 +349,16 @@ def class_dict(cls: type) -> dict[Any, Any]:
 class Finder(Protocol):
     """Receives what watched objects hold that is not watched by content."""
 
-    def met(self, value: Any, label: str) -> bool:
+    def take_thing(self, value: Any, label: str) -> bool:
         """Take a tensor, module, function or class; return False for any other thing."""
 
-    def met_object(self, kind: type) -> None:
+    def note_object(self, kind: type) -> None:
         """Note that there is an object of a class."""
 
-    def met_opaque(self, value: Any, label: str) -> None:
+    def note_opaque(self, value: Any, label: str) -> None:
         """Note an object whose content cannot be read."""
 
-    def met_too_many(self) -> None:
+    def note_too_many(self) -> None:
         """Note that there is more than can be watched."""
 
 
@@ -404,7 +404,7 @@ class WatchedContent:
             if id(value) not in self._seen:
                 if len(self._seen) >= MOST:
                     assert self._finder is not None
-                    self._finder.met_too_many()
+                    self._finder.note_too_many()
                     return
                 waiting += self._meet(value, label)
 
@@ -540,7 +540,7 @@ class WatchedContent:
             return True
         return all(content.same() for content in self._others)
 
-    def changed(self) -> Iterator[str]:
+    def changed_labels(self) -> Iterator[str]:
         """Yield the labels of objects whose content has changed."""
         for content in (*self._tables, *self._others, *self._whole):
             if not content.same():
@@ -572,12 +572,12 @@ class WatchedContent:
         assert self._finder is not None
         self._seen[id(value)] = value
         if kind in weakref.ProxyTypes:  # which passes for what it stands for
-            self._finder.met_opaque(value, label)
+            self._finder.note_opaque(value, label)
             return []
         if is_array(value) and isinstance(value.base, ctypes.Array):  # memory that may be gone
-            self._finder.met_opaque(value, label)
+            self._finder.note_opaque(value, label)
             return []
-        if self._finder.met(value, label):
+        if self._finder.take_thing(value, label):
             return []
         if (
             module_name_of(kind).startswith(_OF_TORCH)
@@ -590,7 +590,7 @@ class WatchedContent:
             return []
         if kind is tuple or kind is frozenset:  # which hold the same for ever
             return [(item, f"{label}[...]") for item in value]
-        self._finder.met_object(kind)
+        self._finder.note_object(kind)
         if isinstance(value, logging.Logger):  # it keeps answers, which come and go
             self._add_content(value, read_logger, label)
             return []
@@ -604,7 +604,7 @@ class WatchedContent:
                 content = self._add_content(value, reader, label)
                 found += [(item, f"{label}[...]") for item in content.items()]
         elif is_opaque(value):
-            self._finder.met_opaque(value, label)
+            self._finder.note_opaque(value, label)
         # What code of the user's does not name, it does not look at; other code may.
         form = "{}.{}" if is_users_class(kind) else "{}[{}]"
         has_own = kind.__dictoffset__ and not isinstance(value, functools.partial)

@@ -193,7 +193,7 @@ class CodeScan:
         self._registers: set[type] = set()
         self._is_finished = False  # whether the values being scanned belong to installed code
 
-    def met_too_many(self) -> None:
+    def note_too_many(self) -> None:
         """Note that there is more than can be watched; all arguments are listed nevertheless."""
         self._is_too_much = True
         if self._may_stop:
@@ -382,7 +382,7 @@ class CodeScan:
         if is_pythons and not isinstance(namespace[name], types.FunctionType):
             return
         if len(self._names_scanned) >= MOST:
-            self.met_too_many()
+            self.note_too_many()
             return
         self._names_scanned.add((id(namespace), name))
         value = namespace[name]
@@ -405,7 +405,7 @@ class CodeScan:
 
     # Classes.
 
-    def met_object(self, kind: type) -> None:
+    def note_object(self, kind: type) -> None:
         """Scan the class of an object, and the registries of classes of installed packages."""
         self._meet_helper(kind)
         if kind in self._registers or not is_installed_file(_file_of(kind)):
@@ -498,7 +498,7 @@ class CodeScan:
     def _meet_installed(self, cls: type) -> None:
         """Watch a class of an installed package, whose attributes code may read."""
         if not is_torchs(module_name_of(cls)) and package_of(cls) not in sys.stdlib_module_names:
-            self.met_object(cls)
+            self.note_object(cls)
             self._named.append(cls)
 
     def _scan_installed(self, namespace: Mapping[str, Any], name: str) -> None:
@@ -732,7 +732,7 @@ class Scan(CodeScan):
 
     # What `WatchedContent` finds (see `content.Finder`); `met_object` is inherited.
 
-    def met(self, value: Any, label: str) -> bool:
+    def take_thing(self, value: Any, label: str) -> bool:
         """Scan a tensor, module, function or class; return False for any other value."""
         known = self.found.by_id.get(id(value))
         if known is not None and known.kind is not CaptureKind.IDENTITY:
@@ -745,7 +745,7 @@ class Scan(CodeScan):
             return True
         return False
 
-    def met_opaque(self, value: Any, label: str) -> None:
+    def note_opaque(self, value: Any, label: str) -> None:
         """Note a value that cannot be watched. Of installed code's own, only iterators move on."""
         if self._is_finished:
             self.found.watched_objects.add_position(value, label)
@@ -830,7 +830,7 @@ class Scan(CodeScan):
             self._add(value, route, CaptureKind.IDENTITY)
             found.block(f"{kind.__qualname__}.__getattribute__ hides what {route.label} holds", "")
         elif not route.is_argument and is_plain_object(kind, route.depth) and is_settings(value):
-            self.met_object(kind)
+            self.note_object(kind)
             # A configuration: no call creates it, so its identity is guarded, and its attributes
             # are scanned as a fixed mapping, like those of a module.
             self._add(value, route, CaptureKind.IDENTITY)
@@ -846,7 +846,7 @@ class Scan(CodeScan):
             if route.is_argument:
                 self._meet_helper(kind)
             else:
-                self.met_object(kind)
+                self.note_object(kind)
             self._scan_container(value, route)
         elif route.is_argument and (kind is torch.Generator or is_host_generator(value)):
             part = self._add(value, route, CaptureKind.OBJECT)  # any will do

@@ -108,7 +108,7 @@ class Writes:
         """Return the tensors that the current op received."""
         return [tensor for _, tensor, _ in self._given]
 
-    def read_by(self, op: Op) -> None:
+    def note_reads(self, op: Op) -> None:
         """Record on an op, before it runs, whose writes it reads."""
         if self.stale and not op.reads:
             op.reads = self.writers()
@@ -122,7 +122,7 @@ class Writes:
         found = {ref.index: self._writers.get(storage_of(tensor)) for ref, tensor in self.stale}
         return {index: writer for index, writer in found.items() if writer is not None}
 
-    def written_by(self, op: Op) -> None:
+    def note_writes(self, op: Op) -> None:
         """Record on an op, after it ran, the tensors that it has written to."""
         if not self._given:
             return
