@@ -422,6 +422,7 @@ class _InsertionRun:
         return place
 
     def _scope(self, module: nn.Module, site: Site, outer: ModuleCall) -> ModuleCall:
+        # The scope itself keeps all three alive, so that no number is used again.
         key = id(module), id(site), id(outer)
         scope = self._scopes.get(key)
         if scope is None:

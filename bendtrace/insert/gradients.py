@@ -98,6 +98,8 @@ class CallGradients:
         self._receivers = receivers
         self._backwards = [what._backward_of_call() for what, _, _ in receivers]
         self._writes = writes
+        # Each thread numbers the nodes of autograd in the order in which it makes them: those of
+        # the call have this number or a later one.
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._inputs = inputs
         self._originals = _needing_gradients(inputs)

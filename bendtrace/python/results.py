@@ -136,6 +136,8 @@ def _on_instruction(_: object, frame: int, what: int, __: object) -> int:
         one.frame.f_trace_opcodes = False
         _set_trace(None, None)
     if what == _STEPS:
+        # The old result is released last: that may run a `__del__`, which has to find a whole
+        # stack. Where tags (of 3.14) say that it is not counted, nothing is released.
         before = word_at(one.address)
         _api.Py_IncRef(ctypes.py_object(one.value))
         ctypes.c_size_t.from_address(one.address).value = id(one.value)
@@ -146,6 +148,7 @@ def _on_instruction(_: object, frame: int, what: int, __: object) -> int:
 
 
 _api: Any = ctypes.pythonapi
+# `PYFUNCTYPE` keeps the GIL during the call, which `PyEval_SetTrace` needs; `CFUNCTYPE` drops it.
 _set_trace: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
     ("PyEval_SetTrace", _api)
 )
@@ -179,7 +182,7 @@ def can_exchange() -> bool:
     count = sys.getrefcount(other)
     found = [int(number), *[int(number)], 1]
     try:
-        int(number) + 1
+        int(number) + 1  # fails if the object is there before the addition
     except TypeError:
         found.append(len(number.ended))
     fits = found[0] is other and found[1] is other and found[2:] == [1, 3]

@@ -121,6 +121,8 @@ def read_frame(
         if _interrupts(callee, places):
             return None
         if callee.f_code.co_flags & _SUSPENDS:
+            # The frame of a generator lies within the generator, which is on top of the stack while
+            # `for` or `await` resumes it.
             iterated = word_at(
                 inner + places.slots + _WORD * (variables(code) + instruction.base - 1)
             )
@@ -212,6 +214,8 @@ def variables(code: CodeType) -> int:
 def _is_entered_from_c(frame: FrameType, caller: int, places: FrameLayout) -> bool:
     """Return whether C has called a frame, not an instruction of the frame before."""
     inner = word_at(id(frame) + places.inner)
+    # A frame of 3.11 has a byte for this. Since 3.12 the interpreter puts a frame of its own in
+    # between when C calls it.
     if places.entry >= 0:
         return bool(ctypes.c_ubyte.from_address(inner + places.entry).value)
     return word_at(inner + places.previous) != caller
@@ -379,6 +383,8 @@ class _Look:
     def __call__(self, one: object, two: object) -> bool:
         frames = sys._getframe(), sys._getframe(1)
         own, caller = word_at(id(frames[0]) + _INNER), word_at(id(frames[1]) + _INNER)
+        # Python puts the frames of a thread into large blocks of memory: addresses that are far
+        # apart are taken to be none of frames.
         if min(own, caller) < _LOWEST or own % _WORD or abs(own - caller) > 1 << 20:
             return False
         self.seen.append((own, caller, ctypes.string_at(own, _LONGEST)))
@@ -387,6 +393,8 @@ class _Look:
 
 def _find_layout() -> FrameLayout | None:
     """Search some frames for objects that are known to be in them."""
+    # Code calls the function twice, and then C (`map`) does: what the two have in common is the
+    # position of the slots; where they differ shows how a call by C is marked.
     look, one, two = _Look(), object(), object()
     step = look.__call__
     if not all((step(one, two), step(one, two), *map(step, (one, one), (two, two)))):

@@ -584,6 +584,7 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
         scalar for scalar, count, known in zip(scalars, now, before, strict=False) if count > known
     ]
     plain = {id(scalar): scalar._value for scalar in left}
+    # The collector finds the lists of this function among the holders, too.
     own: list[Any] = [scalars, plain]
     while left:
         own.append(left)
@@ -594,8 +595,9 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
         ]
         for holder in holders:
             _exchange_numbers(holder, plain)
+        # What cannot be changed is made again, and exchanged in what holds it, in the next round.
         left = [holder for holder in holders if isinstance(holder, (tuple, frozenset))]
-        del holders
+        del holders  # which would be a holder of them
         for one in left:
             items = [plain.get(id(item), item) for item in one]
             plain[id(one)] = build_instance(type(one), items, attributes_of(one))

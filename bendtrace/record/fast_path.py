@@ -133,6 +133,7 @@ def fast_path_for(
         if not unchanged() or any_autocast() or _inference():
             renew()
             return NOT_TAKEN
+        # Neither of them is noticed by the check above (seen in torch 2.13).
         if _anomaly() or parametrize._cache_enabled:
             return NOT_TAKEN
         if kind is _PURE and on_cpu:
@@ -150,6 +151,7 @@ def fast_path_for(
                 type_ = type(value)
                 if type_ is Tensor or type_ is _Parameter:
                     known: Any = known_at(id(value))
+                    # The id of a tensor that is gone may be another's by now.
                     if known is not None and known() is value:
                         ref = known.ref
                         if (
@@ -197,6 +199,7 @@ def fast_path_for(
             place = find(frame), code_compares_identity(users_code(frame))
             sites[tuple(key)] = place
         # The record.
+        # Without `Op.__init__`, whose keywords would be passed for each op.
         op = _new(Op)
         op.index = index = len(ops)
         op.kind = _CALL

@@ -343,6 +343,7 @@ class Recorder(RecordingMode):
             args = (args[0], index_with_numbers(args[1], self._number_of), *args[2:])
         if func is Tensor.__deepcopy__:
             args = args[0], self._encoder.memo(*args)
+        # It takes no function that may be somebody's replacement; those are resolved below.
         if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._fast_path(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
@@ -507,7 +508,7 @@ class Recorder(RecordingMode):
                 out = self._call_under_modes(func, args, kwargs)
             else:
                 out = self._call_observed(op, func, args, kwargs)
-            self._writer.writes.note_writes(op)
+            self._writer.writes.note_writes(op)  # sets `op.writes`, which is asked below
             if op.writes:
                 self._values.facts.clear()
             if self._arrays:

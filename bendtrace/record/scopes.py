@@ -145,11 +145,13 @@ class Scopes:
         self._tape.calls.append(scope)
         self._writer.scope = scope
         try:
+            # Not `module(...)`: the intercept of that call has led here.
             if has_joint_hooks(module):
                 with with_joint_hooks(module):
                     output = module._call_impl(*args, **kwargs)
             else:
                 output = module._call_impl(*args, **kwargs)
+            # Asked first: what is recorded below refers to the output as well.
             is_held = type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
             scope.is_sole = not is_held and _is_known_alone(output)
             scope.context = self._writer.context()

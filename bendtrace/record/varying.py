@@ -335,6 +335,8 @@ _ASKING = frozenset({"CALL", "BINARY_SUBSCR"})
 
 def _asking_frames() -> tuple[FrameType, FrameType]:
     """Return the frame in which a traced scalar is asked, and the tracer's frame that it called."""
+    # The frames of the tracer lie between: 0 is this one, 1 the method that called it, and 2 the
+    # first that Python, or another part of the tracer, may have called.
     callee = sys._getframe(2)
     while callee.f_back is not None and callee.f_back.f_code.co_filename.startswith(TRACER):
         callee = callee.f_back

@@ -79,7 +79,7 @@ class _Node:
         return bool(self._value())
 
 
-_put = object.__setattr__
+_put = object.__setattr__  # past `TracedScalar.__setattr__`, which is for the model's code
 
 
 class TracedScalar:

@@ -261,7 +261,7 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        variable = getattr(node, "variable", None)
+        variable = getattr(node, "variable", None)  # of a node that accumulates gradients
         if id(variable) in names:
             reached.add(names[id(variable)])
         for inner, _ in node.next_functions:

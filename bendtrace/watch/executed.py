@@ -448,6 +448,8 @@ class _EventCodeMonitor(CodeMonitor):
 
     def _listen_to_returns(self, callback: Any) -> None:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        # These two come along with CALL, which is on; they cannot be set for themselves. So they
+        # have a callback only while a question is being answered.
         for event in (monitoring.events.C_RETURN, monitoring.events.C_RAISE):
             monitoring.register_callback(self._tool, event, callback)
 
@@ -459,6 +461,7 @@ class _EventCodeMonitor(CodeMonitor):
             monitoring.free_tool_id(self._tool)
 
     def _py_start(self, code: types.CodeType, offset: int) -> Any:
+        # `sys.monitoring` reports what all threads do; `sys.setprofile` is for one.
         if not self._away and threading.get_ident() == self._thread:
             self._away += 1  # what is done here is not the model's
             try:

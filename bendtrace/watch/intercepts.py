@@ -564,6 +564,9 @@ def _install() -> None:
         _run_compiled_code_eagerly()
     _add_numpys()
     _add_joint()
+    # All originals are noted before the first is exchanged: an interrupt may come in between, and
+    # `_uninstall` then restores what has been exchanged so far. They are read each time, since
+    # others exchange some of them, too.
     _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry, now in zip(_ENTRY_POINTS, _before, strict=True):
         if entry.owner in OFTEN_PATCHED and now is not entry.ours:
@@ -577,6 +580,7 @@ def _install() -> None:
 
 def _uninstall() -> None:
     for entry, value in zip(_ENTRY_POINTS, _before, strict=False):
+        # What somebody else has put there during the run stays.
         current = vars(entry.owner).get(entry.name, GONE)
         if current is GONE and value is _ABSENT:
             continue
