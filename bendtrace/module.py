@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
-from bendtrace.engine.stretches import Finished
+from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
 from bendtrace.python.checks import listed, required_model
@@ -636,7 +636,7 @@ class BendedModule(ModuleProxy[ModelT]):
             if run.changes or run.tape.blockers or Effects(run.tape).have_begun():
                 return None
         result = tree.replay(names, program, arguments)
-        if isinstance(result, Finished):
+        if isinstance(result, FinishedReplay):
             return result.recording
         result.drop()
         return None

@@ -37,7 +37,7 @@ from bendtrace.compat._torchwatcher_analysis import (
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.insert.insertion import as_interjection
 from bendtrace.insert.interjection import Interjection
-from bendtrace.insert.native import Attached, Counts
+from bendtrace.insert.native import AttachedInterjection, Counts
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.selector_naming import (
     leaf_modules_in,
@@ -272,7 +272,7 @@ def interject_by_module_class_native(
     counts = Counts()
     model.register_forward_pre_hook(counts.begin)
     for name, module in targets.items():
-        Attached(module, what, name, counts).install()
+        AttachedInterjection(module, what, name, counts).install()
     return model
 
 

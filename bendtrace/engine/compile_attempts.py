@@ -126,7 +126,7 @@ class CompiledFunction:
         assert self._function is not None
         return self._function.find(given)
 
-    def call(self, given: Sequence[Any], found: Shortcut | None) -> Result | None:
+    def call(self, given: Sequence[Any], found: Shortcut | None) -> CompiledResult | None:
         """Call it; return None if its guards cannot hold.
 
         Args:
@@ -154,7 +154,7 @@ class CompiledFunction:
             lost.register(result.made)
         return result
 
-    def in_order(self, result: Result) -> Sequence[Tensor]:
+    def in_order(self, result: CompiledResult) -> Sequence[Tensor]:
         """Return results laid out in memory as a replay lays them out."""
         made, orders = result.made, self._confirmed.get(result.graph)
         if not orders:
@@ -164,7 +164,9 @@ class CompiledFunction:
             for slot, tensor in enumerate(made)
         ]
 
-    def compare(self, ours: Any, theirs: Any, result: Result, known: Iterable[Tensor]) -> bool:
+    def compare(
+        self, ours: Any, theirs: Any, result: CompiledResult, known: Iterable[Tensor]
+    ) -> bool:
         """Use a newly compiled graph from now on, if its results equal those of a replay.
 
         Args:
@@ -196,7 +198,7 @@ class CompiledFunction:
 
     def note(self, error: Exception) -> None:
         """Note an error, and give up if the next call would raise it again."""
-        failed = Failed(error)
+        failed = AttemptFailure(error)
         self.reason = failed.reason
         if failed.line and (op := self.op_at(failed.line)) is not None:
             self.reason = with_place(self.reason, op)
@@ -223,7 +225,7 @@ class CompiledFunction:
         }
 
 
-class Failed:
+class AttemptFailure:
     """An error of compiled code, or of its compiler.
 
     Attributes:
@@ -265,7 +267,7 @@ class Failed:
             )
 
 
-class Quiet:
+class QuietCompilation:
     """Within it, torch does not log why it could not compile something: the report says it.
 
     Unless somebody wants to see torch's logs.
@@ -652,7 +654,7 @@ class _GraphCall(NamedTuple):
     made: Sequence[Any]
 
 
-class Result(NamedTuple):
+class CompiledResult(NamedTuple):
     """The result of a compiled function.
 
     Attributes:
@@ -749,13 +751,13 @@ class Shortcut:
             given = [given[slot] for slot in self._tensors]
         return self.check(*given)
 
-    def call(self, given: Sequence[Any]) -> Result:
+    def call(self, given: Sequence[Any]) -> CompiledResult:
         """Call the graph; return the result of the function."""
         slots = self._slots
         made = self.graph(*(given if slots is None else [given[slot] for slot in slots]))
         truth, *rest = self.results
         found = None if truth is None else made[truth]
-        return Result(found, [made[slot] for slot in rest], self.number)
+        return CompiledResult(found, [made[slot] for slot in rest], self.number)
 
 
 class Shortcuts:
@@ -781,7 +783,7 @@ class Shortcuts:
                 return known
         return None
 
-    def __call__(self, *given: Any) -> Result | None:
+    def __call__(self, *given: Any) -> CompiledResult | None:
         """Have torch.compile choose a graph and call it; return None if its guards cannot hold."""
         self._backend.take()
         result: tuple[Any, Sequence[Any]] | None
@@ -794,9 +796,9 @@ class Shortcuts:
             return None
         truth, made = result
         if call is None:
-            return Result(truth, made, 0)
+            return CompiledResult(truth, made, 0)
         self._learn(given, result, call)
-        return Result(truth, made, call.number)
+        return CompiledResult(truth, made, call.number)
 
     def _learn(
         self, given: Sequence[Any], result: tuple[Any, Sequence[Any]], call: _GraphCall

@@ -60,7 +60,7 @@ class CompileRefusal(Exception):
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbeFindings:
     """The facts that are known about a path after a probe.
 
     Attributes:
@@ -81,7 +81,7 @@ class Findings:
 
 def probe(
     recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, GateSplice] = _NOTHING
-) -> Findings | None:
+) -> ProbeFindings | None:
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
     Args:
@@ -125,7 +125,7 @@ class _Probe:
         )  # fmt: skip
         self._dying = self._schedule.deaths()
 
-    def run(self) -> Findings | None:
+    def run(self) -> ProbeFindings | None:
         for given in self._tape.ops:
             if given.is_given:
                 self._take(given)
@@ -147,7 +147,7 @@ class _Probe:
             return None
         finally:
             switch.restore()
-        return Findings(
+        return ProbeFindings(
             frozenset(self._dynamic), self._roots, self._first, mode.wrote,
             frozenset(self._unchanged),
         )  # fmt: skip
@@ -338,7 +338,7 @@ class Extents:
         varying: ops whose result has a size, or is a number, that depends on values, or may.
     """
 
-    def __init__(self, recording: Recording, findings: Findings) -> None:
+    def __init__(self, recording: Recording, findings: ProbeFindings) -> None:
         self._ops = recording.tape.ops
         self._findings = findings
         self.varying: set[int] = set()

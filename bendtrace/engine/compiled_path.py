@@ -19,11 +19,16 @@ from torch import Tensor, nn
 
 from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import write_run
-from bendtrace.engine.compile_attempts import CompiledFunction, CompileState, Quiet, Result
+from bendtrace.engine.compile_attempts import (
+    CompiledFunction,
+    CompiledResult,
+    CompileState,
+    QuietCompilation,
+)
 from bendtrace.engine.compile_probing import (
     CompileRefusal,
     Extents,
-    Findings,
+    ProbeFindings,
     Unknown,
     obstacle_to_compiling,
     probe,
@@ -60,15 +65,15 @@ _MOST_SIZES = 4096  # sets of sizes that are kept in mind
 _PROBES = 4  # that are made for a set of sizes
 
 
-class _Failed:
+class _SpeculationFailure:
     """The result of a speculation that failed."""
 
 
-FAILED = _Failed()
+FAILED = _SpeculationFailure()
 
 
 @dataclass(slots=True, eq=False)
-class Unchecked:
+class UncheckedResult:
     """The result of a graph compiled during this call, which a replay has to confirm.
 
     Attributes:
@@ -79,13 +84,13 @@ class Unchecked:
     """
 
     output: Any
-    result: Result
+    result: CompiledResult
     known: list[Tensor]
     kept: tuple[Any, Any] = ((), ())
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class SplicedCall:
     """A call that a path with splices has served.
 
     Attributes:
@@ -175,7 +180,7 @@ class CompiledPath(CompiledFunction):
             self.silent = spliced.changing(_STEADY)
         begun = time.perf_counter()
         try:
-            with warnings.catch_warnings(), Quiet():
+            with warnings.catch_warnings(), QuietCompilation():
                 warnings.simplefilter("ignore")  # what compilers have to say, and ops once more
                 self._make(arguments, output, spliced)
         except CompileRefusal as refusal:
@@ -221,8 +226,9 @@ class CompiledPath(CompiledFunction):
         given = [i for i in dict.fromkeys(roots.values()) if ops[i].is_given]
         analysis = Analysis(recording.tape)
         splices = None if spliced is None else spliced.splices
-        straight = Straight(recording, analysis, findings, self._entry, made, exactly, splices,
-                            self.silent)  # fmt: skip
+        straight = StraightFunction(
+            recording, analysis, findings, self._entry, made, exactly, splices, self.silent
+        )
         self._plain, self._leaves, self._kept = straight.function, len(made), straight.kept
         self._computed = [len(made) + slot for slot in straight.computed]
         gathered = straight.inputs + [i for i in given if i not in straight.inputs]
@@ -260,9 +266,9 @@ class CompiledPath(CompiledFunction):
                     raise
         if backend.assumes:
             raise Unknown("what it does with a size that depends on values is right for some only")
-        if isinstance(first, _Failed):
+        if isinstance(first, _SpeculationFailure):
             raise CompileRefusal("its guards came out otherwise when it was compiled")
-        if not isinstance(first, Unchecked):
+        if not isinstance(first, UncheckedResult):
             raise CompileRefusal("torch.compile did not compile it")
         self.confirm(first, output)
         self.recent.clear()
@@ -290,7 +296,7 @@ class CompiledPath(CompiledFunction):
                 )
         return bool(matters)
 
-    def confirm(self, unchecked: Unchecked, output: Any) -> None:
+    def confirm(self, unchecked: UncheckedResult, output: Any) -> None:
         """Use a newly compiled graph, if its output equals the output of the replay."""
         is_first = self.state is CompileState.REFUSED
         is_same = self.compare(unchecked.output, output, unchecked.result, unchecked.known)
@@ -314,11 +320,11 @@ class CompiledPath(CompiledFunction):
         Args:
             arguments: the bound arguments.
             spliced: the insertions at its gates.
-            raises: whether an error is raised as a `Refusal`.
+            raises: whether an error is raised as a `CompileRefusal`.
 
         Returns:
-            The output, for a path with splices in a `Served`; an `Unchecked` one if a graph was
-            compiled in between; or `FAILED`.
+            The output, for a path with splices in a `SplicedCall`; an `UncheckedResult` if a graph
+            was compiled in between; or `FAILED`.
         """
         if any(environ(name) != value for name, value in self._variables):
             return self._missed()
@@ -360,7 +366,7 @@ class CompiledPath(CompiledFunction):
         if result.graph not in self._confirmed:
             known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
             known = list({id(item): item for item in known}.values())
-            return Unchecked(output, result, known, self._observed_values(given, made))
+            return UncheckedResult(output, result, known, self._observed_values(given, made))
         self.hits += 1
         self.recent.append(True)
         if spliced is None:
@@ -372,7 +378,7 @@ class CompiledPath(CompiledFunction):
                 found.alone = self._find_alone(made, (*gathered, *given))
             alone = [made[slot] for slot in found.alone]
         changed = made[end] if len(made) > end else None
-        return Served(output, made[self._leaves : end], changed, alone)
+        return SplicedCall(output, made[self._leaves : end], changed, alone)
 
     def _find_alone(self, made: Sequence[Tensor], given: Sequence[Any]) -> frozenset[int]:
         """Return the positions of observed values whose memory nobody else has."""
@@ -400,7 +406,7 @@ class CompiledPath(CompiledFunction):
             raise CompileRefusal("its guards came out otherwise when it was run without a compiler")
         return list(made[self._leaves :]), list(result[1][self._leaves :])
 
-    def _missed(self) -> _Failed:
+    def _missed(self) -> _SpeculationFailure:
         self.failures += 1
         self.recent.append(False)
         return FAILED
@@ -500,7 +506,7 @@ class _NumberOrigin(Enum):
     VALUE = 2  # out of a tensor
 
 
-class Straight(Expressions):
+class StraightFunction(Expressions):
     """The function of a path.
 
     Args:
@@ -532,7 +538,7 @@ class Straight(Expressions):
         self,
         recording: Recording,
         analysis: Analysis,
-        findings: Findings,
+        findings: ProbeFindings,
         entry: Context,
         leaves: Iterable[int],
         exactly: bool = False,

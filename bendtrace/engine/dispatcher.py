@@ -18,7 +18,7 @@ from bendtrace.engine.floor import Floor
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.source import Unfit
-from bendtrace.engine.stretches import Divergence, Exit, Finished
+from bendtrace.engine.stretches import Divergence, Exit, FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
 from bendtrace.python.compare import is_uneven
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from bendtrace.debug.auditing import Auditor
     from bendtrace.engine import explain
     from bendtrace.engine.explain import Mismatch
-    from bendtrace.engine.speculation import Guess, Speculation
+    from bendtrace.engine.speculation import Speculation, SpeculationResult
     from bendtrace.insert import beside, compiling, gates, reading
     from bendtrace.insert import splicer as splicing
     from bendtrace.insert.beside import Beside
@@ -83,7 +83,7 @@ class Examples:
             leaves, spec = pytree.tree_flatten(call)
             made: dict[int, Tensor] = {}  # the same tensor stays one
             for leaf in leaves:
-                if type(leaf) is _Saved and id(leaf) not in made:
+                if type(leaf) is _TensorContent and id(leaf) not in made:
                     made[id(leaf)] = leaf.tensor()
             found.append(pytree.tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec))
         return found
@@ -113,7 +113,7 @@ class Examples:
             return
         self._left -= size
         try:
-            saved = {key: _Saved(tensor) for key, tensor in tensors.items()}
+            saved = {key: _TensorContent(tensor) for key, tensor in tensors.items()}
         except RuntimeError:  # its content cannot be read: inside of a transform, for example
             self.missed += 1
             return
@@ -122,7 +122,7 @@ class Examples:
         )
 
 
-class _Saved:
+class _TensorContent:
     """The content of a tensor as bytes, and how it lies in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -194,7 +194,7 @@ class Dispatcher:
 
     def call_with(self, plan: InsertionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call with insertions."""
-        guess: Guess | None = None
+        guess: SpeculationResult | None = None
         # Compiled paths have no gates, which `applying` takes some time to prepare.
         if self.speculation is not None and not (seeing_modes() or self._trees.floor(plan).waiting):
             names, arguments = self.named_arguments(args, kwargs, plan)
@@ -206,14 +206,14 @@ class Dispatcher:
         with gates.applying(plan):
             return self.call(args, kwargs, plan, guess=guess)
 
-    def _guessed(self, guess: Guess) -> Any:
+    def _guessed(self, guess: SpeculationResult) -> Any:
         self.stats.replays += 1
         self.latest_run = guess.recording
         return guess.output
 
     def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None,
-        auditor: Auditor | None = None, guess: Guess | None = None,
+        auditor: Auditor | None = None, guess: SpeculationResult | None = None,
     ) -> Any:  # fmt: skip
         """Serve a call.
 
@@ -308,7 +308,7 @@ class Dispatcher:
         if auditor is not None and plan is None:
             audit = auditor.begin(program.recording, args, kwargs)
         result = tree.replay(names, program, arguments, guess is not None and guess.may_compile)
-        if isinstance(result, Finished):
+        if isinstance(result, FinishedReplay):
             self.stats.replays += 1
             self.latest_run = result.recording
             if audit is not None:
@@ -369,7 +369,7 @@ class Dispatcher:
         if program.wants_lifting and call.tree.lifts:
             return self._record_lifted(call, program)
         result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)
-        if isinstance(result, Finished):
+        if isinstance(result, FinishedReplay):
             call.splicer.calls += 1
             self.stats.replays += 1
             self.latest_run = result.recording

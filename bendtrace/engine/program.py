@@ -27,7 +27,7 @@ from bendtrace.engine.source import (
 from bendtrace.engine.stretches import (
     Divergence,
     Exit,
-    Finished,
+    FinishedReplay,
     GuardSide,
     RecordedPath,
     StateNode,
@@ -254,7 +254,7 @@ class Program:
         first: bool = False,
         compiled: bool = False,
         splicer: Splicer | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Replay, along known paths as far as they go.
 
         Args:
@@ -275,7 +275,7 @@ class Program:
         divergence: Divergence,
         arguments: tuple[Any, ...],
         splicer: Splicer | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.held is None:  # nothing was done that cannot be done again
             return self.run(arguments)
@@ -296,14 +296,14 @@ class Program:
         compiled: bool = False,
         since: tuple[Divergence, Exit] | None = None,
         splicer: Splicer | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Replay, in agreement with other ranks where they communicate in it (see `_walk`)."""
         model = self.recording.environment.function
         if not needs_agreement(model, self.recording.tape):
             return self._walk(arguments, first, compiled, since, splicer)
         with joint_call(model, goes_on=since is not None) as joint:
             result = self._walk(arguments, first, compiled, since, splicer, joint)
-            if joint is not None and isinstance(result, Finished):
+            if joint is not None and isinstance(result, FinishedReplay):
                 joint.ends(result.output)
             elif joint is not None:
                 joint.leaves(result)
@@ -317,7 +317,7 @@ class Program:
         since: tuple[Divergence, Exit] | None,
         splicer: Splicer | None,
         joint: JointCall | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Replay from state to state.
 
         Args:
@@ -390,7 +390,7 @@ class Program:
                     hold.release()
                     trips.append((piece, entered, None))
                     _count_pieces(trips)
-                    return Finished(result, piece.owner, trips)
+                    return FinishedReplay(result, piece.owner, trips)
                 stop, answer = result.stop, result.outcome
                 assert isinstance(stop, int)
                 if hold.block is not None:
@@ -456,7 +456,7 @@ class Program:
                 if side.target is not None:
                     waiting.append((side.target, stretch))
 
-    def path_end(self, finished: Finished) -> Stretch | None:
+    def path_end(self, finished: FinishedReplay) -> Stretch | None:
         """Return the end of the run that a replay followed throughout.
 
         It is None if a replay has gone along parts that no single run combined in this way.

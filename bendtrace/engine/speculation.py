@@ -21,22 +21,28 @@ from torch.autograd import forward_ad
 
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.compile_attempts import (
+    AttemptFailure,
     CompiledFunction,
+    CompiledResult,
     CompileState,
-    Failed,
-    Quiet,
-    Result,
+    QuietCompilation,
     now,
 )
 from bendtrace.engine.compile_probing import why_not_op, why_not_under
 from bendtrace.engine.compile_settings import CompileSettings
-from bendtrace.engine.compiled_path import FAILED, CompiledPath, PathKey, Served, Unchecked
+from bendtrace.engine.compiled_path import (
+    FAILED,
+    CompiledPath,
+    PathKey,
+    SplicedCall,
+    UncheckedResult,
+)
 from bendtrace.engine.expressions import Expressions
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed
 from bendtrace.engine.source import gives_nothing
-from bendtrace.engine.splices import Inserted, PathSplices
-from bendtrace.engine.stretches import Exit, Finished
+from bendtrace.engine.splices import CallInsertions, PathSplices
+from bendtrace.engine.stretches import Exit, FinishedReplay
 from bendtrace.errors import CompileWarning
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.sites import users_level
@@ -62,7 +68,7 @@ _MOST = 64  # paths, with those that were refused
 
 
 @dataclass(slots=True, eq=False)
-class Guess:
+class SpeculationResult:
     """The result of trying a call on a compiled path.
 
     Attributes:
@@ -78,14 +84,14 @@ class Guess:
     path: CompiledPath | None = None
     recording: Recording | None = None
     output: Any = None
-    unchecked: Unchecked | None = None
+    unchecked: UncheckedResult | None = None
     began: float = 0.0
     may_compile: bool = False
-    inserted: Inserted | None = None
+    inserted: CallInsertions | None = None
 
 
-_WATCHED = Guess()
-_NONE = Guess(may_compile=True)
+_WATCHED = SpeculationResult()
+_NONE = SpeculationResult(may_compile=True)
 
 
 class Speculation:
@@ -113,8 +119,8 @@ class Speculation:
         self,
         names: tuple[str, ...],
         arguments: tuple[Any, ...],
-        inserted: Inserted | None = None,
-    ) -> Guess:
+        inserted: CallInsertions | None = None,
+    ) -> SpeculationResult:
         """Try a call on the leading compiled path for its input guards, if there is one.
 
         Args:
@@ -127,7 +133,7 @@ class Speculation:
         calls = names if inserted is None else (names, inserted.places)
         leaders = self._leaders.get(calls)
         if not leaders:
-            return _NONE if inserted is None else Guess(inserted=inserted)
+            return _NONE if inserted is None else SpeculationResult(inserted=inserted)
         began = 0.0
         spliced: PathSplices | None = None
         for path in leaders:
@@ -147,8 +153,8 @@ class Speculation:
             if path.admits(arguments):
                 break
         else:
-            return _NONE if inserted is None else Guess(inserted=inserted)
-        guess = Guess(path, inserted=inserted)
+            return _NONE if inserted is None else SpeculationResult(inserted=inserted)
+        guess = SpeculationResult(path, inserted=inserted)
         if timed and len(path.replayed) < len(path.served):
             guess.began = began
             return guess
@@ -156,13 +162,13 @@ class Speculation:
         if output is FAILED:
             guess.path, guess.may_compile = None, inserted is None
             self._look_at(calls, path)
-        elif type(output) is Unchecked:
+        elif type(output) is UncheckedResult:
             guess.unchecked = output
         else:
             guess.recording, guess.output = path.recording, output
             path.stretch.hits += 1
             path.window.append((path.stretch, path.key))
-            if type(output) is Served and inserted is not None and spliced is not None:
+            if type(output) is SplicedCall and inserted is not None and spliced is not None:
                 guess.output = output.output
                 spliced.served(
                     output.kept, output.changed, path.unchanged, path.silent, output.alone
@@ -173,10 +179,10 @@ class Speculation:
 
     def replayed(
         self,
-        guess: Guess,
+        guess: SpeculationResult,
         names: tuple[str, ...],
         program: Program,
-        finished: Finished,
+        finished: FinishedReplay,
         arguments: tuple[Any, ...],
     ) -> None:
         """Learn from a call that was replayed.
@@ -242,7 +248,7 @@ class Speculation:
         known = self._paths.get(took)
         return known is not None and known.state is CompileState.REFUSED
 
-    def _look_at_segments(self, program: Program, guess: Guess) -> None:
+    def _look_at_segments(self, program: Program, guess: SpeculationResult) -> None:
         """Compile segments, if the calls keep combining them in new ways."""
         self._calls += 1
         if self._calls % _EVERY == 0 and guess is not _WATCHED and self.settings.max_segments:
@@ -271,7 +277,7 @@ class Speculation:
         program: Program,
         took: PathKey,
         spliced: PathSplices | str | None,
-        finished: Finished,
+        finished: FinishedReplay,
         arguments: tuple[Any, ...],
         may_be_silent: bool,
     ) -> None:
@@ -541,7 +547,7 @@ class CompiledBody(CompiledFunction):
             begun, given = pending.pop("begun")
             self.was_replayed(now(given) - begun)
 
-    def _run(self, given: Sequence[Any]) -> Result | None:
+    def _run(self, given: Sequence[Any]) -> CompiledResult | None:
         if self._confirmed:
             return self._called(given)
         if not self._compiling.acquire(blocking=False):
@@ -549,7 +555,11 @@ class CompiledBody(CompiledFunction):
         begun = time.perf_counter()
         try:
             metas = [(v.dtype, v.shape) if isinstance(v, Tensor) else v for v in given]
-            with warnings.catch_warnings(), Quiet(), self.settings.keeping(f"{self.text}{metas}"):
+            with (
+                warnings.catch_warnings(),
+                QuietCompilation(),
+                self.settings.keeping(f"{self.text}{metas}"),
+            ):
                 warnings.simplefilter("ignore")
                 if self._function is None:
                     on_cpu = all(v.device.type == "cpu" for v in given if isinstance(v, Tensor))
@@ -559,7 +569,7 @@ class CompiledBody(CompiledFunction):
                     try:
                         return self._called(given)
                     except Exception as error:
-                        if not (Failed(error).is_final and self._compilers):
+                        if not (AttemptFailure(error).is_final and self._compilers):
                             raise
                     # With what compiles where the first cannot.
                     self.compile(self._names["body"], self._compilers.popleft())
@@ -568,7 +578,7 @@ class CompiledBody(CompiledFunction):
             self._compiling.release()
             self.settings.warn()
 
-    def _called(self, given: Sequence[Any]) -> Result:
+    def _called(self, given: Sequence[Any]) -> CompiledResult:
         result = self.call(given, self.find(given))
         assert result is not None
         return result
@@ -589,7 +599,7 @@ class CompiledSegments:
         if not settings.max_segments:
             self.reason = "max_segments=0"
         # Programs come and go with the paths that the trace tree keeps.
-        self._programs: WeakKeyDictionary[Program, _Compiled] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Program, _CompiledProgram] = WeakKeyDictionary()
 
     @property
     def bodies(self) -> tuple[CompiledBody, ...]:
@@ -613,7 +623,7 @@ class CompiledSegments:
         self.reason = (
             f"no segment of two ops or more, which torch.compile could take, ran {_PASSES} times"
         )
-        compiled = self._programs.setdefault(program, _Compiled())
+        compiled = self._programs.setdefault(program, _CompiledProgram())
         for exit in list(graph.exits()):
             if exit.written is None:
                 continue
@@ -622,7 +632,7 @@ class CompiledSegments:
             if is_due:
                 self._rewrite(compiled, exit)
 
-    def _rewrite(self, compiled: _Compiled, exit: Exit) -> None:
+    def _rewrite(self, compiled: _CompiledProgram, exit: Exit) -> None:
         used: list[CompiledBody] = []
         find = functools.partial(self._find, compiled, used)
         try:
@@ -634,7 +644,7 @@ class CompiledSegments:
 
     def _find(
         self,
-        compiled: _Compiled,
+        compiled: _CompiledProgram,
         used: list[CompiledBody],
         text: str,
         names: dict[str, Any],
@@ -657,7 +667,7 @@ class CompiledSegments:
         return body
 
 
-class _Compiled:
+class _CompiledProgram:
     """The compiled parts of one program.
 
     Attributes:

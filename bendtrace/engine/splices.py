@@ -111,7 +111,7 @@ class PathSplices(Protocol):
         """
 
 
-class Inserted(Protocol):
+class CallInsertions(Protocol):
     """The insertions of a call."""
 
     @property

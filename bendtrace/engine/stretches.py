@@ -129,7 +129,7 @@ class Stretch(RecordedPath):
 
 
 @dataclass(slots=True, eq=False)
-class Finished:
+class FinishedReplay:
     """A replay that reached its end, with what it returned.
 
     Attributes:

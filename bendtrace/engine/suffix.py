@@ -75,14 +75,14 @@ class Suffix:
     ) -> None:
         self.recording = recording
         self.cuts: Cuts = Cuts(cuts)
-        self.memory: Memory = Memory(recording)
+        self.memory: TensorMemory = TensorMemory(recording)
         self.start = start
         self.available = available
         self.needed: set[int] = set()
         self.guards: dict[int, Guard] = {}
         self._changes: set[int] = set()  # their numbers
         self.used: set[Cut] = set()
-        self.lacks: list[Lack] = []
+        self.lacks: list[MissingArgument] = []
         self.unclear: str = ""
         self._ops = recording.tape.ops
         self._analysis = analysis
@@ -208,7 +208,7 @@ class Suffix:
             while by >= 0:
                 chain.append(by)
                 by = self._why.get(by, -1)
-            self.lacks.append(Lack(part, tuple(chain)))
+            self.lacks.append(MissingArgument(part, tuple(chain)))
 
     # Changes of the environment
 
@@ -441,7 +441,7 @@ def _decides(output: Any) -> bool:
     return any(isinstance(leaf, (bool, int, float, str)) for leaf in argument_leaves(output))
 
 
-class Rest(NamedTuple):
+class SuffixCode(NamedTuple):
     """The rest of a run as code.
 
     Attributes:
@@ -455,7 +455,7 @@ class Rest(NamedTuple):
     casts: bool
 
 
-def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Rest:
+def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> SuffixCode:
     """Write the code of the rest of a run.
 
     It takes the given values, and for a run that goes on those computed so far, from `E`:
@@ -474,7 +474,7 @@ def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Rest:
         needed=rest.needed | rest.available,
     )  # fmt: skip
     code = _RestWriter(schedule, rest).write()
-    return Rest(kept, code, any(op.context.autocast for op in whole.tape.ops))
+    return SuffixCode(kept, code, any(op.context.autocast for op in whole.tape.ops))
 
 
 class _RestWriter(RunWriter):
@@ -518,8 +518,8 @@ class _RestWriter(RunWriter):
 
 # What the values given for some ops of a run replace: where they count, and what they touch.
 #
-# `Cuts` says where on a tape given values count, in place of those that ops give; `Memory` which
-# ops write to memory that others see, going by their names.
+# `Cuts` says where on a tape given values count, in place of those that ops give; `TensorMemory`
+# which ops write to memory that others see, going by their names.
 
 
 @dataclass(frozen=True)
@@ -540,7 +540,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Lack:
+class MissingArgument:
     """An argument that is needed, and that is not there.
 
     Attributes:
@@ -630,7 +630,7 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 
-class Memory:
+class TensorMemory:
     """The tensors of a run, and the known facts about their memory.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program, Splicer
-from bendtrace.engine.stretches import Divergence, Failure, Finished, RecordedPath, Stretch
+from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import users_level
@@ -551,7 +551,7 @@ class TraceTree:
     def replay(
         self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
         compiled: bool = False, splicer: Splicer | None = None,
-    ) -> Finished | Divergence:  # fmt: skip
+    ) -> FinishedReplay | Divergence:  # fmt: skip
         """Run a program, going over to paths that are known from other programs."""
         result = program.run(arguments, compiled=compiled, splicer=splicer)
         while isinstance(result, Divergence) and not result.known_live:

@@ -311,7 +311,7 @@ class _InsertionRun:
         self._sites = SiteTable(INTERCEPT_CODES | {_OUTERMOST})
         self._scopes: dict[tuple[int, int, int], ModuleCall] = {}
         self._inserter = LiveInserter(plan, known.registry, model)
-        self._inserter.begins(_Unrecorded(root))
+        self._inserter.begins(_UnrecordedStage(root))
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
         self.places: dict[int, list[_ModuleCallPlace]] = {id(module): [] for module in modules}
@@ -450,7 +450,7 @@ def _call_gate(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _local.run = run
 
 
-class _Unrecorded:
+class _UnrecordedStage:
     """The stage of an inserter (see `watchers.Stage`) in a call that is not recorded."""
 
     follows_script = False

@@ -90,7 +90,7 @@ def insertions_of_plan(plan: InsertionPlan) -> PlannedInsertions:
 
 
 class PlannedInsertions:
-    """The insertions of a plan (see `engine.splices.Inserted`).
+    """The insertions of a plan (see `engine.splices.CallInsertions`).
 
     Args:
         plan: the insertions.

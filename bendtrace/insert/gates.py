@@ -118,7 +118,7 @@ class Containers:
         return results
 
 
-class Observed:
+class ObservedNode:
     """A node that an insertion may or may not call, and the outcome.
 
     Args:
@@ -415,13 +415,13 @@ def _insertions_of_block() -> Callable[[], AbstractContextManager[None]]:
 KEEPERS.append(_insertions_of_block)
 
 
-class _Uncounted:
+class _UncountedInsertion:
     """Stands for an insertion in a block that is done again: its calls are not counted twice."""
 
     changes: frozenset[str] = frozenset()  # those that are known, as its own `Tally`
 
     @property
-    def _tally(self) -> _Uncounted:
+    def _tally(self) -> _UncountedInsertion:
         """The object that counts its calls."""
         return self
 
@@ -440,7 +440,7 @@ def _silent_entries(entries: Sequence[LocatedInsertion]) -> tuple[LocatedInserti
     """Return those of some insertions that change values, without their reports."""
     found = [copy.copy(entry) for entry in entries if not entry.what.observes]
     for entry in found:
-        entry.insertion = cast("Any", _Uncounted())
+        entry.insertion = cast("Any", _UncountedInsertion())
     return tuple(found)
 
 
@@ -1130,7 +1130,7 @@ class InsteadGate(Gate):
         self, entry: LocatedInsertion, call: Callable[..., Any], at: NodePass
     ) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
-            node = Observed(call, Inputs(args, kwargs))
+            node = ObservedNode(call, Inputs(args, kwargs))
             result = entry.what.instead(at, node, node.given)
             entry.insertion.fired(at, not node.gave(result))
             return result

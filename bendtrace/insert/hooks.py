@@ -19,7 +19,7 @@ from bendtrace.errors import HookNameError, InputError
 from bendtrace.insert.gradients import ChecksGradients, Gradients
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.native import Attached
+from bendtrace.insert.native import AttachedInterjection
 from bendtrace.insert.structure import all_tensors_in, with_tensors
 from bendtrace.python.checks import similar
 from bendtrace.tape.tape import meta_of
@@ -32,7 +32,7 @@ _orders = itertools.count()
 
 
 @dataclass(eq=False)
-class Registered:
+class HookedModule:
     """A module that hooks are registered on.
 
     Attributes:
@@ -125,7 +125,7 @@ class HookFunction:
 class HookStore(Protocol):
     """The store of the handles."""
 
-    def place(self, handle: HookHandle) -> Insertion | Attached:
+    def place(self, handle: HookHandle) -> Insertion | AttachedInterjection:
         """Make the module call a hook."""
 
     def activate(self, handle: HookHandle) -> None:
@@ -157,12 +157,12 @@ class HookHandle:
         <HookHandle show[first]: inactive>
     """
 
-    def __init__(self, hook_fn: HookFunction, registered: Registered, owner: HookStore) -> None:
+    def __init__(self, hook_fn: HookFunction, registered: HookedModule, owner: HookStore) -> None:
         self.hook_fn = hook_fn
         self.module: nn.Module = registered.module
         self.order: int = next(_orders)
         self._registered = registered
-        self.placed: Insertion | Attached = owner.place(self)
+        self.placed: Insertion | AttachedInterjection = owner.place(self)
         self._owner: HookStore | None = owner
         self._active = False
         hook_fn._handles[id(self.module)] = self

@@ -59,7 +59,7 @@ class Counts:
         return number
 
 
-class Attached:
+class AttachedInterjection:
     """An interjection at the calls of one module.
 
     Args:
@@ -129,7 +129,7 @@ class Station:
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
-        self.entries: tuple[Attached, ...] = ()
+        self.entries: tuple[AttachedInterjection, ...] = ()
         self._stages: dict[Callable[..., Any], RemovableHandle] = {}
         self._open: list[_OpenCall] = []
 
@@ -263,7 +263,7 @@ class _OpenCall:
         """Return whether the call is ending with an error."""
         return sys.exception() is not self._handled
 
-    def at(self, one: Attached) -> NodePass:
+    def at(self, one: AttachedInterjection) -> NodePass:
         """Return the call, as an attached interjection sees it."""
         return self._at.get(one.order) or one.at(self.module)
 

@@ -26,7 +26,7 @@ class Matcher(Protocol):
         """Return whether it selects a node."""
 
 
-class Placed(Protocol):
+class PlacedInsertion(Protocol):
     """An insertion, as the gates see it."""
 
     allow_none: bool
@@ -133,8 +133,8 @@ class LocatedInsertion:
         "wants_inputs", "what",
     )  # fmt: skip
 
-    def __init__(self, insertion: Placed, what: Interjection, place: Location) -> None:
-        self.insertion: Placed = insertion
+    def __init__(self, insertion: PlacedInsertion, what: Interjection, place: Location) -> None:
+        self.insertion: PlacedInsertion = insertion
         self.what: Interjection = what
         self.place: Location = place
         self.dig: tuple[Hashable, ...] = place.dig

@@ -36,7 +36,7 @@ class _Impure(Exception):
     """The reason why something may not be a function of tensors."""
 
 
-class Lifted(NamedTuple):
+class LiftedCallable(NamedTuple):
     """A callable, separated into its tensors and the rest.
 
     Attributes:
@@ -130,7 +130,7 @@ def _follow(thing: Any, facts: IdentityFacts) -> None:
         _Lifting(trusted=False, facts=facts).of(thing)
 
 
-def lift_tensors(function: Any, trusted: bool = False) -> Lifted | str:
+def lift_tensors(function: Any, trusted: bool = False) -> LiftedCallable | str:
     """Separate a callable into its tensors and the rest, or return why that is impossible.
 
     Args:
@@ -142,7 +142,7 @@ def lift_tensors(function: Any, trusted: bool = False) -> Lifted | str:
         spec, key = lifting.of(function)
     except _Impure as reason:
         return str(reason)
-    return Lifted(spec, tuple(lifting.tensors), key)
+    return LiftedCallable(spec, tuple(lifting.tensors), key)
 
 
 def build_callable(spec: Any, tensors: Sequence[Tensor]) -> Any:

@@ -71,7 +71,7 @@ class _ModelStateAccess:
         ]
         self._members = _methods_of_kinds(kinds)
 
-    def shared_with(self, reach: Reached) -> set[str]:
+    def shared_with(self, reach: ReachedObjects) -> set[str]:
         """Return what the run changes and an insertion might read, and the reverse."""
         models = {code for several in self._members.values() for code in several}
         codes = {code: helps or code in models for code, helps in reach.codes.items()}
@@ -134,7 +134,7 @@ class _ModelStateAccess:
         return found
 
     def _read_by(
-        self, reach: Reached, codes: Iterable[types.CodeType], aliases: set[str]
+        self, reach: ReachedObjects, codes: Iterable[types.CodeType], aliases: set[str]
     ) -> set[str]:
         """Return what the run changes, or changes for a while, and an insertion might read."""
         found: set[str] = set()
@@ -165,7 +165,7 @@ class _ModelStateAccess:
                 found.add(part.label)
         return found | (read & assigned)
 
-    def _changes_held(self, reach: Reached) -> bool:
+    def _changes_held(self, reach: ReachedObjects) -> bool:
         """Return whether the run changes something that an insertion holds itself."""
         held = {*reach.held, *(id(vars(t)) for t in reach.held.values() if hasattr(t, "__dict__"))}
         return any(
@@ -176,7 +176,7 @@ class _ModelStateAccess:
         )
 
     @staticmethod
-    def _is_held_argument(change: EnvironmentChange, reach: Reached) -> bool:
+    def _is_held_argument(change: EnvironmentChange, reach: ReachedObjects) -> bool:
         return any(type(thing) is change.part.type for thing in reach.held.values())
 
     @functools.cached_property
@@ -260,7 +260,7 @@ _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # assign to new o
 # What the code of an insertion names, and what it holds under names of its own.
 
 
-class Reached(NamedTuple):
+class ReachedObjects(NamedTuple):
     """The objects that the code of one insertion reaches.
 
     Attributes:
@@ -279,7 +279,7 @@ class Reached(NamedTuple):
     is_contained: bool
 
 
-def reach_of_insertion(what: Interjection, own: Container[int]) -> Reached:
+def reach_of_insertion(what: Interjection, own: Container[int]) -> ReachedObjects:
     """Return what an insertion reaches.
 
     Args:
@@ -291,7 +291,7 @@ def reach_of_insertion(what: Interjection, own: Container[int]) -> Reached:
     holding = _Holding(own)
     holding.add(what, _DEPTH + 1)
     contained = isinstance(what, Function) and is_contained(what.function, own)
-    return Reached(what, codes, holding.found, frozenset(holding.numbers), contained)
+    return ReachedObjects(what, codes, holding.found, frozenset(holding.numbers), contained)
 
 
 class _Holding:

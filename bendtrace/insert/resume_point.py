@@ -18,7 +18,14 @@ from bendtrace.engine.explain import explain_check, explain_divergence
 from bendtrace.engine.program import Program, departure_by, values_in
 from bendtrace.engine.schedule import may_be_caught
 from bendtrace.engine.source import Code, Departure, gives_nothing
-from bendtrace.engine.suffix import Cut, Lack, Rest, Suffix, argument_of, write_rest
+from bendtrace.engine.suffix import (
+    Cut,
+    MissingArgument,
+    Suffix,
+    SuffixCode,
+    argument_of,
+    write_rest,
+)
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import (
     BendtraceError,
@@ -73,7 +80,7 @@ class Deviation:
     """
 
     run: KnownRun
-    prepared: Prepared
+    prepared: PreparedSuffix
     number: Stop
     outcome: Any
     values: dict[str, Any]
@@ -338,7 +345,7 @@ class _SuffixRun:
 
     def _chosen(
         self, tree: TraceTree, plan: InsertionPlan | None
-    ) -> tuple[KnownRun, Prepared] | None:
+    ) -> tuple[KnownRun, PreparedSuffix] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
         plain = self._model._trees.plain
         if tree is not plain and not any(tree.programs()):
@@ -373,7 +380,7 @@ class _SuffixRun:
                 "first, or pass all arguments of the model"
             )
 
-    def _require_possible(self, prepared: Prepared) -> None:
+    def _require_possible(self, prepared: PreparedSuffix) -> None:
         rest = prepared.rest
         if rest.unclear and not self._is_whole:
             raise InputError(
@@ -398,7 +405,7 @@ class _SuffixRun:
     def _follow_paths(
         self,
         run: KnownRun,
-        prepared: Prepared,
+        prepared: PreparedSuffix,
         hold: Hold,
         tree: TraceTree,
         plan: InsertionPlan | None,
@@ -430,7 +437,7 @@ class _SuffixRun:
             run, prepared, values = other, following, {**slots, **left.values}
 
     def _carry_out(
-        self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold
+        self, run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
     ) -> Any:
         """Run a rest; return its result, or a `Deviation` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
@@ -447,7 +454,7 @@ class _SuffixRun:
             return result
 
     @staticmethod
-    def _result(run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold) -> Any:
+    def _result(run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold) -> Any:
         rest = prepared.code
         assert rest is not None
         if rest.casts:
@@ -469,7 +476,7 @@ class _SuffixRun:
 
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
-    ) -> Prepared | None:
+    ) -> PreparedSuffix | None:
         """Return the rest of another known run, from where both diverge; None if it is too late."""
         try:
             prepared = self._rests.of(run, start, done, passed)
@@ -686,7 +693,7 @@ class KnownRun:
 
 
 @dataclass
-class Prepared:
+class PreparedSuffix:
     """The rest of a recorded run, ready to run.
 
     Attributes:
@@ -701,7 +708,7 @@ class Prepared:
     spots: dict[str, tuple[ReplacementPoint, ...]]
     cuts: list[Cut]
     rest: Suffix
-    code: Rest | None = None
+    code: SuffixCode | None = None
 
 
 class Suffixes:
@@ -729,7 +736,7 @@ class Suffixes:
         start: int = 0,
         available: frozenset[int] = frozenset(),
         passed: frozenset[Any] = frozenset(),
-    ) -> Prepared:
+    ) -> PreparedSuffix:
         """Return the rest of a run.
 
         Args:
@@ -746,14 +753,14 @@ class Suffixes:
             "rest", id(run.recording), run.missing, tuple(self._given), self._bended, start,
             available, passed,
         )  # fmt: skip
-        prepared: Prepared = cached_for_model(
+        prepared: PreparedSuffix = cached_for_model(
             self._model, key, lambda: self._prepared(run, start, available, passed)
         )
         return prepared
 
     def _prepared(
         self, run: KnownRun, start: int, available: frozenset[int], passed: frozenset[Any]
-    ) -> Prepared:
+    ) -> PreparedSuffix:
         program, recording = run.program, run.recording
         tree = self.tree_of(recording)
         for text in self._given:
@@ -770,7 +777,7 @@ class Suffixes:
             recording, analysis, cuts, run.missing, is_checked=is_first and not run.missing,
             start=start, available=available, passed=passed,
         )  # fmt: skip
-        prepared = Prepared(recording, spots, cuts, rest)
+        prepared = PreparedSuffix(recording, spots, cuts, rest)
         if not (rest.unclear or rest.lacks or rest.is_too_late()):
             prepared.code = write_rest(rest, analysis, program.global_state.context)
         return prepared
@@ -793,7 +800,7 @@ class Suffixes:
         numbers: dict[Any, int] = cached_for_model(self._model, "slots", dict)
         return numbers.setdefault((text, spot.keys), len(numbers))
 
-    def values_for(self, prepared: Prepared) -> dict[str, Any]:
+    def values_for(self, prepared: PreparedSuffix) -> dict[str, Any]:
         """Return the given values in the form that the code of a rest takes.
 
         Raises:
@@ -810,7 +817,7 @@ class Suffixes:
                 values.setdefault(f"s{slot}", own(value) if is_written else value)
         return values
 
-    def explained(self, prepared: Prepared, lack: Lack) -> str:
+    def explained(self, prepared: PreparedSuffix, lack: MissingArgument) -> str:
         """Return what is missing, and what needs it."""
         recording = prepared.recording
         ops, tree = recording.tape.ops, self.tree_of(recording)

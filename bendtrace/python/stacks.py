@@ -444,14 +444,14 @@ class _FrameProbe:
         return True
 
 
-class _Compared:
+class _ComparisonProbe:
     """Looks at the rest of a comparison when the truth of its result is asked for."""
 
     def __init__(self, places: FrameLayout) -> None:
         self.places = places
         self.is_left = False
 
-    def __gt__(self, other: object) -> _Compared:
+    def __gt__(self, other: object) -> _ComparisonProbe:
         return self
 
     def __bool__(self) -> bool:
@@ -465,7 +465,7 @@ class _Compared:
 
 
 def _leaves_operands(places: FrameLayout) -> bool:
-    compared = _Compared(places)
+    compared = _ComparisonProbe(places)
     return bool(compared.is_left if compared > places else False)
 
 
