@@ -481,8 +481,10 @@ class _Interruption:
 _TIDYING = frozenset(
     {
         "<genexpr>",
-        "_leave",
-        "watching",
+        "_leave_call",
+        "_restore_name",
+        "_uninstall",
+        "reporting_to",
         "serving",
         "retire",
         "_clean",

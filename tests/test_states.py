@@ -1004,7 +1004,7 @@ LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     ),
     "arrays": (READER, "_array", lambda self, array: 0, ("two_arrays_in_one_memory",)),
     "which objects are one": (READER, "__init__", unseeing, ("two_lists_or_one",)),
-    "iterators": (READER, "_reduced", lambda self, iterator: 0, ("an_iterator",)),
+    "iterators": (READER, "_read_by_reduce", lambda self, iterator: 0, ("an_iterator",)),
     "generators": (READER, "_generator", lambda self, generator: 0, ("a_generator",)),
     "cells": (READER, "_cell", lambda self, cell: 0, ("a_closure",)),
     "defaults": (
