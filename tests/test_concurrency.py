@@ -481,6 +481,7 @@ class _Interruption:
 _TIDYING = frozenset(
     {
         "<genexpr>",
+        "_leave",
         "_leave_call",
         "_restore_name",
         "_uninstall",
