@@ -262,7 +262,7 @@ def _run_trace(
             made = Trace(recording, global_state, signature, function, registry=registry)
             made._keeps = None if inserter is None else inserter.plan
             if recording.error is not None:
-                _raise(recording, made)
+                _raise_with_trace(recording, made)
             if inserter is not None:
                 inserter.settle(recording)
             return made
@@ -286,7 +286,7 @@ def _run_trace(
         if recording.error is not None:
             with contextlib.suppress(LayerKeyError):  # of what the run did not reach
                 made._settle(capture)
-            _raise(recording, made)
+            _raise_with_trace(recording, made)
         if inserter is not None:
             inserter.settle(recording)
         made._settle(capture)
@@ -294,7 +294,7 @@ def _run_trace(
     return made
 
 
-def _raise(recording: Recording, made: Trace) -> NoReturn:
+def _raise_with_trace(recording: Recording, made: Trace) -> NoReturn:
     """Raise the function's error, with the trace up to there as an attribute."""
     error, recording.error = recording.error, None
     assert error is not None

@@ -25,11 +25,11 @@ from bendtrace.python.features import is_off
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import is_installed, path_text, place_text
 from bendtrace.python.sites import Place, Site, Span
-from bendtrace.python.statements import Loop, dependent_source, subscript_text
+from bendtrace.python.statements import SourceLoop, dependent_source, subscript_text
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import (
     Iterations,
-    Mark,
+    RecordMark,
     is_inside_comparison,
     marks_of,
     running_code,
@@ -381,7 +381,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             continue
         if header is not None and mark.element_of is None and not header.holds(mark):
             header = None
-        chosen = _class_of(mark, tape)
+        chosen = _step_class(mark, tape)
         if chosen is None or _is_asked_by_gate(mark.record, tape):
             continue
         cls, kind = chosen
@@ -407,7 +407,7 @@ def flow_steps(tape: Tape, names: list[str]) -> FlowSteps:
             header.take(mark, step.value, steps, iterations)
             continue
         if iterations.begins_while(mark.order) and (tests := mark.role.tests) is not None:
-            steps.append(_whole(step, tests, iterations.count(mark.order)))
+            steps.append(_whole_while(step, tests, iterations.count(mark.order)))
         steps.append(step)
     if is_off("iterations"):
         steps = [_without_iterations(step) for step in steps]
@@ -435,13 +435,13 @@ def _is_asked_by_gate(record: Op | Guard, tape: Tape) -> bool:
 class _Header:
     """The header of one `for`, entered once: several of its parts can be flow steps."""
 
-    def __init__(self, loop: Loop, mark: Mark, first: int) -> None:
+    def __init__(self, loop: SourceLoop, mark: RecordMark, first: int) -> None:
         self.loop = loop
         self.last = mark
         self.position = first
         self.taken: dict[Span, list[int]] = {}
 
-    def holds(self, mark: Mark) -> bool:
+    def holds(self, mark: RecordMark) -> bool:
         """Return whether a mark belongs to the same evaluation of the header."""
         return (
             mark.activation == self.last.activation
@@ -454,7 +454,9 @@ class _Header:
         """True if the header has consumed everything that it can."""
         return self.loop.length(self.taken) is not None
 
-    def take(self, mark: Mark, value: Any, steps: list[FlowStep], iterations: Iterations) -> None:
+    def take(
+        self, mark: RecordMark, value: Any, steps: list[FlowStep], iterations: Iterations
+    ) -> None:
         """Add a consumed value, and bring the steps of the header up to date."""
         self.last = mark
         self.taken.setdefault(mark.place.span, []).append(int(value))
@@ -468,7 +470,7 @@ class _Header:
                 steps[position] = replace(step, bound=bound, iterations=count)
 
 
-def _whole(test: FlowStep, loop: Loop, iterations: int) -> LoopFlowStep:
+def _whole_while(test: FlowStep, loop: SourceLoop, iterations: int) -> LoopFlowStep:
     """Return a `while` as a whole; its tests are other steps, with their own guards."""
     return LoopFlowStep(
         test.name, test.value, "while", test.place, loop.text, test.module_path, None,
@@ -476,7 +478,7 @@ def _whole(test: FlowStep, loop: Loop, iterations: int) -> LoopFlowStep:
     )  # fmt: skip
 
 
-def _class_of(mark: Mark, tape: Tape) -> tuple[type[FlowStep], str] | None:
+def _step_class(mark: RecordMark, tape: Tape) -> tuple[type[FlowStep], str] | None:
     """Return what kind of step a mark is, or None if it is none."""
     record, role = mark.record, mark.role
     if isinstance(record, Op):
@@ -562,7 +564,7 @@ class _Governing:
 
     def __init__(self, tape: Tape, steps: FlowSteps) -> None:
         # Latest first, so that the next one to come into force is at the end.
-        self._coming = list(_deciding(tape, steps))[::-1]
+        self._coming = list(_deciding_steps(tape, steps))[::-1]
         self._coming.sort(key=lambda entry: entry[0], reverse=True)
         # For each running function: the steps in force, by where they are.
         # A `while` is tested by other instructions before the first iteration than after it.
@@ -584,7 +586,7 @@ class _Governing:
         return tuple(sorted(found))
 
 
-def _deciding(
+def _deciding_steps(
     tape: Tape, steps: FlowSteps
 ) -> Iterator[tuple[int, int, FlowStep, object, tuple[Span, ...]]]:
     """Yield the steps that something can run under: when, which, in which function, what."""

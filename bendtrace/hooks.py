@@ -20,10 +20,10 @@ from bendtrace.errors import InputError
 from bendtrace.insert.hooks import (
     Category,
     HookContext,
+    HookedModule,
     HookFunction,
     HookHandle,
     NameTable,
-    Registered,
     check_category,
     check_module,
     interjection_of,
@@ -31,7 +31,7 @@ from bendtrace.insert.hooks import (
     short,
 )
 from bendtrace.insert.insertion import Insertion
-from bendtrace.insert.native import Attached
+from bendtrace.insert.native import AttachedInterjection
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.log.entries import counted
 from bendtrace.python.checks import free_name
@@ -91,7 +91,7 @@ class HookManager:
             model._board if isinstance(model, ModuleProxy) else None
         )
         self._model = owners.module_of(model.model) if isinstance(model, ModuleProxy) else model
-        self._modules: list[Registered] = []
+        self._modules: list[HookedModule] = []
         self._functions: list[HookFunction] = []
 
     @property
@@ -241,7 +241,7 @@ class HookManager:
         for module, module_name, is_given in names:
             known = self._registered(module)
             if known is None:
-                known = Registered(module, module_name, is_given)
+                known = HookedModule(module, module_name, is_given)
                 self._modules.append(known)
             elif known.name != module_name:
                 known.name, known.is_given = module_name, True
@@ -334,7 +334,7 @@ class HookManager:
             raise InputError(f"{short(module)} is not registered; {names} is")
         return known.name
 
-    def _registered(self, module: nn.Module) -> Registered | None:
+    def _registered(self, module: nn.Module) -> HookedModule | None:
         return next((one for one in self._modules if one.module is module), None)
 
     def _all_of(self, module: nn.Module | None = None) -> list[HookHandle]:
@@ -546,20 +546,20 @@ class HookManager:
             handle.remove()
         self._functions = [one for one in self._functions if one is not hook]
 
-    # What handles ask for (see `interject.hooks.Owner`)
+    # What handles ask for (see `insert.hooks.HookStore`)
 
-    def place(self, handle: HookHandle) -> Insertion | Attached:
+    def place(self, handle: HookHandle) -> Insertion | AttachedInterjection:
         """Make the module call a hook."""
         module, what = handle.module, interjection_of(handle)
         if self._board is not None and self._model is not None:
-            if any(module is part for part in owners.parts_of(self._model)):
+            if any(module is part for part in owners.module_tree(self._model)):
                 return self._board.make(module, what)
-        return Attached(module, what, handle.module_name)
+        return AttachedInterjection(module, what, handle.module_name)
 
     def activate(self, handle: HookHandle) -> None:
         """Make the module call a hook, in the order of registration."""
         placed, kind = handle.placed, handle.hook_fn.hook_type
-        if isinstance(placed, Attached):
+        if isinstance(placed, AttachedInterjection):
             placed.install()
             return
         assert self._board is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
-from bendtrace.engine.stretches import Finished
+from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
 from bendtrace.python.checks import listed, required_model
@@ -636,7 +636,7 @@ class BendedModule(ModuleProxy[ModelT]):
             if run.changes or run.tape.blockers or Effects(run.tape).have_begun():
                 return None
         result = tree.replay(names, program, arguments)
-        if isinstance(result, Finished):
+        if isinstance(result, FinishedReplay):
             return result.recording
         result.drop()
         return None
@@ -671,7 +671,7 @@ class BendedModule(ModuleProxy[ModelT]):
                 "first, or give places that do not look ahead, nor passes from the end"
             )
         live = inserter.LiveInserter(plan, self._dispatcher.registry, module, within)
-        with gates.running(plan):
+        with gates.applying(plan):
             recording = record(module, args, kwargs, Signature(module), inserter=live)
             plan.ran(recording)
         self._dispatcher.stats.live += 1
@@ -686,7 +686,7 @@ class BendedModule(ModuleProxy[ModelT]):
         if plan is None:
             yield None
             return
-        with gates.running(plan):
+        with gates.applying(plan):
             if function is None:
                 yield inserter.LiveInserter(plan, self._dispatcher.registry, self._model)
             else:

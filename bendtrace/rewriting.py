@@ -26,14 +26,14 @@ from bendtrace.insert.interjection import Inputs, Interjection, NodePass, PassNu
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.selector_naming import leaves_in, outside
-from bendtrace.insert.structure import assemble, describe, take_apart, version_of
+from bendtrace.insert.selector_naming import leaf_modules_in, outside
+from bendtrace.insert.structure import assemble, describe, take_apart, write_count
 from bendtrace.insert.where import Where, near_misses
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector
 from bendtrace.module import BendedModule
 from bendtrace.watch.functions import is_torchs_function
-from bendtrace.watch.owners import parts_of
+from bendtrace.watch.owners import module_tree
 
 __all__ = ["between", "remove", "replace", "replace_module", "replace_module_native", "splice"]
 __dir__ = __all__.copy
@@ -81,13 +81,14 @@ class Removal(Interjection):
             what = describe(value) if keep in given else "not there"
             raise InterjectionError(
                 f"{at.path or '<root>'} cannot be removed: input {keep!r}, which would replace "
-                f"its output, is {what}; its inputs are {_list_text(given)}; choose one with keep=",
+                f"its output, is {what}; its inputs are {_arguments_text(given)}; choose one with "
+                "keep=",
                 at.path,
             )
         return value
 
 
-def _list_text(given: dict[Any, Any]) -> str:
+def _arguments_text(given: dict[Any, Any]) -> str:
     return ", ".join(f"{key!r}: {describe(value)}" for key, value in given.items()) or "none"
 
 
@@ -224,7 +225,7 @@ def between(
             "pass a function of it, or an interjection that overrides only after()"
         )
     sent = OutputTracker()
-    edge = Edge(sent, inner)
+    edge = EdgeInterjection(sent, inner)
     board = bended._board
     beginning = board.make(a, sent)
     end = board.make(b, edge, passes=passes, every=every)
@@ -284,7 +285,7 @@ def splice(
         raise InputError(
             f"{type(module).__name__} is a part of the model: splice in another module"
         )
-    spliced = Spliced(module, keep_error, select)
+    spliced = SplicedModule(module, keep_error, select)
     return Splice(
         bended._board.insert(where, spliced, passes=passes, every=every, allow_none=allow_none),
         spliced,
@@ -342,7 +343,7 @@ def replace_module(
     root: Any = model if bended is None else bended.model
     if not isinstance(root, nn.Module):
         raise InputError(f"only a module has modules to replace, not {root!r}")
-    where = outside(selector, root, leaves_in(tracer_kwargs))
+    where = outside(selector, root, leaf_modules_in(tracer_kwargs))
     names = _select_names(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
         known = [name for name, _ in root.named_modules() if name]
@@ -352,7 +353,7 @@ def replace_module(
             + (_HINT if bended is None else "")
         )
     made = _with_others(shared_copy(root), names, create_replacement)
-    return made if bended is None else _bend_model(made, bended)  # type: ignore[return-value]
+    return made if bended is None else _bended_like(made, bended)  # type: ignore[return-value]
 
 
 def replace_module_native(
@@ -417,7 +418,7 @@ def _with_others(
     return replace_modules(model, [model.get_submodule(name) for name in names], create)
 
 
-def _bend_model(model: nn.Module, like: BendedModule) -> BendedModule:
+def _bended_like(model: nn.Module, like: BendedModule) -> BendedModule:
     return BendedModule(model, max_traces=like._trees.limit)
 
 
@@ -460,10 +461,12 @@ def unrun_modules(model: nn.Module) -> Iterator[Candidate]:
     for name, module in modules.items():
         outer, _, last = name.rpartition(".")
         scope = modules[outer] if name else None
-        yield Candidate(_path(name, modules), identifier(last), module, name, None, scope, outer)
+        yield Candidate(
+            _module_call_path(name, modules), identifier(last), module, name, None, scope, outer
+        )
 
 
-def _path(name: str, modules: Mapping[str, nn.Module]) -> str:
+def _module_call_path(name: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the path that a call of a module has if its parents call one another."""
     segments: list[str] = []
     relative = prefix = ""
@@ -497,20 +500,20 @@ class OutputTracker(Interjection):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Record the tensors."""
         known = self._outputs()
-        for tensor in _tensors(output):
-            known[id(tensor)] = weakref.ref(tensor), version_of(tensor)
+        for tensor in _tensors_within(output):
+            known[id(tensor)] = weakref.ref(tensor), write_count(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether the node has output this tensor in this call, unchanged since."""
         known = self._outputs().get(id(tensor))
-        return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
+        return known is not None and known[0]() is tensor and known[1] == write_count(tensor)
 
     def _outputs(self) -> dict[int, _Known]:
         known: dict[int, _Known] = of_this_run().setdefault(self, {})
         return known
 
 
-class Edge(Interjection):
+class EdgeInterjection(Interjection):
     """Replaces those inputs of a node that come from another node.
 
     Attributes:
@@ -534,7 +537,9 @@ class Edge(Interjection):
         """Replace the inputs that come from the node."""
         shape, found = take_apart((tuple(inputs), inputs.kwargs))
         # The tensors made by other edges to this node in this pass, with their originals.
-        former: dict[int, _TensorPair] = of_this_run().setdefault((Edge, at.path, at.number), {})
+        former: dict[int, _TensorPair] = of_this_run().setdefault(
+            (EdgeInterjection, at.path, at.number), {}
+        )
         made: dict[int, Any] = {}
         for number, value in enumerate(found):
             if not isinstance(value, Tensor):
@@ -565,7 +570,7 @@ class Edge(Interjection):
             )
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors_within(value: Any) -> Iterator[Tensor]:
     for found in take_apart(value)[1]:
         if isinstance(found, Tensor):
             yield found
@@ -579,7 +584,7 @@ class Between:
     """
 
     def __init__(
-        self, board: InsertionRegistry, edge: Edge, end: Insertion, beginning: Insertion
+        self, board: InsertionRegistry, edge: EdgeInterjection, end: Insertion, beginning: Insertion
     ) -> None:
         self._board = board
         self._edge = edge
@@ -636,7 +641,7 @@ def _picker(select: int | str | Callable[[Any], Any] | None) -> Callable[[Any], 
     return lambda result: result[select] if isinstance(result, dict) else attribute(result)
 
 
-class Spliced(Interjection):
+class SplicedModule(Interjection):
     """Passes a value through a module."""
 
     def __init__(
@@ -720,7 +725,7 @@ class Splice:
         insertion: its insertion in the model.
     """
 
-    def __init__(self, insertion: Insertion, spliced: Spliced) -> None:
+    def __init__(self, insertion: Insertion, spliced: SplicedModule) -> None:
         self.insertion = insertion
         self._spliced = spliced
 
@@ -783,7 +788,7 @@ def shared_copy(model: nn.Module) -> nn.Module:
     Training one trains the other. Replaced modules and new attributes affect the copy alone.
     """
     memo: dict[int, Any] = {}
-    for module in parts_of(model):
+    for module in module_tree(model):
         for table in (module._parameters, module._buffers):
             memo.update((id(tensor), tensor) for tensor in table.values() if tensor is not None)
         for value in vars(module).values():
@@ -810,18 +815,18 @@ def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Cr
     for module in known.values():
         if id(module) not in wanted:
             continue
-        _exchange((part for part in parts_of(module) if id(part) in known), new)
+        _exchange_modules((part for part in module_tree(module) if id(part) in known), new)
         made = create(module)
         if not isinstance(made, nn.Module):
             raise InputError(
                 f"the replacement of a {type(module).__name__} has to be a module, but "
                 f"create_replacement returned {made!r}"
             )
-        for part in parts_of(made):
+        for part in module_tree(made):
             if id(part) not in known:
                 part.training = module.training
         new[id(module)] = made
-    _exchange(known.values(), new)
+    _exchange_modules(known.values(), new)
     return new.get(id(model), model)
 
 
@@ -836,7 +841,7 @@ def _inside_out(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     yield module
 
 
-def _exchange(modules: Iterable[nn.Module], new: Mapping[int, nn.Module]) -> None:
+def _exchange_modules(modules: Iterable[nn.Module], new: Mapping[int, nn.Module]) -> None:
     """Replace references to modules: submodules, and modules in plain attributes."""
     for module in list(modules) if new else ():
         seen: set[int] = set()

@@ -26,9 +26,9 @@ from types import FrameType
 from typing import Any
 
 from bendtrace.engine.check import GuardCode
-from bendtrace.engine.source import Source
+from bendtrace.engine.source import GeneratedSource
 from bendtrace.python.versions import Words
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.guards import KINDS
 from bendtrace.tape.tape import Guard
 
@@ -68,29 +68,29 @@ def drop(mutant: str) -> None:
     """Drop a check in this process."""
     if mutant.startswith("guard:"):
         dropped = KINDS[mutant.removeprefix("guard:")]
-        guard = Writer.guard
+        guard = TapeWriter.guard
 
-        def guarded(self: Writer, kind: type[Guard], *rest: Any) -> None:
+        def guarded(self: TapeWriter, kind: type[Guard], *rest: Any) -> None:
             if kind is not dropped:
                 guard(self, kind, *rest)
 
-        Writer.guard = guarded  # type: ignore[method-assign]
+        TapeWriter.guard = guarded  # type: ignore[method-assign]
         return
     places: dict[int, str] = {}  # of the checks of the latest run, by their numbers
-    note, line = GuardCode.note, Source.line
+    note, line = GuardCode.note, GeneratedSource.line
 
     def noted(self: GuardCode, *args: Any, **kwargs: Any) -> int:
         number = note(self, *args, **kwargs)
         places[number] = _place(sys._getframe(1))
         return number
 
-    def written(self: Source, text: str, op: int | None = None) -> None:
+    def written(self: GeneratedSource, text: str, op: int | None = None) -> None:
         found = re.search(r"return (\d+)$", text)
         if found and places.get(int(found[1])) == mutant:
             text = "pass"
         line(self, text, op)
 
-    GuardCode.note, Source.line = noted, written  # type: ignore[method-assign]
+    GuardCode.note, GeneratedSource.line = noted, written  # type: ignore[method-assign]
     for name in [name for name in vars(Words) if name.startswith(("add_", "_expect", "_point"))]:
         _drop_words(name, mutant)
 

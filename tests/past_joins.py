@@ -10,14 +10,14 @@ from unittest import mock
 
 from bendtrace.engine.dispatcher import Floor
 from bendtrace.engine.program import Program
-from bendtrace.engine.stretches import Divergence, Node
-from bendtrace.record.states import States
+from bendtrace.engine.stretches import Divergence, StateNode
+from bendtrace.record.states import StateReader
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import Guard, State
+from bendtrace.tape.tape import Guard, RunState
 
 __all__ = ["followed", "past_joins", "resumed_anywhere"]
 
-_run, _read = Program.run, States.read
+_run, _read = Program.run, StateReader.read
 # The states that were known to follow and read, to the same effect.
 followed: list[bytes] = []
 
@@ -80,15 +80,15 @@ def resumed_anywhere(seed: int, most: int = 2) -> Iterator[None]:
 
     with (
         mock.patch.object(Program, "run", run),
-        mock.patch.object(States, "read", _read_and_followed),
+        mock.patch.object(StateReader, "read", _read_and_followed),
         mock.patch.object(Floor, "takes", return_value=False),
     ):
         yield
 
 
 def _read_and_followed(
-    states: States, guard: Guard, turn: int, compared: frozenset[int]
-) -> State | None:
+    states: StateReader, guard: Guard, turn: int, compared: frozenset[int]
+) -> RunState | None:
     """Read a state also where it is known to follow, and compare the two."""
     follower, tape = states._follower, states._writer.tape
     known = None if follower is None else follower.state(tape)
@@ -103,10 +103,10 @@ def _read_and_followed(
     return state
 
 
-class _Passing(dict[int, Node]):
+class _Passing(dict[int, StateNode]):
     """The nodes of a piece, of which so many are passed; no answer of the next one is known."""
 
-    def __init__(self, nodes: dict[int, Node], passed: Iterator[int]) -> None:
+    def __init__(self, nodes: dict[int, StateNode], passed: Iterator[int]) -> None:
         super().__init__(nodes)
         self._passed = passed
 
@@ -114,4 +114,4 @@ class _Passing(dict[int, Node]):
         node = super().get(number)
         if node is None or next(self._passed, None) is not None:
             return node
-        return Node(node.piece, node.number)
+        return StateNode(node.piece, node.number)

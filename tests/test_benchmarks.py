@@ -324,7 +324,7 @@ def test_what_a_stream_reports_adds_up(report: dict[str, Any]) -> None:
     row = dict(zip(table.headers, table.rows[0], strict=True))
     assert (row["recorded"], row["live"]) == (str(gated["traces"]), "0")
     assert row["torch.compile, last 20"] == "not measured"
-    if stacks.layout() is not None:
+    if stacks.frame_layout() is not None:
         assert (gated["states"], gated["pairs"], row["pairs"]) == (8, 16, "16")
         assert all(0 < found["states"] < found["pairs"] for found in streams.values())
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from bendtrace.python import bytecode, usage
-from bendtrace.python.bytecode import global_uses, has, steps_of
+from bendtrace.python.bytecode import global_uses, has, instructions_of
 from bendtrace.tape import plain_numbers
 from bendtrace.watch import code_facts, environment, reachability
 
@@ -52,7 +52,7 @@ def test_steps_are_those_that_dis_tells() -> None:
             for step in dis.get_instructions(code)
             if step.opname not in ("EXTENDED_ARG", "CACHE")
         ]
-        found = list(steps_of(code))
+        found = list(instructions_of(code))
         assert [name for name, _ in found] == [name for name, _ in told]
         takes = {name for name, number in dis.opmap.items() if number >= dis.HAVE_ARGUMENT}
         with_argument = [(name, argument) for name, argument in found if name in takes]
@@ -73,12 +73,12 @@ def test_arguments_that_need_more_than_a_byte_are_read() -> None:
 
 @pytest.mark.parametrize("source", ["x is y", "y is x is None", "(x is True) is y"])
 def test_code_that_compares_identity_is_told(source: str) -> None:
-    assert usage.compares_identity(compile(source, "<test>", "eval"))
+    assert usage.code_compares_identity(compile(source, "<test>", "eval"))
 
 
 @pytest.mark.parametrize("source", ["x is None", "x == y", "x is not True"])
 def test_code_that_compares_with_constants_is_told(source: str) -> None:
-    assert not usage.compares_identity(compile(source, "<test>", "eval"))
+    assert not usage.code_compares_identity(compile(source, "<test>", "eval"))
 
 
 @pytest.mark.parametrize(

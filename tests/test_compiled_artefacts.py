@@ -112,8 +112,8 @@ def test_what_is_damaged_is_refused_in_words_and_made_anew(tmp_path: Path, how: 
 
 def test_a_manifest_never_leads_out_of_its_entry(tmp_path: Path) -> None:
     for name in ("../a/b.so", "/a/b.so", "a/../../b.so", "a/.b/c.so", "b.so", "a/b.pkl", "C:/a.so"):
-        assert not module._is_inside(name), name
-    assert module._is_inside("ab/cab.main.so")
+        assert not module._names_file_inside(name), name
+    assert module._names_file_inside("ab/cab.main.so")
 
 
 def test_what_cannot_be_kept_is_told_and_nothing_fails(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_model_warns_of_what_is_damaged(tmp_path: Path, monkeypatch: pytest.Mo
             for _ in range(3):
                 bended(torch.ones(2, 3))
 
-    monkeypatch.setattr(module.Settings, "compilers", lambda self, on_cpu: (backend,))
+    monkeypatch.setattr(module.CompileSettings, "compilers", lambda self, on_cpu: (backend,))
     call()
     spoiled(entry(tmp_path), "a damaged library")
     with pytest.warns(CompileWarning, match="is not used, and made anew: "):

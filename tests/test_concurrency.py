@@ -482,7 +482,10 @@ _TIDYING = frozenset(
     {
         "<genexpr>",
         "_leave",
-        "watching",
+        "_leave_call",
+        "_restore_name",
+        "_uninstall",
+        "reporting_to",
         "serving",
         "retire",
         "_clean",

@@ -211,7 +211,7 @@ def test_a_lifted_run_gives_what_the_model_gives() -> None:
         limited, (LARGE,), {}, Signature(limited), reads_states=True, lifting=lifting
     )
     assert [name for _, name in lifting.lifted.values()] == ["step"]
-    assert lifting.needed(recording.tape) == frozenset()
+    assert lifting.needed_counters(recording.tape) == frozenset()
     x, step = recording.result
     assert type(step) is int
     assert difference((x, step), limited(LARGE)) is None

@@ -16,7 +16,8 @@ from bendtrace.python import stacks
 from tests.promise import bits
 
 pytestmark = pytest.mark.skipif(
-    stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
+    stacks.frame_layout() is None,
+    reason="the frames of this Python cannot be read: paths do not join",
 )
 
 

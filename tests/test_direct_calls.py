@@ -24,7 +24,13 @@ from bendtrace.tape.tape import (
     OpKind,
     Ref,
 )
-from bendtrace.watch.direct_calls import ENTRIES, Asked, Entry, cheapest, plain_values
+from bendtrace.watch.direct_calls import (
+    ENTRIES,
+    FunctionEquivalent,
+    TorchSetting,
+    cheapest,
+    plain_values,
+)
 from tests.promise import bits
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -172,12 +178,12 @@ def _outcome(call: Callable[..., Any], tensors: list[Tensor]) -> Any:
 def _made(value: Any, given: list[Tensor]) -> Any:
     if type(value) is Ref:
         return given[value.index]
-    return value.function() if type(value) is Asked else value
+    return value.function() if type(value) is TorchSetting else value
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=lambda e: e.function.__qualname__)
 @pytest.mark.filterwarnings("ignore")
-def test_a_call_in_place_of_another_does_the_same(entry: Entry):
+def test_a_call_in_place_of_another_does_the_same(entry: FunctionEquivalent):
     made = CASES.get(entry.function.__name__, _inplace)()
     resolved = 0
     for args, kwargs in made:
@@ -221,8 +227,8 @@ def test_a_function_whose_code_does_something_else_is_called_itself(monkeypatch)
     monkeypatch.setattr(functional, "relu", changed)
     from bendtrace.watch import direct_calls as module
 
-    assert changed not in module._entries()
-    assert functional.silu in module._entries()
+    assert changed not in module._all_equivalents()
+    assert functional.silu in module._all_equivalents()
 
 
 def _directly_called(model: Callable[..., Any], *inputs: Any) -> set[str]:
@@ -399,7 +405,7 @@ def test_a_setting_that_the_function_asks_for_is_asked_for_in_each_replay():
     op, _ = _op(functional.layer_norm, (torch.ones(2, 4), [4]), {})
     call = entry.call(op)
     assert call is not None
-    asked = next(value for value in call.args if type(value) is Asked)
+    asked = next(value for value in call.args if type(value) is TorchSetting)
     before = torch.backends.cudnn.enabled
     try:
         for enabled in (False, True):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import bendtrace as bt
 from bendtrace.errors import InputError, RankDivergenceError
 from bendtrace.record import rank_sync as core
-from bendtrace.watch.collectives import Group, Ranks
+from bendtrace.watch.collectives import RankGroup, Ranks
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "tests" / "distributed"
@@ -144,7 +144,7 @@ class _Crew:
         return found
 
 
-def _meets(group: Group, *what: str) -> Callable[[Ranks], None]:
+def _meets(group: RankGroup, *what: str) -> Callable[[Ranks], None]:
     def act(ranks: Ranks) -> None:
         for one in what:
             ranks.meet(group, one, f"{one} on {ranks.rank}")
@@ -152,7 +152,7 @@ def _meets(group: Group, *what: str) -> Callable[[Ranks], None]:
     return act
 
 
-ALL = Group("all", (0, 1, 2))
+ALL = RankGroup("all", (0, 1, 2))
 
 
 def test_ranks_that_do_the_same_go_on_and_leave_little_behind() -> None:
@@ -175,7 +175,7 @@ def test_all_ranks_of_a_group_hear_of_one_that_differs() -> None:
 
 def test_ranks_of_other_groups_do_not_hear_of_it() -> None:
     crew = _Crew(4)
-    left, right = Group("left", (0, 1)), Group("right", (2, 3))
+    left, right = RankGroup("left", (0, 1)), RankGroup("right", (2, 3))
     found = crew.do(
         _meets(left, "one"), _meets(left, "other"), _meets(right, "same"), _meets(right, "same")
     )
@@ -185,10 +185,10 @@ def test_ranks_of_other_groups_do_not_hear_of_it() -> None:
 @pytest.mark.all
 def test_ranks_that_wait_in_a_circle_are_told() -> None:
     crew = _Crew(3)
-    pairs = [Group(f"{a}{b}", (a, b)) for a, b in ((0, 1), (1, 2), (0, 2))]
+    pairs = [RankGroup(f"{a}{b}", (a, b)) for a, b in ((0, 1), (1, 2), (0, 2))]
 
     # Rank 0 waits for 1, who waits for 2, who waits for 0.
-    def waits(group: Group) -> Callable[[Ranks], None]:
+    def waits(group: RankGroup) -> Callable[[Ranks], None]:
         def act(ranks: Ranks) -> None:
             try:
                 ranks.meet(group, "x", "x")
@@ -215,7 +215,7 @@ def test_a_rank_that_leaves_is_not_waited_for_and_may_come_back() -> None:
 
 def test_ranks_that_raise_time_and_again_are_not_mixed_up_with_late_ones() -> None:
     crew = _Crew(2)
-    pair = Group("pair", (0, 1))
+    pair = RankGroup("pair", (0, 1))
 
     def falls_ill(times: int) -> Callable[[Ranks], None]:
         def act(ranks: Ranks) -> None:

@@ -17,7 +17,7 @@ from numpy.random import rand
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.watch.draws import state_of
+from bendtrace.watch.draws import generator_state
 from tests.promise import bits
 
 CALLS = 30
@@ -201,7 +201,7 @@ def seed(number: int) -> None:
 
 def states(model: Any) -> Any:
     own = model.generators if isinstance(model, Layers) else [SHARED]
-    return [random.getstate(), state_of(np.random.mtrand._rand), *map(state_of, own)]
+    return [random.getstate(), generator_state(np.random.mtrand._rand), *map(generator_state, own)]
 
 
 def outcomes(model: Any, call: Callable[..., Any], inputs: list[Any]) -> list[Any]:
@@ -280,7 +280,7 @@ def test_generators_as_arguments() -> None:
         for _ in range(10):
             x = torch.randn(3, 4)
             assert bits(bended(x, rngs[1])) == bits(model(x, rngs[0]))
-            assert state_of(rngs[0]) == state_of(rngs[1])
+            assert generator_state(rngs[0]) == generator_state(rngs[1])
         assert bended.stats.live == 0, bended.why_live
         assert bended.stats.traces <= 2
 

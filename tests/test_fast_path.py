@@ -32,7 +32,7 @@ from tests.torch_settings import default_dtype, deterministic
 def _context(op: Op) -> Any:
     """The context of an op, without the settings of ops that no setting influences."""
     try:
-        is_influenced = fast_path._kind_of(op.target).value in ("usual", "special")
+        is_influenced = fast_path._function_kind(op.target).value in ("usual", "special")
     except TypeError:
         return op.context
     return op.context if is_influenced else op.context.modes
@@ -309,13 +309,13 @@ def test_an_observer_is_shown_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ops_take_the_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     general: list[Any] = []
-    reported = Recorder._reported
+    reported = Recorder._handle_report
 
     def noting(self: Recorder, func: Any, *rest: Any) -> Any:
         general.append(func)
         return reported(self, func, *rest)
 
-    monkeypatch.setattr(Recorder, "_reported", noting)
+    monkeypatch.setattr(Recorder, "_handle_report", noting)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Softmax(-1))
     with torch.no_grad():
         record(lambda x: (model(x) + x) * 2, (torch.ones(2, 4),), {}, Signature(model))

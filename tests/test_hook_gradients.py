@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.insert import native as station
-from bendtrace.insert.structure import tensors_of
+from bendtrace.insert.structure import all_tensors_in
 from tests.hf_models import MODELS as HF_MODELS
 from tests.hf_models import TinyModel
 from tests.hooked import Function, Log, leaf, traces_of_hooks, values
@@ -171,10 +171,10 @@ def test_the_gradients_of_inputs_follow_from_those_of_outputs(
     def run(call: Callable[[Tensor], Any], x: Tensor) -> tuple[Any, Any, list[Tensor]]:
         h = x * 1
         outputs = call(h)
-        used = [LATER[later](output) for output in tensors_of(outputs)]
+        used = [LATER[later](output) for output in all_tensors_in(outputs)]
         torch.manual_seed(1)
         given = [torch.randn_like(output) for output in used]
-        return tensors_of(outputs), used, given
+        return all_tensors_in(outputs), used, given
 
     x = leaf(4, 6)
     _, used, given = run(module, x)
@@ -182,7 +182,7 @@ def test_the_gradients_of_inputs_follow_from_those_of_outputs(
     grad_in, grad_out = log.gradients()
     # Without hooks, and the outputs cut off from what comes after.
     y = leaf(4, 6)
-    outputs = tensors_of(function(y * 1))
+    outputs = all_tensors_in(function(y * 1))
     cut = [output.detach().requires_grad_() for output in outputs]
     wanted = torch.autograd.grad([LATER[later](part * 1) for part in cut], cut, given)
     torch.testing.assert_close(grad_out, wanted)
@@ -196,7 +196,7 @@ def test_outputs_that_share_memory_are_not_to_be_changed_in_place(
 ) -> None:
     module = Function(lambda self, x: UNCHANGEABLE[name](x))
     manager.register_backward_hook(log.backward, module=module)
-    first = tensors_of(module(leaf(4, 6) * 1))[0]
+    first = all_tensors_in(module(leaf(4, 6) * 1))[0]
     with pytest.raises(RuntimeError, match=r"being modified inplace|single memory location"):
         first.mul_(2)
 
@@ -835,7 +835,7 @@ def test_models_of_hugging_face_give_what_they_give(
     def run() -> tuple[Any, Any]:
         eager.zero_grad()
         out = eager(**model.inputs())
-        sum(t.pow(2).sum() for t in tensors_of(out) if t.requires_grad).backward()
+        sum(t.pow(2).sum() for t in all_tensors_in(out) if t.requires_grad).backward()
         return out, {name: p.grad for name, p in eager.named_parameters()}
 
     torch.manual_seed(0)
@@ -846,7 +846,7 @@ def test_models_of_hugging_face_give_what_they_give(
     )
     torch.manual_seed(0)
     given, gradients_with_hooks = run()
-    assert [bits(t) for t in tensors_of(given)] == [bits(t) for t in tensors_of(wanted)]
+    assert [bits(t) for t in all_tensors_in(given)] == [bits(t) for t in all_tensors_in(wanted)]
     assert type(given) is type(wanted)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradients_with_hooks[name], gradient, rtol=1e-3, atol=1e-3)

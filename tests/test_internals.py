@@ -12,7 +12,7 @@ import pytest
 
 from bendtrace.errors import BendtraceError
 from bendtrace.python import features
-from bendtrace.python.internals import Missing, internal
+from bendtrace.python.internals import MissingInternal, internal
 from tests.documents import ROOT, run_forked
 
 PACKAGE = ROOT / "bendtrace"
@@ -171,7 +171,7 @@ def test_what_is_missing_and_has_no_equivalent_says_so_where_it_is_used() -> Non
         with pytest.raises(BendtraceError, match=r"this needs torch\.utils\._no_such, which torch"):
             use()
     assert repr(tree) == "<missing: torch.utils._no_such>"
-    assert isinstance(tree, Missing)
+    assert isinstance(tree, MissingInternal)
 
 
 SCRIPT = '''

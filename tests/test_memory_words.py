@@ -280,7 +280,7 @@ def _reads_only(allowed):
 def test_entries_of_tables_are_read_without_keeping_them(monkeypatch, alone):
     monkeypatch.setattr(memory_words.threading, "active_count", lambda: 1 if alone else 2)
     tables = [{"a": torch.ones(3), "b": None}, {"c": nn.Parameter(torch.ones(2, 2))}]
-    entries = memory_words.Entries(
+    entries = memory_words.TableEntries(
         tables, [Tensor, type(None), nn.Parameter], [(tables[0], "a", 1), (tables[1], "c", 2)]
     )
     for _ in range(2):

@@ -44,14 +44,19 @@ def test_probing_leaves_everything_as_it_was() -> None:
 
 READERS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "constants": (usage, "CONSTANTS", frozenset(), "identity"),  # type: ignore[dict-item]
-    "comparisons": (probes, "compares_identity", lambda code: False, "identity"),
+    "comparisons": (probes, "code_compares_identity", lambda code: False, "identity"),
     "types": (probes, "needs_plain_numbers", lambda code: False, "identity"),
     "truths": (probes, "only_tests", lambda frame, depth=0: True, "truth"),
     "names": (probes, "global_uses", lambda code: iter(()), "names"),
     "handlers": (probes, "is_covered", lambda code, offset: False, "handlers"),
     "iterations": (iterations, "_is_back", lambda before, mark: False, "iterations"),
     "tests of a while": (iterations, "first_offset", lambda code, offset: 0, "iterations"),
-    "truths of comparisons": (iterations, "_asks", lambda record, items: False, "iterations"),
+    "truths of comparisons": (
+        iterations,
+        "_record_asks",
+        lambda record, items: False,
+        "iterations",
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.engine import program
-from bendtrace.engine.graph import Graph
+from bendtrace.engine.graph import ProgramGraph
 from bendtrace.engine.stretches import Divergence
 from tests.promise import Inputs, bits, state
 
@@ -29,11 +29,11 @@ Make = Callable[[], Callable[..., Any]]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let no paths join, so that a resumed run is handed all that was computed; or let them."""
     if request.param == "apart":
-        monkeypatch.setattr(program, "Graph", _Apart)
+        monkeypatch.setattr(program, "ProgramGraph", _Apart)
     return str(request.param)
 
 
-class _Apart(Graph):
+class _Apart(ProgramGraph):
     """A graph in which no paths join."""
 
     def __init__(self, *args: Any, joins: bool) -> None:

@@ -20,8 +20,8 @@ from bendtrace.engine.stretches import Divergence
 from bendtrace.errors import NondeterminismError
 from bendtrace.record import effects, states
 from bendtrace.record.script import Script
-from bendtrace.record.states import _Reader
-from bendtrace.tape.tape import State, Tape
+from bendtrace.record.states import _StateWalk
+from bendtrace.tape.tape import RunState, Tape
 from bendtrace.watch.functions import is_gate
 from bendtrace.watch.writes import Writes
 from tests.promise import bits, seed_everything
@@ -235,7 +235,7 @@ def test_numbers_of_a_function_that_is_not_known_to_draw_are_drawn_once(
     def model(x: Tensor) -> Tensor:
         return deep(x + torch.rand(3), 20)
 
-    monkeypatch.setattr(effects, "_draws", lambda function: False)
+    monkeypatch.setattr(effects, "_may_draw_numbers", lambda function: False)
     bended = bt.BendedModule(model)
     for seed, sign in enumerate((9, -9, 9, -9)):
         found = []
@@ -269,9 +269,9 @@ def ask(calls: int = 40) -> int:
     def counted(*given: Any) -> Any:
         nonlocal count
         count += 1
-        return _Reader(*given)
+        return _StateWalk(*given)
 
-    with torch.no_grad(), mock.patch.object(states, "_Reader", counted):
+    with torch.no_grad(), mock.patch.object(states, "_StateWalk", counted):
         for seed in range(calls):
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
             assert bits(bended(x)) == bits(model(x)), f"call {seed}"
@@ -290,7 +290,7 @@ def test_a_state_that_follows_is_known_without_reading_it(monkeypatch: pytest.Mo
 def test_a_state_that_is_followed_wrongly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     follow = Following.state
 
-    def exchanged(self: Following, tape: Tape) -> State | None:
+    def exchanged(self: Following, tape: Tape) -> RunState | None:
         found = follow(self, tape)
         return found and found._replace(holes=found.holes[::-1])
 

@@ -1008,7 +1008,7 @@ def test_a_value_is_freed_where_a_native_hook_frees_it() -> None:
 
 
 def test_values_that_are_taken_to_be_nobodys_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scopes, "_ALONE", 1 << 30)
+    monkeypatch.setattr(scopes, "REFERENCES_OF_LOCAL", 1 << 30)
     with pytest.raises(AssertionError):
         compared(around(Keeps), {"holder": double}, mode=torch.no_grad)
 
@@ -1017,7 +1017,7 @@ def test_values_that_are_taken_to_be_nobodys_are_noticed(monkeypatch: pytest.Mon
 def test_kinds_that_are_not_compared_are_noticed(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(through, "kind_of", lambda tensor: ())
+    monkeypatch.setattr(through, "tensor_kind", lambda tensor: ())
     with pytest.raises(AssertionError):
         compared(Asks, {"relu": change})
 

@@ -15,7 +15,7 @@ import pytest
 from bendtrace.python import stacks
 
 pytestmark = pytest.mark.skipif(
-    stacks.layout() is None, reason="the frames of this Python cannot be read, so nothing is"
+    stacks.frame_layout() is None, reason="the frames of this Python cannot be read, so nothing is"
 )
 
 
@@ -28,12 +28,12 @@ class Held:
 
 def read_all(stop: FrameType) -> list[stacks.Stack | None]:
     """Read the frames from the caller's to `stop`."""
-    places = stacks.layout()
+    places = stacks.frame_layout()
     assert places is not None
     found, callee = [], sys._getframe()
     frame = callee.f_back
     while frame is not None:
-        found.append(stacks.read(frame, callee, places))
+        found.append(stacks.read_frame(frame, callee, places))
         if frame is stop:
             break
         callee, frame = frame, frame.f_back
@@ -101,13 +101,13 @@ STRESS = """
     faulthandler.enable()
     from bendtrace.python import stacks
 
-    places, reads = stacks.layout(), 0
+    places, reads = stacks.frame_layout(), 0
 
     def look():
         global reads
         callee, frame = sys._getframe(), sys._getframe(1)
         while frame is not None and frame.f_code.co_name != "<module>":
-            if stacks.read(frame, callee, places) is not None:
+            if stacks.read_frame(frame, callee, places) is not None:
                 reads += 1
             callee, frame = frame, frame.f_back
 
@@ -201,13 +201,13 @@ def test_a_great_many_reads_in_the_middle_of_everything_do_no_harm(
 
 def test_what_was_compared_may_be_gone() -> None:
     """CPython 3.13 frees it before it asks for the truth, and leaves the pointers."""
-    places = stacks.layout()
+    places = stacks.frame_layout()
     assert places is not None
     found: list[stacks.Stack | None] = []
 
     class Truth:
         def __bool__(self) -> bool:
-            found.append(stacks.read(sys._getframe(1), sys._getframe(), places))
+            found.append(stacks.read_frame(sys._getframe(1), sys._getframe(), places))
             return True
 
     class Temporary:

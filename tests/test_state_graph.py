@@ -23,7 +23,8 @@ from bendtrace.show.paint import figure
 from tests.pictures import apart
 
 reads_stacks = pytest.mark.skipif(
-    stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
+    stacks.frame_layout() is None,
+    reason="the frames of this Python cannot be read: paths do not join",
 )
 
 
@@ -161,7 +162,7 @@ def test_a_flag_keeps_states_apart() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_paths_that_do_not_join_are_told_apart(name: str) -> None:
     joins = [data["joins"] for _, data in called(name).graph.nodes(data=True) if "joins" in data]
-    assert joins == [stacks.layout() is not None]
+    assert joins == [stacks.frame_layout() is not None]
 
 
 def test_operations_are_nodes_that_can_be_inserted_at() -> None:

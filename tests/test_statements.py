@@ -10,7 +10,7 @@ import pytest
 
 from bendtrace.python.sites import Place, Span
 from bendtrace.python.statements import (
-    Loop,
+    SourceLoop,
     decides,
     dependent_source,
     is_under_handler,
@@ -243,7 +243,7 @@ def test_loops_know_whether_they_can_end_before_their_bound(
     assert loop.leaves_early is early
 
 
-def loop_over(locate: Locate, header: str) -> tuple[Loop, Callable[[str], Span]]:
+def loop_over(locate: Locate, header: str) -> tuple[SourceLoop, Callable[[str], Span]]:
     source = f"for i in {header}: pass"
     place = locate(source, header)
     loop = role_of(place).heads

@@ -28,7 +28,8 @@ from bendtrace.record import states
 from tests.past_joins import past_joins
 
 pytestmark = pytest.mark.skipif(
-    stacks.layout() is None, reason="the frames of this Python cannot be read: paths do not join"
+    stacks.frame_layout() is None,
+    reason="the frames of this Python cannot be read: paths do not join",
 )
 
 PROGRAMS: dict[str, Callable[[Tensor], Any]] = {}
@@ -952,7 +953,7 @@ def test_random_numbers_are_drawn_as_by_the_model() -> None:
     assert bended.stats.traces < 16, bended.stats
 
 
-READER = states._Reader
+READER = states._StateWalk
 _begin, _frame = READER.__init__, READER._frame
 _tensor, _scalar = READER._tensor, READER._scalar
 
@@ -1003,7 +1004,7 @@ LEFT_OUT: dict[str, tuple[Any, str, Callable[..., Any], tuple[str, ...]]] = {
     ),
     "arrays": (READER, "_array", lambda self, array: 0, ("two_arrays_in_one_memory",)),
     "which objects are one": (READER, "__init__", unseeing, ("two_lists_or_one",)),
-    "iterators": (READER, "_reduced", lambda self, iterator: 0, ("an_iterator",)),
+    "iterators": (READER, "_read_by_reduce", lambda self, iterator: 0, ("an_iterator",)),
     "generators": (READER, "_generator", lambda self, generator: 0, ("a_generator",)),
     "cells": (READER, "_cell", lambda self, cell: 0, ("a_closure",)),
     "defaults": (
@@ -1049,7 +1050,7 @@ def asked_in(function: Callable[[Tensor], Any]) -> int:
 def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, instead, programs = LEFT_OUT[part]
     # Runs are compared as they are added, which finds most of what would be wrong.
-    monkeypatch.setattr(graph, "agree", lambda *_: True)
+    monkeypatch.setattr(graph, "repeats_known_path", lambda *_: True)
     apart = [asked_in(PROGRAMS[program]) for program in programs]
     kinds = [
         kind
@@ -1066,13 +1067,13 @@ def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.Mo
 
 def test_what_c_may_hold_is_in_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "may_hide", lambda *_: False)
-    monkeypatch.setattr(graph, "agree", lambda *_: True)
+    monkeypatch.setattr(graph, "repeats_known_path", lambda *_: True)
     assert not all(is_right(PROGRAMS["a_number_that_c_holds"], order) for order in ORDERS)
 
 
 def test_a_run_that_does_not_fit_in_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is missing in the key, a run is compared with what is known where it joins."""
-    monkeypatch.setattr(states._Reader, "changes", lambda self: ())
+    monkeypatch.setattr(states._StateWalk, "changes", lambda self: ())
     with pytest.raises(NondeterminismError, match="where it did"):
         is_right(Notes(), INPUTS)
 
@@ -1095,13 +1096,13 @@ def test_recorded_past_joins_a_wrong_one_is_found(
 
 def test_frames_are_read_as_they_are() -> None:
     """Reading the same frames twice gives the same, whatever runs in between."""
-    places = stacks.layout()
+    places = stacks.frame_layout()
     assert places is not None
     read: list[Any] = []
 
     class Asked:
         def __bool__(self) -> bool:
-            read.append(stacks.read(sys._getframe(1), sys._getframe(), places))
+            read.append(stacks.read_frame(sys._getframe(1), sys._getframe(), places))
             return True
 
     def inner(asked: Asked, number: int) -> list[Any]:

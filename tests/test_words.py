@@ -35,7 +35,20 @@ PARTICIPLES = {"told", "said", "meant", "settled", "there"}
 # For locals, keys and attributes these are short and clear; a function or class says what it does.
 OF_LOCALS = {"kept", "held", "made", "gone", "left"}
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-EDITED_ELSEWHERE = ("record/", "watch/")  # these rooms still have such names
+# `compat` repeats these class names of other libraries.
+OF_OTHER_LIBRARIES = {
+    "Analyser", "AnalyserEvaluation", "AnalyserList", "BendedModule", "BendingConfig",
+    "BendingParameter", "Capture", "Covariance", "DeadReLU", "FeatureStatistics", "HookManager",
+    "InterpolateActivation", "InterpolationFromCapture", "LinearProbe", "Op", "PerClassAnalyser",
+    "PerClassVersusAnalyser", "Selector", "Variance",
+}  # fmt: skip
+# Names that several files of the other rooms still share.
+STILL_SHARED: set[str] = {
+    "Batch", "Call", "Candidate", "Capture", "Change", "Column", "End", "Event", "Flow", "Form",
+    "Gradients", "Header", "Inputs", "Layer", "Line", "Log", "Names", "Node", "Place", "Question",
+    "Row", "Rows", "Scale", "Table", "Text", "Visit", "_Builder", "_End", "_Reader", "_Search",
+    "_Site", "_Watch", "_Writer",
+}  # fmt: skip
 # A docstring is a sentence with a subject that acts, or a noun: it defines nothing by a question.
 DEFINES_BY_A_QUESTION = re.compile(r"(What|Whether|Which|How)\b")
 RETIRED_PHRASES = re.compile(
@@ -87,9 +100,32 @@ def participles_in(path: str) -> set[str]:
 
 
 def test_no_name_is_a_participle() -> None:
-    paths = [path for path in texts() if not path.startswith(EDITED_ELSEWHERE)]
-    found = {path: names for path in paths if (names := participles_in(path))}
+    found = {path: names for path in texts() if (names := participles_in(path))}
     assert found == {}
+
+
+def classes() -> dict[str, list[str]]:
+    """Return the files that define each top-level class, by its name."""
+    found: dict[str, list[str]] = {}
+    for path, text in texts().items():
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path)
+    return found
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    shared = {}
+    for name, paths in classes().items():
+        own = [path for path in paths if not path.startswith("compat/")]
+        if len(own if name in OF_OTHER_LIBRARIES else paths) > 1 and name not in STILL_SHARED:
+            shared[name] = paths
+    assert shared == {}
+
+
+@pytest.mark.parametrize("name", sorted(OF_OTHER_LIBRARIES))
+def test_a_name_of_another_library_is_repeated(name: str) -> None:
+    assert len(classes()[name]) > 1
 
 
 @pytest.mark.parametrize(

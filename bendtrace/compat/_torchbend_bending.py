@@ -37,10 +37,10 @@ from bendtrace.insert.bend_catalogue import (
     Activation,
     BendHandle,
     BendSpec,
+    CallbackInsertions,
     Catalogue,
     NamedActivations,
     Restoring,
-    Source,
     activation_table,
     compile_pattern,
 )
@@ -200,7 +200,7 @@ class ModuleWithMethods(core.BendedModule):
         current = [(s.spec, s.without) for s in sources if not s.spec.activations]
         wanted = [(s.spec, s.without) for s in own._sources if not s.spec.activations]
         if current != wanted:
-            made = [Source(spec, True) for spec, _ in wanted]
+            made = [CallbackInsertions(spec, True) for spec, _ in wanted]
             for source, (_, without) in zip(made, wanted, strict=True):
                 source.without = without
             others = [source for source in sources if source.spec.activations]

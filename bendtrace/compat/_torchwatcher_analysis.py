@@ -19,7 +19,7 @@ from bendtrace.errors import InputError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.selector_algebra import Selector
-from bendtrace.insert.structure import tensors_of
+from bendtrace.insert.structure import all_tensors_in
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import pytree
@@ -141,7 +141,7 @@ class WrappedForwardInterjection(ModuleInterjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Call `process`."""
-        given = tuple(filter(tensors_of, (*inputs, *inputs.kwargs.values())))
+        given = tuple(filter(all_tensors_in, (*inputs, *inputs.kwargs.values())))
         return self.process(self._meet(at), at.module, _unpack(given), output)
 
 

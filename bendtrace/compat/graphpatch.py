@@ -21,7 +21,7 @@ from torch import nn
 
 from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.insert.patches import raise_all, with_numbers
+from bendtrace.insert.patches import patched_numbers, raise_all
 from bendtrace.insert.where import Rows
 from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
 from bendtrace.log.path_views import Node, Tree
@@ -190,7 +190,7 @@ class PatchableGraph(BendedModule):
         raise_all(errors)
         if not numbers:
             return super().patch(others, rows=rows)
-        return with_numbers(numbers, super().patch(others, rows=rows))
+        return patched_numbers(numbers, super().patch(others, rows=rows))
 
     def _place(self, where: Any) -> Node | NodePath | tuple[nn.Module, str]:
         """Return the node that a key names, or the module and the attribute."""

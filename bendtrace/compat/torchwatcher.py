@@ -37,9 +37,14 @@ from bendtrace.compat._torchwatcher_analysis import (
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.insert.insertion import as_interjection
 from bendtrace.insert.interjection import Interjection
-from bendtrace.insert.native import Attached, Counts
+from bendtrace.insert.native import AttachedInterjection, Counts
 from bendtrace.insert.plan import forms_of
-from bendtrace.insert.selector_naming import leaf_names, leaves_in, matches_module_class, outside
+from bendtrace.insert.selector_naming import (
+    leaf_modules_in,
+    leaf_names,
+    matches_module_class,
+    outside,
+)
 from bendtrace.module import BendedModule
 from bendtrace.research import analyser
 from bendtrace.research.streaming import CrossCovariance
@@ -97,7 +102,7 @@ def interject_by_match(
     if isinstance(selector, str):
         return interject_by_name(model, selector, interjection, tracer_kwargs)
     bended = _bend_model(model, interjection)
-    where = outside(selector, bended.model, leaves_in(tracer_kwargs))
+    where = outside(selector, bended.model, leaf_modules_in(tracer_kwargs))
     is_analyser = isinstance(interjection, analyser.Analyser)
     bended.interject(where, Named(interjection) if is_analyser else interjection)
     return bended
@@ -186,7 +191,7 @@ def interject_by_name(
         raise InputError(f"{what.label} works before a node: insert it with BendedModule.interject")
     modules = modules_in(bended.model)
     inner = (module for path, module in modules.items() if path)
-    leaves = leaf_names(bended.model, [*leaves_in(tracer_kwargs), *filter(_is_leaf, inner)])
+    leaves = leaf_names(bended.model, [*leaf_modules_in(tracer_kwargs), *filter(_is_leaf, inner)])
     for one in (name,) if isinstance(name, str) else name:
         stem, number = split_number(one)
         if stem != one and one in modules:
@@ -267,7 +272,7 @@ def interject_by_module_class_native(
     counts = Counts()
     model.register_forward_pre_hook(counts.begin)
     for name, module in targets.items():
-        Attached(module, what, name, counts).install()
+        AttachedInterjection(module, what, name, counts).install()
     return model
 
 

@@ -22,7 +22,7 @@ from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import display_name
-from bendtrace.watch.owners import parts_of
+from bendtrace.watch.owners import module_tree
 from bendtrace.watch.writes import storage_of
 
 
@@ -204,7 +204,7 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
     while isinstance(model, functools.partial):
         model = model.func
     model = getattr(model, "__self__", model)
-    return iter(parts_of(model) if isinstance(model, nn.Module) else ())
+    return iter(module_tree(model) if isinstance(model, nn.Module) else ())
 
 
 def _state(model: Any) -> list[Any]:

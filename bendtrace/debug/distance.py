@@ -24,7 +24,7 @@ from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
 from bendtrace.show.walks import Choice
 from bendtrace.tape.captured import Captured
-from bendtrace.tape.structure import Existing, Instance, build
+from bendtrace.tape.structure import Existing, Instance, build_instance
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
 from bendtrace.watch.functions import name_of
 
@@ -244,7 +244,7 @@ class Course:
             return slice(*(self._values_for(part, strict) for part in parts))
         if kind is Instance:
             items = [self._values_for(item, strict) for item in value.items]
-            return build(value.cls, items, {})
+            return build_instance(value.cls, items, {})
         if kind is Existing:
             return value.part.read(()) if isinstance(value.part, Captured) else None
         return value

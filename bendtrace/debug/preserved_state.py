@@ -20,13 +20,20 @@ from bendtrace.log.capture import aligned_copy
 from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import keeps_version
 from bendtrace.python.results import is_computation
-from bendtrace.tape.captured import Added, AttributeKey, CaptureKind, Change, is_array, slots_of
+from bendtrace.tape.captured import (
+    Added,
+    AttributeKey,
+    CaptureKind,
+    EnvironmentChange,
+    is_array,
+    slot_names,
+)
 from bendtrace.tape.structure import cached_results
 from bendtrace.watch.draws import RandomStates, restorer_of
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import ScriptModule
 from bendtrace.watch.kinds import is_value
-from bendtrace.watch.owners import modules_in, parts_of
+from bendtrace.watch.owners import module_tree, modules_in
 from bendtrace.watch.reachability import namespace_of
 from bendtrace.watch.scan import reason_of_hooks
 from bendtrace.watch.writes import storage_of, version_of
@@ -66,7 +73,7 @@ class PreservedState:
         buffers: bool = False,
     ) -> None:
         model = getattr(model, "_bendtrace_model", model)
-        modules = parts_of(model) if isinstance(model, nn.Module) else []
+        modules = module_tree(model) if isinstance(model, nn.Module) else []
         self._modes = [(module, module.training) for module in modules] if modes else []
         self._state: ModelState | _Buffers = _Buffers(modules)
         if not buffers:
@@ -329,7 +336,7 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     if isinstance(value, (list, bytearray, array.array)):
         items: Any = value[:]
         return lambda: value.__setitem__(slice(None), items)
-    if names := tuple(slots_of(kind)):
+    if names := tuple(slot_names(kind)):
         return _restorer_of_slots(value, names)
     return None
 
@@ -413,7 +420,7 @@ def _put(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
         space[name] = item
 
 
-def _revert(change: Change, before: dict[Any, Any]) -> None:
+def _revert(change: EnvironmentChange, before: dict[Any, Any]) -> None:
     """Restore what was there before a change."""
     if change.key is Added.ITEMS:
         for _ in change.value:

@@ -50,7 +50,7 @@ from bendtrace.show.walks import (
     loops_around,
 )
 from bendtrace.tape.guards import TruthGuard
-from bendtrace.tape.tape import ModuleCall, Use, leaves_in
+from bendtrace.tape.tape import ModuleCall, Use, argument_leaves
 
 # The domain of a search: which inputs may differ, and in which values and sizes.
 
@@ -231,7 +231,7 @@ class Candidate:
 
 
 def _note_copies(value: Any, memo: dict[int, Any]) -> None:
-    for leaf in leaves_in(value):
+    for leaf in argument_leaves(value):
         if isinstance(leaf, Tensor):
             memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
@@ -1148,7 +1148,7 @@ class Subject:
             run.taken.update(question.sides(guard.answer))
         for op in tape.ops:
             self._see(run, op.scope, op.site)
-            for value in leaves_in((op.args, op.kwargs)) if op.is_work else ():
+            for value in argument_leaves((op.args, op.kwargs)) if op.is_work else ():
                 if type(value) in (int, float) and len(self._space.numbers) < 256:
                     self._space.numbers[value] = None
         for call in tape.calls:

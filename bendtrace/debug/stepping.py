@@ -26,7 +26,7 @@ from bendtrace.debug.visit import (
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.errors import BendtraceError, InputError, NodePathError
 from bendtrace.flow import FlowStep
-from bendtrace.insert.resolver import describe_where, name_of, resolve_meaning
+from bendtrace.insert.resolver import describe_where, node_name_of, resolve_meaning
 from bendtrace.log.capture import aligned_copy, materialize, tensors_in
 from bendtrace.log.entries import Source
 from bendtrace.log.names import Names, call_around, holders_of, near_names, passes_of
@@ -936,7 +936,7 @@ class Places:
             )
 
     def _places_of(self, place: Any) -> Sequence[Any]:
-        name = name_of(place, self._known)
+        name = node_name_of(place, self._known)
         if name is None:
             raise InputError(f"{place!r} is not a place in a run")
         resolution = resolve_meaning(name, self._known)

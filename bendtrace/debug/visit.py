@@ -27,7 +27,7 @@ from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.scalars import TRACED, TracedScalar, plain
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Use
 from bendtrace.tape.watchers import StopRun, call_silently
-from bendtrace.watch.draws import RandomStates, state_of, torchs_generators
+from bendtrace.watch.draws import RandomStates, generator_state, torchs_generators
 from bendtrace.watch.functions import (
     CONTEXT,
     ESCAPES,
@@ -389,7 +389,7 @@ _IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tenso
 
 def _random() -> list[bytes]:
     """Return the states of torch's own generators."""
-    return [call_silently(state_of, (generator,), {}) for generator in torchs_generators()]
+    return [call_silently(generator_state, (generator,), {}) for generator in torchs_generators()]
 
 
 def require_tensor(value: Any) -> Tensor:

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.engine.analysis import Analysis, GuardKind, tested_ops
-from bendtrace.engine.source import Source, define, dependencies_of, fails
-from bendtrace.python.versions import Entries, Reader, Unreadable, Words, offsets, version_of
+from bendtrace.engine.source import GeneratedSource, define, dependencies_of, fails
+from bendtrace.python.versions import Reader, TableEntries, Unreadable, Words, offsets, version_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,
@@ -33,11 +33,11 @@ from bendtrace.tape.captured import (
     identical,
     read_of,
     same_keys,
+    slot_names,
     slot_of,
-    slots_of,
 )
 from bendtrace.tape.structure import cached_results, entries_of, is_heap_type
-from bendtrace.watch.provenance import is_installed
+from bendtrace.watch.provenance import is_installed_module
 from bendtrace.watch.writes import overlap
 
 
@@ -89,9 +89,9 @@ class CheckWriter:
         """The checks, in the order of their numbers."""
         return self._questions.checks
 
-    def write(self) -> Source:
+    def write(self) -> GeneratedSource:
         """Return the source of `check`, and of what it calls in doubt."""
-        source, environment = Source(), self._recording.environment
+        source, environment = GeneratedSource(), self._recording.environment
         source.names.update(
             version=version_of, chain=chain.from_iterable, getitem=operator.getitem,
             is_=operator.is_,
@@ -174,7 +174,7 @@ class CheckWriter:
 
     # What is asked each time, in the order of `check`.
 
-    def _ask_for_words(self, source: Source, words: Reader) -> None:
+    def _ask_for_words(self, source: GeneratedSource, words: Reader) -> None:
         """Check together everything that `ask` checks one by one.
 
         They are read before it is asked, so that a thread that writes meanwhile is noticed.
@@ -197,11 +197,11 @@ class CheckWriter:
         if self._classes.tables:
             tables = [table.value for table in self._classes.tables]
             kinds = [part.type for part in self._in_tables()]
-            source.names["entries"] = Entries(tables, kinds, self._ranks())
+            source.names["entries"] = TableEntries(tables, kinds, self._ranks())
             source.line("    entries.read()")
         source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
 
-    def _ask_for_model(self, source: Source) -> None:
+    def _ask_for_model(self, source: GeneratedSource) -> None:
         """Check what the words show of the model's parts and code."""
         self._ask_for_attributes(source)
         if empty := self._empty:
@@ -214,12 +214,12 @@ class CheckWriter:
         for part in self._classes.in_cells:
             self._questions.ask(source, part)
 
-    def _ask_for_attributes(self, source: Source) -> None:
+    def _ask_for_attributes(self, source: GeneratedSource) -> None:
         """Check what the model's parts hold."""
         now = "map(version, chain((map(attributes, model_owners), model_dicts)))"
         self._ask_for_versions(source, "model", now)
 
-    def _ask_for_versions(self, source: Source, name: str, now: str) -> None:
+    def _ask_for_versions(self, source: GeneratedSource, name: str, now: str) -> None:
         """Ask whether one of some dicts was written to."""
         source.line(f"now = list({now})")
         source.line(f"if now != {name}_seen[0]:")
@@ -227,7 +227,7 @@ class CheckWriter:
         source.line("    if number is not None: return number")
         source.line(f"    {name}_seen[0] = now")
 
-    def _ask_for_contents(self, source: Source) -> None:
+    def _ask_for_contents(self, source: GeneratedSource) -> None:
         """Check together everything within reach that no word shows."""
         classes = self._classes
         if classes.hollow:
@@ -266,7 +266,7 @@ class CheckWriter:
             if part.parent is not None and isinstance(part.size, TensorFacts)
         ]
 
-    def _ask_for_missing(self, source: Source) -> None:
+    def _ask_for_missing(self, source: GeneratedSource) -> None:
         """Ask whether names that were in no namespace are there now."""
         environment = self._recording.environment
         if not environment.missing:
@@ -282,7 +282,7 @@ class CheckWriter:
         source.line(f"    if has_more(): return {made}")
         source.line("    lacking_seen[0] = now")
 
-    def _ask_for_simple(self, source: Source, name: str, parts: list[Captured]) -> None:
+    def _ask_for_simple(self, source: GeneratedSource, name: str, parts: list[Captured]) -> None:
         """Ask whether names stand for the very objects that they stood for."""
         if parts:
             source.names.update({
@@ -293,13 +293,13 @@ class CheckWriter:
             all_same = f"all(map(is_, map(getitem, {name}_held, {name}_keys), {name}_were))"
             self._ask_in_doubt(source, f"not {all_same}", f"{name}()")
 
-    def _ask_in_doubt(self, source: Source, doubt: str, call: str) -> None:
+    def _ask_in_doubt(self, source: GeneratedSource, doubt: str, call: str) -> None:
         """Ask a function which guard fails, if there is doubt."""
         source.line(f"if {doubt}:")
         source.line(f"    number = {call}")
         source.line("    if number is not None: return number")
 
-    def _ask_for_classes(self, source: Source) -> None:
+    def _ask_for_classes(self, source: GeneratedSource) -> None:
         """Ask whether modules and other objects are of the classes that they were of."""
         environment = self._recording.environment
         modules = [part for part in environment.parts if part.kind is CaptureKind.MODULE]
@@ -317,7 +317,7 @@ class CheckWriter:
             other = self._questions.note("an object is of another class now")
             source.line(f"if list(map(type, objects)) != sorts: return {other}")
 
-    def _ask_for_code(self, source: Source) -> None:
+    def _ask_for_code(self, source: GeneratedSource) -> None:
         """Ask whether functions have the code that they had, and their defaults."""
         codes = self._codes
         if codes:
@@ -326,21 +326,21 @@ class CheckWriter:
             source.names.update(functions=codes, written=written)
             edited = self._questions.note("a function has another code, or other defaults")
             if keywords:
-                source.names.update(keywords=keywords, read=_writes_in, same=_same)
+                source.names.update(keywords=keywords, read=_writes_in, same=_same_objects)
                 source.line(f"if not same(read(functions, keywords), written): return {edited}")
             else:
                 source.names["writing"] = _WRITTEN
                 now = "chain(map(writing, functions))"
                 source.line(f"if not all(map(is_, {now}, written)): return {edited}")
 
-    def _ask_for_namespaces(self, source: Source) -> None:
+    def _ask_for_namespaces(self, source: GeneratedSource) -> None:
         """Ask whether classes have the attributes that they had, of whatever value."""
         grown = self._questions.note("a class has gained or lost attributes")
         own: list[tuple[Any, Any]] = []
         installed: list[tuple[Any, Any]] = []
         for namespace, names in self._recording.environment.namespaces.values():
             module = namespace.get("__module__")  # (of a metaclass's bases, a descriptor)
-            finished = not isinstance(module, str) or is_installed(module)
+            finished = not isinstance(module, str) or is_installed_module(module)
             (installed if finished else own).append((namespace, names))
         if installed:
             source.names["namespaces"] = [namespace for namespace, _ in installed]
@@ -351,7 +351,7 @@ class CheckWriter:
             source.names["names_own"] = [names for _, names in own]
             source.line(f"if list(map(tuple, classes_own)) != names_own: return {grown}")
 
-    def _ask_for_order(self, source: Source, part: Captured) -> None:
+    def _ask_for_order(self, source: GeneratedSource, part: Captured) -> None:
         """Check the order of a dict's entries, since forward may iterate over them."""
         children = self._classes.children.get(part.index, ())
         if len(children) < 2 and not any(type(child.key) is not str for child in children):
@@ -365,7 +365,7 @@ class CheckWriter:
         keys = source.bound(tuple(child.key for child in children))
         source.line(f"if not same_keys({now}, {keys}): return {moved}")
 
-    def _ask_for_each(self, source: Source) -> None:
+    def _ask_for_each(self, source: GeneratedSource) -> None:
         """Ask of what is left, one by one."""
         covered = self._classes.covered()
         for part in self._recording.environment.parts:
@@ -373,14 +373,14 @@ class CheckWriter:
             if id(part) not in covered and self._ignored.isdisjoint((part, first)):
                 self._questions.ask(source, part)
 
-    def _ask_for_hooks(self, source: Source) -> None:
+    def _ask_for_hooks(self, source: GeneratedSource) -> None:
         if self._hooked:
             tables, hooked = zip(*self._hooked, strict=True)
-            source.names.update(hooks=[*tables], hooked=[*hooked], items=_items_of)
+            source.names.update(hooks=[*tables], hooked=[*hooked], items=_hook_items)
             others = self._questions.note(_OTHER_HOOKS)
             source.line(f"if list(map(items, hooks)) != hooked: return {others}")
 
-    def _ask_for_caches(self, source: Source) -> None:
+    def _ask_for_caches(self, source: GeneratedSource) -> None:
         environment = self._recording.environment
         if environment.read_caches:
             source.names.update(cached=environment.read_caches, all_kept=_are_cached)
@@ -389,18 +389,18 @@ class CheckWriter:
             )
             source.line(f"if not all_kept(cached): return {cleared}")
         if environment.caches:  # which runs that are added later may fill
-            source.names.update(filled=environment.filled_caches, agree=_agree)
+            source.names.update(filled=environment.filled_caches, agree=_same_cache_entries)
             other = self._questions.note("a cache does not hold what the run put into it")
             source.line(f"if filled and not agree(filled): return {other}")
 
-    def _ask_for_world(self, source: Source, asking: str) -> None:
+    def _ask_for_world(self, source: GeneratedSource, asking: str) -> None:
         """Ask whether all is as it was that is watched by its content, by a method of that."""
         name, world = f"world_{asking}", self._recording.environment.watched_objects
         source.names[name] = getattr(world, asking)
         other = self._questions.note("something that the model's code can read has changed")
         source.line(f"if not {name}(): return {other}")
 
-    def _ask_for_conditions(self, source: Source) -> None:
+    def _ask_for_conditions(self, source: GeneratedSource) -> None:
         """Ask what flow steps asked of arguments and of the model's numbers."""
         ops = self._recording.tape.ops
         guards = [
@@ -436,7 +436,7 @@ class CheckWriter:
         inside = [part for table in self._classes.tables for part in children[table.index]]
         return [part for part in inside if not kinds or part.kind in kinds]
 
-    def _write_function(self, source: Source, head: str, parts: list[Captured]) -> None:
+    def _write_function(self, source: GeneratedSource, head: str, parts: list[Captured]) -> None:
         """Write a function that asks of some parts, one by one."""
         source.begin(head)
         for part in parts:
@@ -444,7 +444,7 @@ class CheckWriter:
         source.line("return None")
 
     def _write_comparison(
-        self, source: Source, name: str, versioned: list[tuple[Captured, list[Captured]]]
+        self, source: GeneratedSource, name: str, versioned: list[tuple[Captured, list[Captured]]]
     ) -> None:
         """Write what is asked of dicts that were written to since they were asked last."""
         classes, questions = self._classes, self._questions
@@ -482,7 +482,7 @@ class CheckWriter:
             source.indent = 1
         source.line("return distinct(A)")
 
-    def _ask_for_tables(self, source: Source, part: Captured) -> None:
+    def _ask_for_tables(self, source: GeneratedSource, part: Captured) -> None:
         """Ask whether a module has the very dicts that were walked."""
         module = self._classes.module_of.get(id(part.value))
         if module is None:
@@ -523,7 +523,7 @@ def _writes_in(functions: list[Any], keywords: list[dict[str, Any]]) -> list[Any
     ]
 
 
-def _same(now: list[Any], before: list[Any]) -> bool:
+def _same_objects(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
@@ -531,7 +531,7 @@ def _are_cached(cached: list[tuple[Any, Any]]) -> bool:
     return all(any(kept is tensor for kept in cached_results(cache)) for cache, tensor in cached)
 
 
-def _agree(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
+def _same_cache_entries(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
     """Return whether caches hold what they held after the run.
 
     If an entry is missing, the model would compute it again, and keep it: a replay would not.
@@ -554,7 +554,7 @@ def _consists_of(
     return all(attributes.get(name) is table for name, table in tables)
 
 
-def _items_of(hooks: dict[Any, Any]) -> tuple[Any, ...]:
+def _hook_items(hooks: dict[Any, Any]) -> tuple[Any, ...]:
     return tuple(hooks.items())
 
 
@@ -625,10 +625,10 @@ class GuardClasses:
         self.tables: list[Captured] = [table for table, _ in versioned if self._is_table(table)]
         simple = [part for part in parts if self._is_simple(part)]
         self.simple: list[Captured] = [
-            part for part in simple if not _is_in(types.MappingProxyType, part)
+            part for part in simple if not _is_part_of_fixed(types.MappingProxyType, part)
         ]
         self.in_classes: list[Captured] = [
-            part for part in simple if _is_in(types.MappingProxyType, part)
+            part for part in simple if _is_part_of_fixed(types.MappingProxyType, part)
         ]
         self.in_cells: list[Captured] = [part for part in parts if self._is_in_cell(part)]
 
@@ -735,12 +735,12 @@ class GuardClasses:
         return (
             part.access is Access.CELL
             and part.kind in (CaptureKind.PLAIN, CaptureKind.MODULE, CaptureKind.IDENTITY)
-            and _is_in(types.CellType, part)
+            and _is_part_of_fixed(types.CellType, part)
             and part not in self._ignored
         )
 
 
-def _is_in(kind: type, part: Captured) -> bool:
+def _is_part_of_fixed(kind: type, part: Captured) -> bool:
     """Return whether a part is held by a fixed object of some type."""
     holder = part.parent
     return holder is not None and holder.access is Access.FIXED and type(holder.value) is kind
@@ -795,7 +795,7 @@ class GuardCode:
         self.checks.append(Check(text, part, guard))
         return len(self.checks) - 1
 
-    def ask(self, source: Source, part: Captured) -> None:
+    def ask(self, source: GeneratedSource, part: Captured) -> None:
         """Write the tests of whether a part is unchanged, as far as that matters."""
         name, kind, label, size = source.part(part), part.kind, part.label, part.size
 
@@ -862,7 +862,7 @@ class GuardCode:
                     else f"{name}.__dict__"
                 )
                 fail_if(other, f"{label} has other attributes than it had, or in another order")
-            for slot in set(slots_of(part.type)) - {str(key) for key in size.keys}:
+            for slot in set(slot_names(part.type)) - {str(key) for key in size.keys}:
                 source.names.update(slot_of=slot_of, UNSET=UNSET)
                 has = f"slot_of({name}, {slot!r}) is not UNSET"
                 fail_if(has, f"{label} has an attribute {slot}")
@@ -879,7 +879,7 @@ _SAME_FOR_EVER = frozenset(
 _BY_VALUE = frozenset({type(None), bool, int, str, bytes})
 
 
-def _other_content(source: Source, part: Captured, content: Any) -> str:
+def _other_content(source: GeneratedSource, part: Captured, content: Any) -> str:
     name = source.part(part)
     if part.type in (set, frozenset):
         if not content:
@@ -894,7 +894,7 @@ def _other_content(source: Source, part: Captured, content: Any) -> str:
 
 
 def _check_tensor(
-    source: Source,
+    source: GeneratedSource,
     part: Captured,
     facts: TensorFacts,
     analysis: Analysis,
@@ -971,7 +971,7 @@ class AliasGuards:
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
 
-    def write_distinct(self, source: Source) -> None:
+    def write_distinct(self, source: GeneratedSource) -> None:
         """Write `distinct(A)`: whether the things that the model holds are still as many.
 
         Tied ones are known as such. That others have become one and the same is asked when a dict
@@ -989,7 +989,7 @@ class AliasGuards:
             self._ask_for_memory(source, self._tensors)
         source.line("return None")
 
-    def ask(self, source: Source) -> None:
+    def ask(self, source: GeneratedSource) -> None:
         """Write the tests that each check needs."""
         given, held = self._given, set(self._held)
         if len(given) > 1:
@@ -1012,7 +1012,7 @@ class AliasGuards:
         is_given = any(part.is_argument for part in self._arrays)
         self._ask_for_memory(source, [*given, *self._tensors] if is_given else given)
 
-    def _ask_for_memory(self, source: Source, tensors: list[Captured]) -> None:
+    def _ask_for_memory(self, source: GeneratedSource, tensors: list[Captured]) -> None:
         """Ask which tensors are in the memory of which arrays, and would change with them.
 
         Even if the run writes to none: a run that continues from it may.
@@ -1034,7 +1034,7 @@ class AliasGuards:
         number = self._questions.note("other tensors are in the memory of arrays now")
         source.line(f"if overlap(({held}), ({arrays})) != {source.bound(pairs)}: return {number}")
 
-    def _ask_for_strangers(self, source: Source) -> None:
+    def _ask_for_strangers(self, source: GeneratedSource) -> None:
         """Ask whether an argument is something that the model holds now, if it might be asked."""
         given, held, environment = self._given, self._held, self._recording.environment
         objects = [

@@ -15,21 +15,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed, may_be_caught
-from bendtrace.engine.source import Code, Departure, Source, Splice, define, gives_nothing
+from bendtrace.engine.source import (
+    Code,
+    Departure,
+    GeneratedSource,
+    ValueSplice,
+    define,
+    gives_nothing,
+)
 from bendtrace.tape.blocks import Block, Portion
 from bendtrace.tape.captured import (
     Access,
     Added,
     AttributeKey,
     Captured,
-    Change,
-    refill,
+    EnvironmentChange,
+    refill_sequence,
 )
 from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
-from bendtrace.watch.direct_calls import ENTRIES, Call, cheapest, plain_values
+from bendtrace.watch.direct_calls import ENTRIES, EquivalentCall, cheapest, plain_values
 
 # Seen in 2.13 to 2.15; test_direct_calls notices.
 
@@ -47,7 +54,7 @@ def write_run(schedule: Schedule, direct: bool = False) -> Code:
 
 def write_portion(portion: Portion) -> Callable[..., None]:
     """Return a function that carries out a portion of a checkpointed block again."""
-    source, passages, current = Source(), list(portion.passages), None
+    source, passages, current = GeneratedSource(), list(portion.passages), None
     source.begin("again(E, switch)")
 
     def switch_to(context: Context | None) -> None:
@@ -96,10 +103,10 @@ class RunWriter:
     def __init__(self, schedule: Schedule, direct: bool = False) -> None:
         self.schedule = schedule
         self.tape: Tape = schedule.tape
-        self.source: Source = Source()
+        self.source: GeneratedSource = GeneratedSource()
         self._current = schedule.entry  # what is in force where the code has come to
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
-        self._direct: dict[int, Call] = {}
+        self._direct: dict[int, EquivalentCall] = {}
         if direct:
             ops = [op for op in self.tape.ops[self.schedule.start :] if op.target in ENTRIES]
             plain = plain_values(self.tape) if ops else set()
@@ -243,7 +250,7 @@ class RunWriter:
         self.source.line("E.hold.block.end()")
         self.source.line("E.hold.block = None")
 
-    def _pass_through(self, splice: Splice) -> None:
+    def _pass_through(self, splice: ValueSplice) -> None:
         """Write that a value is passed through something, which may replace it."""
         source = self.source
         assert splice.context is not None
@@ -331,20 +338,20 @@ def _repeats_in(value: Any) -> frozenset[int]:
             counts[id(item)] += 1
         if isinstance(item, (Instance, Construction)):
             item = list(item.inside())
-        for inner in _items_of(item):
+        for inner in _elements(item):
             count(inner)
 
     count(value)
     return frozenset(key for key, times in counts.items() if times > 1)
 
 
-def _items_of(value: Any) -> Iterable[Any]:
+def _elements(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
     return value if isinstance(value, (tuple, list)) else ()
 
 
-def _store(source: Source, change: Change, value: str) -> str:
+def _store(source: GeneratedSource, change: EnvironmentChange, value: str) -> str:
     holder = source.part(change.part)
     if change.key is Added.ITEMS:
         return f"{holder}.extend({value})"
@@ -358,7 +365,7 @@ def _store(source: Source, change: Change, value: str) -> str:
     elif isinstance(change.part.value, types.CellType):
         place = f"{holder}.cell_contents"
     elif change.key is None:
-        source.names["refill"] = refill
+        source.names["refill"] = refill_sequence
         return f"refill({holder}, {value})"
     else:
         place = f"{holder}[{source.constant(change.key)}]"

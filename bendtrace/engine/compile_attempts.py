@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import get_gradient_edge
 
 from bendtrace.engine.compile_probing import with_place
-from bendtrace.engine.compile_settings import Settings
+from bendtrace.engine.compile_settings import CompileSettings
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.tape import Op
 from bendtrace.watch.writes import storage_of
@@ -31,7 +31,7 @@ _WARM = 2  # calls before times are taken
 _TIMED = 6  # calls of either kind whose times are taken
 
 
-class State(Enum):
+class CompileState(Enum):
     """The state of a compiled function."""
 
     MEASURED = "being measured"
@@ -60,9 +60,9 @@ class CompiledFunction:
         is_unusable: whether the backend itself failed.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompileSettings) -> None:
         self.settings = settings
-        self.state = State.MEASURED if settings.drop_slower else State.USED
+        self.state = CompileState.MEASURED if settings.drop_slower else CompileState.USED
         self.reason: str = ""
         self.raised: str = ""
         self.seconds: float = 0.0
@@ -75,7 +75,7 @@ class CompiledFunction:
         # For each graph that has been compared with a replay, the right order of dimensions for
         # those results that it lays out in memory in another one.
         self._confirmed: dict[int, dict[int, tuple[int, ...]]] = {}
-        self._missing: dict[int, Missing] = {}
+        self._missing: dict[int, ZeroGradientHook] = {}
 
     @property
     def graphs(self) -> int:
@@ -85,7 +85,7 @@ class CompiledFunction:
     @property
     def is_used(self) -> bool:
         """Return whether calls are tried on it."""
-        return self.state in (State.MEASURED, State.USED)
+        return self.state in (CompileState.MEASURED, CompileState.USED)
 
     @property
     def speed(self) -> float | None:
@@ -102,9 +102,9 @@ class CompiledFunction:
     def was_replayed(self, seconds: float) -> None:
         """Record the duration of a replay; with enough durations of both, use the faster one."""
         self.replayed.append(seconds)
-        if self.state is State.MEASURED and len(self.replayed) >= _TIMED:
+        if self.state is CompileState.MEASURED and len(self.replayed) >= _TIMED:
             faster = min(self.served) < min(self.replayed)
-            self.state = State.USED if faster else State.SLOWER
+            self.state = CompileState.USED if faster else CompileState.SLOWER
 
     def compile(
         self, function: Callable[..., Any], compiler: Callable[..., Any], may_assume: bool = False
@@ -126,7 +126,7 @@ class CompiledFunction:
         assert self._function is not None
         return self._function.find(given)
 
-    def call(self, given: Sequence[Any], found: Shortcut | None) -> Result | None:
+    def call(self, given: Sequence[Any], found: Shortcut | None) -> CompiledResult | None:
         """Call it; return None if its guards cannot hold.
 
         Args:
@@ -154,7 +154,7 @@ class CompiledFunction:
             lost.register(result.made)
         return result
 
-    def in_order(self, result: Result) -> Sequence[Tensor]:
+    def in_order(self, result: CompiledResult) -> Sequence[Tensor]:
         """Return results laid out in memory as a replay lays them out."""
         made, orders = result.made, self._confirmed.get(result.graph)
         if not orders:
@@ -164,7 +164,9 @@ class CompiledFunction:
             for slot, tensor in enumerate(made)
         ]
 
-    def compare(self, ours: Any, theirs: Any, result: Result, known: Iterable[Tensor]) -> bool:
+    def compare(
+        self, ours: Any, theirs: Any, result: CompiledResult, known: Iterable[Tensor]
+    ) -> bool:
         """Use a newly compiled graph from now on, if its results equal those of a replay.
 
         Args:
@@ -182,12 +184,12 @@ class CompiledFunction:
         if different is None:
             pairs = [(slots[id(a)], a, b) for a, b in compared.differentiable if id(a) in slots]
             found = missing(pairs, known)
-            if isinstance(found, Missing):
+            if isinstance(found, ZeroGradientHook):
                 self._missing[result.graph] = found
             else:
                 different = found
         if different is not None:
-            self.state, self.reason = State.REFUSED, f"compiled, {different}"
+            self.state, self.reason = CompileState.REFUSED, f"compiled, {different}"
             return False
         # Inductor lays out some results in an order that it likes better.
         moved = {slots[key]: order for key, order in orders.items()}
@@ -196,7 +198,7 @@ class CompiledFunction:
 
     def note(self, error: Exception) -> None:
         """Note an error, and give up if the next call would raise it again."""
-        failed = Failed(error)
+        failed = AttemptFailure(error)
         self.reason = failed.reason
         if failed.line and (op := self.op_at(failed.line)) is not None:
             self.reason = with_place(self.reason, op)
@@ -205,7 +207,7 @@ class CompiledFunction:
         self.raised = str(error)
         self.is_unusable = failed.is_of_backend
         if failed.is_final:
-            self.state = State.REFUSED
+            self.state = CompileState.REFUSED
 
     def op_at(self, line: int) -> Op | None:
         """Return the op of the model in a line of the source that is compiled."""
@@ -223,7 +225,7 @@ class CompiledFunction:
         }
 
 
-class Failed:
+class AttemptFailure:
     """An error of compiled code, or of its compiler.
 
     Attributes:
@@ -265,7 +267,7 @@ class Failed:
             )
 
 
-class Quiet:
+class QuietCompilation:
     """Within it, torch does not log why it could not compile something: the report says it.
 
     Unless somebody wants to see torch's logs.
@@ -458,7 +460,7 @@ def _between_values(ours: Tensor, theirs: Tensor) -> str | None:
 _Edge = tuple[Any, int]
 
 
-class Missing(NamedTuple):
+class ZeroGradientHook(NamedTuple):
     """A hook that takes zeros away from the gradients of one graph, and its place.
 
     Attributes:
@@ -481,7 +483,7 @@ class Missing(NamedTuple):
 
 def missing(
     pairs: Iterable[tuple[int, Tensor, Tensor]], known: Iterable[Tensor]
-) -> Missing | str | None:
+) -> ZeroGradientHook | str | None:
     """Return what takes zeros away; None if there are none, or why that is impossible.
 
     Args:
@@ -493,11 +495,11 @@ def missing(
     if len(pairs) < 2:
         return None
     edges = [_edge(tensor) for tensor in known if tensor.requires_grad]
-    theirs = [_reachable(_edge(tensor), edges) for _, _, tensor in pairs]
+    theirs = [_reachable_edges(_edge(tensor), edges) for _, _, tensor in pairs]
     anywhere = set().union(*theirs)
     if all(found == anywhere for found in theirs):
         return None
-    ours = [_reachable(_edge(tensor), edges) & anywhere for _, tensor, _ in pairs]
+    ours = [_reachable_edges(_edge(tensor), edges) & anywhere for _, tensor, _ in pairs]
     if ours == theirs:
         return None
     nodes: list[Any] = []
@@ -518,7 +520,7 @@ def missing(
             slot for slot, number in enumerate(inputs) if number in reached
         )
     assert ways[0] is not None
-    return Missing(pairs[0][0], ways[0][0], _hook(needed))
+    return ZeroGradientHook(pairs[0][0], ways[0][0], _hook(needed))
 
 
 def _hook(needed: dict[int, set[int]]) -> Callable[..., Any]:
@@ -541,7 +543,7 @@ def _edge(tensor: Tensor) -> _Edge:
     return edge.node, edge.output_nr
 
 
-def _reachable(begin: _Edge, edges: Sequence[_Edge]) -> set[int]:
+def _reachable_edges(begin: _Edge, edges: Sequence[_Edge]) -> set[int]:
     """Return the numbers of the edges that gradients reach from one."""
     numbers: dict[_Edge, set[int]] = {}
     for number, edge in enumerate(edges):  # one tensor may be there more than once
@@ -652,7 +654,7 @@ class _GraphCall(NamedTuple):
     made: Sequence[Any]
 
 
-class Result(NamedTuple):
+class CompiledResult(NamedTuple):
     """The result of a compiled function.
 
     Attributes:
@@ -749,13 +751,13 @@ class Shortcut:
             given = [given[slot] for slot in self._tensors]
         return self.check(*given)
 
-    def call(self, given: Sequence[Any]) -> Result:
+    def call(self, given: Sequence[Any]) -> CompiledResult:
         """Call the graph; return the result of the function."""
         slots = self._slots
         made = self.graph(*(given if slots is None else [given[slot] for slot in slots]))
         truth, *rest = self.results
         found = None if truth is None else made[truth]
-        return Result(found, [made[slot] for slot in rest], self.number)
+        return CompiledResult(found, [made[slot] for slot in rest], self.number)
 
 
 class Shortcuts:
@@ -781,7 +783,7 @@ class Shortcuts:
                 return known
         return None
 
-    def __call__(self, *given: Any) -> Result | None:
+    def __call__(self, *given: Any) -> CompiledResult | None:
         """Have torch.compile choose a graph and call it; return None if its guards cannot hold."""
         self._backend.take()
         result: tuple[Any, Sequence[Any]] | None
@@ -794,9 +796,9 @@ class Shortcuts:
             return None
         truth, made = result
         if call is None:
-            return Result(truth, made, 0)
+            return CompiledResult(truth, made, 0)
         self._learn(given, result, call)
-        return Result(truth, made, call.number)
+        return CompiledResult(truth, made, call.number)
 
     def _learn(
         self, given: Sequence[Any], result: tuple[Any, Sequence[Any]], call: _GraphCall

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bendtrace.engine.analysis import Analysis
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.schedule import Schedule
-from bendtrace.engine.splices import Splice, apply_step
+from bendtrace.engine.splices import GateSplice, apply_step
 from bendtrace.python.internals import TorchDispatchMode
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Array
@@ -30,7 +30,7 @@ from bendtrace.tape.contexts import Context, ContextSwitch, current_context
 from bendtrace.tape.structure import (
     Construction,
     Existing,
-    Fixed,
+    FixedObject,
     Instance,
     Opaque,
 )
@@ -52,15 +52,15 @@ from bendtrace.watch.functions import (
 from bendtrace.watch.host_io import environ
 from bendtrace.watch.writes import storage_of, works_in_place
 
-_NOTHING: Mapping[int, Splice] = {}
+_NOTHING: Mapping[int, GateSplice] = {}
 
 
-class Refusal(Exception):
+class CompileRefusal(Exception):
     """Why a path is not compiled, in a sentence."""
 
 
 @dataclass(frozen=True)
-class Findings:
+class ProbeFindings:
     """The facts that are known about a path after a probe.
 
     Attributes:
@@ -80,8 +80,8 @@ class Findings:
 
 
 def probe(
-    recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, Splice] = _NOTHING
-) -> Findings | None:
+    recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, GateSplice] = _NOTHING
+) -> ProbeFindings | None:
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
     Args:
@@ -93,7 +93,7 @@ def probe(
         What was found; None if the arguments lead another way.
 
     Raises:
-        Refusal: an op writes to what was there before, or draws random numbers.
+        CompileRefusal: an op writes to what was there before, or draws random numbers.
     """
     states = RandomStates()
     try:
@@ -101,12 +101,12 @@ def probe(
     finally:
         if states.differ():
             states.restore()
-            raise Refusal("it draws random numbers")
+            raise CompileRefusal("it draws random numbers")
 
 
 class _Probe:
     def __init__(
-        self, recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, Splice]
+        self, recording: Recording, arguments: tuple[Any, ...], splices: Mapping[int, GateSplice]
     ) -> None:
         self._tape = recording.tape
         self._arguments = arguments
@@ -125,14 +125,14 @@ class _Probe:
         )  # fmt: skip
         self._dying = self._schedule.deaths()
 
-    def run(self) -> Findings | None:
+    def run(self) -> ProbeFindings | None:
         for given in self._tape.ops:
             if given.is_given:
                 self._take(given)
         for splice in self._splices.values():
             self._protected.update(map(storage_of, splice.tensors))
         switch = ContextSwitch()
-        mode = _Watch(self._protected)
+        mode = _OperatorWatch(self._protected)
         try:
             for position, guards, op in self._schedule.steps():
                 if not all(self._holds(guard) for _, guard in guards):
@@ -141,13 +141,13 @@ class _Probe:
                 if op is not None:
                     self._carry_out(op, switch, mode)
                     self._forget(2 * position + 1)
-        except Refusal:
+        except CompileRefusal:
             raise
         except Exception:  # the arguments are such that the model raises
             return None
         finally:
             switch.restore()
-        return Findings(
+        return ProbeFindings(
             frozenset(self._dynamic), self._roots, self._first, mode.wrote,
             frozenset(self._unchanged),
         )  # fmt: skip
@@ -160,12 +160,12 @@ class _Probe:
         value = op.target.read(self._arguments)
         if isinstance(value, Tensor):
             if type(value) not in _PLAIN or value.layout is not torch.strided:
-                raise Refusal(f"{op.target.label} is no plain dense tensor")
+                raise CompileRefusal(f"{op.target.label} is no plain dense tensor")
             self._protected.add(storage_of(value))
             self._note(op.index, value)
         self._values[op.index] = value
 
-    def _carry_out(self, op: Op, switch: ContextSwitch, mode: _Watch) -> None:
+    def _carry_out(self, op: Op, switch: ContextSwitch, mode: _OperatorWatch) -> None:
         if op.kind is OpKind.CALL:
             switch.to(op.context)
         args, kwargs = self._actual(op.args), self._actual(op.kwargs)
@@ -178,15 +178,15 @@ class _Probe:
                 value = op.target(*args, **kwargs)
         self._values[op.index] = value
         if mode.dynamic:
-            self._roots[op.index] = _extent(value)
+            self._roots[op.index] = _result_extent(value)
         if mode.dynamic or not self._dynamic.isdisjoint(op.operands):
             self._dynamic.add(op.index)
         if isinstance(value, Tensor):
             if type(value) not in _PLAIN or value.layout is not torch.strided:
-                raise Refusal("it computes with tensors that are not plain dense ones")
+                raise CompileRefusal("it computes with tensors that are not plain dense ones")
             self._note(op.index, value)
 
-    def _through(self, splice: Splice, values: list[Any], mode: _Watch) -> Any:
+    def _through(self, splice: GateSplice, values: list[Any], mode: _OperatorWatch) -> Any:
         """Carry out a gate: nothing that is called there may write to what it is given."""
         for step in splice.steps:
             if step.function is None:
@@ -196,7 +196,7 @@ class _Probe:
                 with mode:  # it runs what is checked, which may turn out to write
                     reason = step.check(values[slot], step.tensors)
                 if reason is not None:
-                    raise Refusal(reason)
+                    raise CompileRefusal(reason)
             storage = storage_of(values[slot])
             added = storage not in self._protected
             self._protected.add(storage)
@@ -209,9 +209,9 @@ class _Probe:
             if added:
                 self._protected.discard(storage)
             if any(tensor.requires_grad for tensor in kept):
-                raise Refusal("gradients may be asked for of what an insertion keeps")
+                raise CompileRefusal("gradients may be asked for of what an insertion keeps")
             if type(values[slot]) not in _PLAIN:
-                raise Refusal("what is inserted makes something else of a tensor")
+                raise CompileRefusal("what is inserted makes something else of a tensor")
         return splice.gate_result(values)
 
     def _actual(self, value: Any) -> Any:
@@ -238,7 +238,7 @@ class _Probe:
         return guard.meets(value, others[0] if others else guard.answer)
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     """Sees what each op comes down to, by the schemas of torch's own operators.
 
     Attributes:
@@ -256,12 +256,12 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            raise Refusal(f"it draws random numbers ({func})")
-        for name, tensor in _writes(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and _operator_draws(func, args, kwargs):
+            raise CompileRefusal(f"it draws random numbers ({func})")
+        for name, tensor in _written_arguments(func, args, kwargs):
             self.wrote = True
             if storage_of(tensor) in self._protected:
-                raise Refusal(f"it writes to what was there before the run ({func}, {name})")
+                raise CompileRefusal(f"it writes to what was there before the run ({func}, {name})")
         # An index of tensors has that tag for the sake of masks.
         if torch.Tag.dynamic_output_shape in func.tags and (
             func.overloadpacket is not torch.ops.aten.index or _has_mask(args[1])
@@ -272,16 +272,16 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _extent(value: Any) -> Any:
+def _result_extent(value: Any) -> Any:
     """The sizes of what an op gave, or the numbers themselves."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, (tuple, list)):
-        return tuple(map(_extent, value))
+        return tuple(map(_result_extent, value))
     return value
 
 
-def _writes(
+def _written_arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     for position, argument in enumerate(func._schema.arguments):
@@ -300,7 +300,7 @@ def _writes(
                     yield name, held[name]
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _operator_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator that can draw random numbers does.
 
     Attention without dropout does not.
@@ -338,7 +338,7 @@ class Extents:
         varying: ops whose result has a size, or is a number, that depends on values, or may.
     """
 
-    def __init__(self, recording: Recording, findings: Findings) -> None:
+    def __init__(self, recording: Recording, findings: ProbeFindings) -> None:
         self._ops = recording.tape.ops
         self._findings = findings
         self.varying: set[int] = set()
@@ -535,7 +535,7 @@ UNTOLD = frozenset(
 _UNANSWERED = (FLEETING - {"requires_grad"}) | {"names", "_base", "_grad", "is_inference"}
 
 
-def why_not(
+def obstacle_to_compiling(
     recording: Recording, global_state: GlobalState, spliced: Container[int] = ()
 ) -> str | None:
     """Say why a path cannot be run ahead of its guards; None if nothing on its tape forbids it.
@@ -612,7 +612,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
     if is_handled(op.scope, op.site):
         return f"the model has a handler for what {name} may raise"
     if op.kind is OpKind.CALL:
-        if is_gate(op) or not (_is_getter(op.target) or is_torchs_function(op.target)):
+        if is_gate(op) or not (_reads_tensor_attribute(op.target) or is_torchs_function(op.target)):
             return f"{name} is not torch's, and may do more than it returns"
         if is_foreign(op.target):
             return f"{name} is a custom operator or a script, and may do more than it returns"
@@ -634,7 +634,7 @@ def why_not_op(op: Op, entry: Context) -> str | None:
             return f"{name} is a constructor, which compilers know no schema of"
         if name in UNTOLD:
             return f"{name} may write to statistics"
-        if name in _UNANSWERED and (op.target in METADATA or _is_getter(op.target)):
+        if name in _UNANSWERED and (op.target in METADATA or _reads_tensor_attribute(op.target)):
             return f"{name} of a tensor is asked for"
         if op.context._replace(grad=entry.grad) != entry:
             return f"{name} runs in another inference or autocast mode than the call"
@@ -667,7 +667,7 @@ def _may_draw(op: Op, name: str) -> bool:
     return not (on is False or never)
 
 
-def _is_getter(target: Any) -> bool:
+def _reads_tensor_attribute(target: Any) -> bool:
     """Return whether a function reads an attribute that torch's tensors have."""
     read = getattr(target, "__self__", None)
     return (
@@ -683,7 +683,7 @@ def _objects_in(value: Any) -> Iterable[Any]:
         yield from _objects_in(value.items)
     elif isinstance(value, Array):
         yield "an array of numpy"
-    elif isinstance(value, (Existing, Fixed, Instance, Construction, Opaque)):
+    elif isinstance(value, (Existing, FixedObject, Instance, Construction, Opaque)):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:

@@ -31,7 +31,7 @@ _DYNAMIC = (None, True, False)
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompileSettings:
     """The settings with which paths are compiled.
 
     Attributes:
@@ -115,7 +115,7 @@ class Settings:
 
 def settings_of(
     backend: Any, options: Mapping[str, Any] | None, cache_dir: Any = None
-) -> Settings | None:
+) -> CompileSettings | None:
     """Check what a user gave.
 
     Args:
@@ -141,7 +141,9 @@ def settings_of(
     if isinstance(backend, str):
         known = _backends()
         if backend not in known:
-            raise InputError(f"torch.compile has no backend {backend!r}{_near(backend, known)}")
+            raise InputError(
+                f"torch.compile has no backend {backend!r}{_suggestion(backend, known)}"
+            )
     elif not callable(backend):
         raise InputError(
             "a backend is a name that torch.compile knows, or a function of a graph module and "
@@ -150,13 +152,13 @@ def settings_of(
     for name in given:
         if name not in _OPTIONS:
             raise InputError(
-                f"backend_options has no {name!r}{_near(str(name), _OPTIONS)}; options of "
+                f"backend_options has no {name!r}{_suggestion(str(name), _OPTIONS)}; options of "
                 "the backend itself belong into options={...}"
             )
-    return _check(Settings(backend, given, cache_dir=cache_dir, **given), given)
+    return _validate_settings(CompileSettings(backend, given, cache_dir=cache_dir, **given), given)
 
 
-def _check(settings: Settings, given: dict[str, Any]) -> Settings:
+def _validate_settings(settings: CompileSettings, given: dict[str, Any]) -> CompileSettings:
     if settings.dynamic not in _DYNAMIC:
         raise InputError(f"dynamic has to be True, False or None, not {settings.dynamic!r}")
     for name, least, requirement in (
@@ -175,16 +177,16 @@ def _check(settings: Settings, given: dict[str, Any]) -> Settings:
         raise InputError("mode and options are inductor's: another backend has none of them")
     if settings.mode is not None and settings.mode not in _MODES:
         raise InputError(
-            f"torch.compile has no mode {settings.mode!r}{_near(settings.mode, _MODES)}"
+            f"torch.compile has no mode {settings.mode!r}{_suggestion(settings.mode, _MODES)}"
         )
     if settings.cuda_graphs:
         if settings.backend != "inductor" or settings.mode or settings.options:
             raise InputError("cuda_graphs is inductor's mode 'reduce-overhead': give no other")
-        return Settings(**{**vars(settings), "mode": "reduce-overhead"})
+        return CompileSettings(**{**vars(settings), "mode": "reduce-overhead"})
     return settings
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def _suggestion(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), 3, 0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
@@ -283,9 +285,9 @@ class Artefacts:
                 raise LoadError(entry, "it is the entry of another path")
             files: dict[str, str] = manifest["files"]
             for file, digest in files.items():
-                if not _is_inside(file):
+                if not _names_file_inside(file):
                     raise LoadError(entry, f"{file!r} is no name of a file in it")
-                content = _content(os.path.join(entry, file))
+                content = _read_bytes(os.path.join(entry, file))
                 if hashlib.sha256(content).hexdigest() != digest:
                     raise LoadError(entry, f"{file} is damaged: its checksum is another")
                 target = os.path.join(own, file)
@@ -391,12 +393,12 @@ def _files_in(directory: str) -> dict[str, str]:
         for name in names:
             path = os.path.join(folder, name)
             file = os.path.relpath(path, directory).replace(os.sep, "/")
-            if _is_inside(file) and not os.path.islink(path):
-                found[file] = hashlib.sha256(_content(path)).hexdigest()
+            if _names_file_inside(file) and not os.path.islink(path):
+                found[file] = hashlib.sha256(_read_bytes(path)).hexdigest()
     return found
 
 
-def _is_inside(file: Any) -> bool:
+def _names_file_inside(file: Any) -> bool:
     """Return whether a name belongs to a source or library in an entry, and leads nowhere else."""
     if type(file) is not str or not file.endswith((".cpp", ".h", ".py", ".so")):
         return False
@@ -408,6 +410,6 @@ def _is_inside(file: Any) -> bool:
     )
 
 
-def _content(path: str) -> bytes:
+def _read_bytes(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()

@@ -19,22 +19,27 @@ from torch import Tensor, nn
 
 from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import write_run
-from bendtrace.engine.compile_attempts import CompiledFunction, Quiet, Result, State
+from bendtrace.engine.compile_attempts import (
+    CompiledFunction,
+    CompiledResult,
+    CompileState,
+    QuietCompilation,
+)
 from bendtrace.engine.compile_probing import (
+    CompileRefusal,
     Extents,
-    Findings,
-    Refusal,
+    ProbeFindings,
     Unknown,
+    obstacle_to_compiling,
     probe,
-    why_not,
     with_place,
 )
-from bendtrace.engine.compile_settings import Settings, dynamo
+from bendtrace.engine.compile_settings import CompileSettings, dynamo
 from bendtrace.engine.expressions import Expressions, wide_dtype
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule
-from bendtrace.engine.source import INFIX, Code, Source, dependencies_of
-from bendtrace.engine.splices import Splice, Spliced, differs
+from bendtrace.engine.source import INFIX, Code, GeneratedSource, dependencies_of
+from bendtrace.engine.splices import GateSplice, PathSplices, differs
 from bendtrace.engine.stretches import Stretch
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import Context
@@ -60,15 +65,15 @@ _MOST_SIZES = 4096  # sets of sizes that are kept in mind
 _PROBES = 4  # that are made for a set of sizes
 
 
-class _Failed:
+class _SpeculationFailure:
     """The result of a speculation that failed."""
 
 
-FAILED = _Failed()
+FAILED = _SpeculationFailure()
 
 
 @dataclass(slots=True, eq=False)
-class Unchecked:
+class UncheckedResult:
     """The result of a graph compiled during this call, which a replay has to confirm.
 
     Attributes:
@@ -79,13 +84,13 @@ class Unchecked:
     """
 
     output: Any
-    result: Result
+    result: CompiledResult
     known: list[Tensor]
     kept: tuple[Any, Any] = ((), ())
 
 
 @dataclass(slots=True, eq=False)
-class Served:
+class SplicedCall:
     """A call that a path with splices has served.
 
     Attributes:
@@ -130,8 +135,8 @@ class CompiledPath(CompiledFunction):
         self,
         home: Program,
         stretch: Stretch,
-        settings: Settings,
-        spliced: Spliced | None = None,
+        settings: CompileSettings,
+        spliced: PathSplices | None = None,
     ) -> None:
         super().__init__(settings)
         self.home = home
@@ -140,8 +145,8 @@ class CompiledPath(CompiledFunction):
         self.unchanged: frozenset[int] = frozenset()
         self.silent: frozenset[int] = frozenset()
         self.lacking: int = 0
-        self.lacked_by: Spliced | None = None
-        self.state = State.REFUSED
+        self.lacked_by: PathSplices | None = None
+        self.state = CompileState.REFUSED
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
         self.window: deque[PathKey] = deque(maxlen=_WINDOW)
         self._admitting = home
@@ -160,7 +165,7 @@ class CompiledPath(CompiledFunction):
         self,
         arguments: tuple[Any, ...],
         output: Any,
-        spliced: Spliced | None = None,
+        spliced: PathSplices | None = None,
         may_be_silent: bool = True,
     ) -> None:
         """Write, compile and confirm the function after a replay of the call.
@@ -175,27 +180,27 @@ class CompiledPath(CompiledFunction):
             self.silent = spliced.changing(_STEADY)
         begun = time.perf_counter()
         try:
-            with warnings.catch_warnings(), Quiet():
+            with warnings.catch_warnings(), QuietCompilation():
                 warnings.simplefilter("ignore")  # what compilers have to say, and ops once more
                 self._make(arguments, output, spliced)
-        except Refusal as refusal:
+        except CompileRefusal as refusal:
             self.reason = str(refusal)
         self.seconds: float = time.perf_counter() - begun
         self.settings.warn()
 
-    def _make(self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None) -> None:
+    def _make(self, arguments: tuple[Any, ...], output: Any, spliced: PathSplices | None) -> None:
         recording, global_state = self.recording, self.home.global_state
         splices = {} if spliced is None else spliced.splices
-        reason = why_not(recording, global_state, splices)
+        reason = obstacle_to_compiling(recording, global_state, splices)
         if reason is not None:
-            raise Refusal(reason)
+            raise CompileRefusal(reason)
         findings = probe(recording, arguments, splices)
         if findings is None:
-            raise Refusal("its guards came out otherwise when it was looked at op by op")
+            raise CompileRefusal("its guards came out otherwise when it was looked at op by op")
         self._findings, self.unchanged = findings, findings.unchanged
         if (op := Extents(recording, findings).changes_rank()) is not None:
             reason = f"how many dimensions {name_of(op.target)} gives depends on values"
-            raise Refusal(with_place(reason, op))
+            raise CompileRefusal(with_place(reason, op))
         if self.stretch is not self.home.root:
             # Of a path that branched off, the program's check does not know all guards.
             self._admitting = Program(recording, global_state)
@@ -205,22 +210,25 @@ class CompiledPath(CompiledFunction):
             try:
                 self._compile(arguments, output, spliced, exactly=True)
             except Unknown:
-                raise Refusal(f"{unknown}; its segments may be compiled by themselves") from None
+                raise CompileRefusal(
+                    f"{unknown}; its segments may be compiled by themselves"
+                ) from None
 
     def _compile(
-        self, arguments: tuple[Any, ...], output: Any, spliced: Spliced | None, exactly: bool
+        self, arguments: tuple[Any, ...], output: Any, spliced: PathSplices | None, exactly: bool
     ) -> None:
         """Compile, or raise `Unknown` if not even the sizes that are picked by values can vary."""
         recording, findings = self.recording, self._findings
         ops = recording.tape.ops
-        leaves = _leaves(recording)
+        leaves = _output_ops(recording)
         roots = {leaf: findings.first.get(leaf, leaf) for leaf in leaves}
         made = [i for i in dict.fromkeys(roots.values()) if not ops[i].is_given]
         given = [i for i in dict.fromkeys(roots.values()) if ops[i].is_given]
         analysis = Analysis(recording.tape)
         splices = None if spliced is None else spliced.splices
-        straight = Straight(recording, analysis, findings, self._entry, made, exactly, splices,
-                            self.silent)  # fmt: skip
+        straight = StraightFunction(
+            recording, analysis, findings, self._entry, made, exactly, splices, self.silent
+        )
         self._plain, self._leaves, self._kept = straight.function, len(made), straight.kept
         self._computed = [len(made) + slot for slot in straight.computed]
         gathered = straight.inputs + [i for i in given if i not in straight.inputs]
@@ -253,15 +261,15 @@ class CompiledPath(CompiledFunction):
                 with _capturing(self._is_dynamic), self.settings.keeping(self._cache_key()):
                     first = self.attempt(arguments, spliced, raises=True)
                 break
-            except Refusal:
+            except CompileRefusal:
                 if compiler is compilers[-1]:
                     raise
         if backend.assumes:
             raise Unknown("what it does with a size that depends on values is right for some only")
-        if isinstance(first, _Failed):
-            raise Refusal("its guards came out otherwise when it was compiled")
-        if not isinstance(first, Unchecked):
-            raise Refusal("torch.compile did not compile it")
+        if isinstance(first, _SpeculationFailure):
+            raise CompileRefusal("its guards came out otherwise when it was compiled")
+        if not isinstance(first, UncheckedResult):
+            raise CompileRefusal("torch.compile did not compile it")
         self.confirm(first, output)
         self.recent.clear()
         self.failures = 0
@@ -283,18 +291,20 @@ class CompiledPath(CompiledFunction):
         matters = distinct | (compared if findings.writes else compared & set(leaves))
         for index in matters & findings.dynamic:
             if name_of(self.recording.tape.ops[index].target) not in _BY_TYPE:
-                raise Refusal("whether a tensor is copied depends on a size that depends on values")
+                raise CompileRefusal(
+                    "whether a tensor is copied depends on a size that depends on values"
+                )
         return bool(matters)
 
-    def confirm(self, unchecked: Unchecked, output: Any) -> None:
+    def confirm(self, unchecked: UncheckedResult, output: Any) -> None:
         """Use a newly compiled graph, if its output equals the output of the replay."""
-        is_first = self.state is State.REFUSED
+        is_first = self.state is CompileState.REFUSED
         is_same = self.compare(unchecked.output, output, unchecked.result, unchecked.known)
         for ours, theirs in zip(*unchecked.kept, strict=True):  # which are copied, each by itself
             is_same = is_same and self.compare(ours, theirs, unchecked.result, [])
         if is_same and is_first:
             self.reason, self.is_unusable = "", False
-            self.state = State.MEASURED if self.settings.drop_slower else State.USED
+            self.state = CompileState.MEASURED if self.settings.drop_slower else CompileState.USED
 
     # Using it
 
@@ -303,18 +313,18 @@ class CompiledPath(CompiledFunction):
         return self._admitting.admits(arguments)
 
     def attempt(
-        self, arguments: tuple[Any, ...], spliced: Spliced | None = None, raises: bool = False
+        self, arguments: tuple[Any, ...], spliced: PathSplices | None = None, raises: bool = False
     ) -> Any:
         """Run it, for arguments for which the input guards hold.
 
         Args:
             arguments: the bound arguments.
             spliced: the insertions at its gates.
-            raises: whether an error is raised as a `Refusal`.
+            raises: whether an error is raised as a `CompileRefusal`.
 
         Returns:
-            The output, for a path with splices in a `Served`; an `Unchecked` one if a graph was
-            compiled in between; or `FAILED`.
+            The output, for a path with splices in a `SplicedCall`; an `UncheckedResult` if a graph
+            was compiled in between; or `FAILED`.
         """
         if any(environ(name) != value for name, value in self._variables):
             return self._missed()
@@ -330,7 +340,7 @@ class CompiledPath(CompiledFunction):
             if not spliced.identities.isdisjoint(map(id, models)):
                 self.reason = "a tensor of what is inserted is one of the model's own, or an input"
                 if raises:
-                    raise Refusal(self.reason)
+                    raise CompileRefusal(self.reason)
                 return self._missed()
         try:
             result = self.call(given, found)
@@ -339,7 +349,7 @@ class CompiledPath(CompiledFunction):
         except Exception as error:
             self.note(error)
             if raises:
-                raise Refusal(self.reason) from None
+                raise CompileRefusal(self.reason) from None
             return self._missed()
         made = self.in_order(result)
         values: Sequence[Any] = made if spliced is None else made[: self._leaves]
@@ -348,7 +358,7 @@ class CompiledPath(CompiledFunction):
             values = [both[slot] for slot in self._slots]
         output = self._finish(arguments, dict(zip(self._names, values, strict=True)))
         if self._backend is not None and self._backend.assumes:
-            self.state: State = State.REFUSED
+            self.state: CompileState = CompileState.REFUSED
             self.reason: str = (
                 "for other sizes, what is picked by values would have to be checked anew"
             )
@@ -356,7 +366,7 @@ class CompiledPath(CompiledFunction):
         if result.graph not in self._confirmed:
             known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
             known = list({id(item): item for item in known}.values())
-            return Unchecked(output, result, known, self._observed_values(given, made))
+            return UncheckedResult(output, result, known, self._observed_values(given, made))
         self.hits += 1
         self.recent.append(True)
         if spliced is None:
@@ -368,7 +378,7 @@ class CompiledPath(CompiledFunction):
                 found.alone = self._find_alone(made, (*gathered, *given))
             alone = [made[slot] for slot in found.alone]
         changed = made[end] if len(made) > end else None
-        return Served(output, made[self._leaves : end], changed, alone)
+        return SplicedCall(output, made[self._leaves : end], changed, alone)
 
     def _find_alone(self, made: Sequence[Tensor], given: Sequence[Any]) -> frozenset[int]:
         """Return the positions of observed values whose memory nobody else has."""
@@ -393,16 +403,16 @@ class CompiledPath(CompiledFunction):
             return (), ()
         result = self._plain(*given)
         if result is None:
-            raise Refusal("its guards came out otherwise when it was run without a compiler")
+            raise CompileRefusal("its guards came out otherwise when it was run without a compiler")
         return list(made[self._leaves :]), list(result[1][self._leaves :])
 
-    def _missed(self) -> _Failed:
+    def _missed(self) -> _SpeculationFailure:
         self.failures += 1
         self.recent.append(False)
         return FAILED
 
     def _knows_sizes(
-        self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: Spliced | None
+        self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: PathSplices | None
     ) -> bool:
         sizes = self._sizes_of(gathered)
         known = self._sizes.get(sizes)
@@ -410,7 +420,7 @@ class CompiledPath(CompiledFunction):
             try:
                 splices = {} if spliced is None else spliced.splices
                 findings = probe(self.recording, arguments, splices)
-            except Refusal:
+            except CompileRefusal:
                 findings = None
             known = findings is not None and findings.first == self._findings.first
             picked = {} if findings is None else findings.roots
@@ -440,7 +450,7 @@ def _capturing(wanted: bool) -> AbstractContextManager[Any]:
     return patch
 
 
-def _leaves(recording: Recording) -> list[int]:
+def _output_ops(recording: Recording) -> list[int]:
     """Return the ops whose tensors the output consists of, or is read from."""
     ops = recording.tape.ops
     found: dict[int, None] = {}
@@ -457,7 +467,7 @@ def _leaves(recording: Recording) -> list[int]:
 def _gatherer(recording: Recording, indices: Iterable[int]) -> Callable[..., tuple[Any, ...]]:
     """Return a function of the arguments that returns the current inputs and state."""
     targets = [recording.tape.ops[index].target for index in indices]
-    source = Source()
+    source = GeneratedSource()
     source.begin("gather(A)")
     source.take(targets)
     source.line("return (" + "".join(f"{source.part(target)}, " for target in targets) + ")")
@@ -488,7 +498,7 @@ _EXACT = 1 << 53
 _SMALL = 1 << 31
 
 
-class _Kind(Enum):
+class _NumberOrigin(Enum):
     """Where a number comes from."""
 
     STATIC = 0  # from sizes and arguments: known while the function is compiled
@@ -496,7 +506,7 @@ class _Kind(Enum):
     VALUE = 2  # out of a tensor
 
 
-class Straight(Expressions):
+class StraightFunction(Expressions):
     """The function of a path.
 
     Args:
@@ -528,11 +538,11 @@ class Straight(Expressions):
         self,
         recording: Recording,
         analysis: Analysis,
-        findings: Findings,
+        findings: ProbeFindings,
         entry: Context,
         leaves: Iterable[int],
         exactly: bool = False,
-        splices: Mapping[int, Splice] | None = None,
+        splices: Mapping[int, GateSplice] | None = None,
         silent: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
@@ -550,7 +560,7 @@ class Straight(Expressions):
         self._findings = findings
         self._entry = entry
         self._leaves = tuple(leaves)
-        self._kinds: dict[int, _Kind] = {}
+        self._kinds: dict[int, _NumberOrigin] = {}
         self._lifted: dict[int, str] = {}
         self._conditions: list[str] = []
         self._counts: dict[int, str] = {}
@@ -591,23 +601,25 @@ class Straight(Expressions):
         """Record where the number that an op returns comes from, if it returns one."""
         refs = op.operands
         if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
-            self._kinds[op.index] = _Kind.STATIC
+            self._kinds[op.index] = _NumberOrigin.STATIC
         elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
             depends = any(index in self._extents.varying for index in refs)
-            self._kinds[op.index] = _Kind.SIZE if depends else _Kind.STATIC
+            self._kinds[op.index] = _NumberOrigin.SIZE if depends else _NumberOrigin.STATIC
         elif op.kind is OpKind.CALL and (op.target in METADATA or op.target is environ):
-            self._kinds[op.index] = _Kind.STATIC
+            self._kinds[op.index] = _NumberOrigin.STATIC
         elif op.kind is OpKind.CALL and (op.target in VALUES or op.target is Tensor.tolist):
-            self._kinds[op.index] = _Kind.VALUE
+            self._kinds[op.index] = _NumberOrigin.VALUE
         elif op.kind is OpKind.CALL and type(op.meta) in (bool, int, float):
-            self._kinds[op.index] = _Kind.VALUE  # `item`, `equal`, ...
+            self._kinds[op.index] = _NumberOrigin.VALUE  # `item`, `equal`, ...
         elif op.kind is OpKind.SCALAR and type(op.meta) is bool and op.operands[0] in self._splices:
-            self._kinds[op.index] = _Kind.STATIC  # whether containers were changed themselves
+            self._kinds[op.index] = (
+                _NumberOrigin.STATIC
+            )  # whether containers were changed themselves
         elif op.kind is OpKind.SCALAR and not _is_tensor(op):
             kinds = [self._kinds[index] for index in refs if index in self._kinds]
             if len(kinds) == len(refs):
                 # A counter begins with a constant.
-                most = max(kinds, key=lambda kind: kind.value, default=_Kind.STATIC)
+                most = max(kinds, key=lambda kind: kind.value, default=_NumberOrigin.STATIC)
                 self._kinds[op.index] = most
 
     def _find_needed(self) -> set[int]:
@@ -623,7 +635,9 @@ class Straight(Expressions):
     def _roots(self, index: int) -> Iterable[int]:
         """Return the origins of a tested value, as tensors or during compilation."""
         kind, op = self._kinds.get(index), self._tape.ops[index]
-        if kind is not _Kind.VALUE and not (kind is _Kind.SIZE and type(op.meta) is bool):
+        if kind is not _NumberOrigin.VALUE and not (
+            kind is _NumberOrigin.SIZE and type(op.meta) is bool
+        ):
             return (index,)
         refs = op.operands
         if op.kind is OpKind.CALL:
@@ -673,7 +687,10 @@ class Straight(Expressions):
         if op.index in self._splices:
             self._through(op, self._splices[op.index])
             return
-        if self._kinds.get(op.index) is not None and self._kinds[op.index] is not _Kind.STATIC:
+        if (
+            self._kinds.get(op.index) is not None
+            and self._kinds[op.index] is not _NumberOrigin.STATIC
+        ):
             self.is_dynamic = True
         if op.index in self._extents.varying and op.target in (Tensor.unbind, torch.unbind):
             # How many there are has to be known before they are taken apart.
@@ -688,7 +705,7 @@ class Straight(Expressions):
         is_statement = op.target is Tensor.__setitem__
         self.line(call if is_statement else f"v{op.index} = {call}")
 
-    def _through(self, op: Op, splice: Splice) -> None:
+    def _through(self, op: Op, splice: GateSplice) -> None:
         """Write the insertions at a gate."""
         values = [self.value(value) for value in op.args]
         for step in splice.steps:
@@ -732,14 +749,14 @@ class Straight(Expressions):
         if isinstance(guard, LengthGuard):
             self._test_length(guard)
         elif kind is None or type(guard) not in (TruthGuard, ValueGuard):
-            raise Refusal(f"a guard is on what {display_name(self._op(guard).target)} gives")
-        elif kind is _Kind.STATIC:
+            raise CompileRefusal(f"a guard is on what {display_name(self._op(guard).target)} gives")
+        elif kind is _NumberOrigin.STATIC:
             self._test_static(guard)
-        elif kind is _Kind.SIZE and self._exactly:
+        elif kind is _NumberOrigin.SIZE and self._exactly:
             if isinstance(guard, ValueGuard) and type(guard.answer) is int:
                 # What follows was recorded with the number in place of the size.
                 self.line(f"torch._check(v{guard.index} == {guard.answer})")
-        elif kind is _Kind.SIZE and isinstance(guard, ValueGuard):
+        elif kind is _NumberOrigin.SIZE and isinstance(guard, ValueGuard):
             raise Unknown("a size that depends on values is used as a number", self._op(guard))
         else:
             self.tested.append(number)
@@ -750,10 +767,10 @@ class Straight(Expressions):
 
     def _test_length(self, guard: Guard) -> None:
         op = self._op(guard)
-        if self._kinds.get(guard.index) is _Kind.VALUE:  # of a list of numbers
+        if self._kinds.get(guard.index) is _NumberOrigin.VALUE:  # of a list of numbers
             size = f"{self.value(op.args[0])}.size(0)"
             if op.target is not Tensor.tolist:
-                raise Refusal("a guard is on the length of a list out of a tensor")
+                raise CompileRefusal("a guard is on the length of a list out of a tensor")
             if op.operands[0] in self._extents.varying:
                 if not self._exactly:
                     raise Unknown("a list of numbers is as long as values say")
@@ -769,7 +786,7 @@ class Straight(Expressions):
         elif type(expected) in (int, bool, str, type(None), *_TORCHS):
             self.line(f"if {name} != {self.constant(expected)}: return None")
         else:
-            raise Refusal(f"a guard is on the value {expected!r}")
+            raise CompileRefusal(f"a guard is on the value {expected!r}")
 
     def _condition(self, guard: Guard) -> str:
         """Return the name of a boolean tensor that says whether a guard holds."""
@@ -789,20 +806,20 @@ class Straight(Expressions):
             return self._new(f"({value} == 0).logical_and({sign})")
         if type(expected) in (int, float):
             if type(expected) is int and abs(expected) >= 1 << 63:
-                raise Refusal(f"a guard is on the value {expected}")
+                raise CompileRefusal(f"a guard is on the value {expected}")
             return self._new(f"({value} == {self.constant(expected)})")
         if type(expected) is list and self._op(guard).target is Tensor.tolist:
             return self._listed(self._op(guard), expected)
-        raise Refusal(f"a guard is on the value {expected!r}")
+        raise CompileRefusal(f"a guard is on the value {expected!r}")
 
     def _listed(self, op: Op, expected: list[Any]) -> str:
         """Compare a tensor with the recorded list of numbers."""
         ref = op.args[0]
         meta = self._tape.ops[ref.index].meta
         if meta.dtype.is_floating_point or meta.dtype.is_complex or meta.device.type != "cpu":
-            raise Refusal("a guard is on a long list of numbers")
+            raise CompileRefusal("a guard is on a long list of numbers")
         if ref.index in self._extents.varying:
-            raise Refusal("a guard is on a list of numbers whose length depends on values")
+            raise CompileRefusal("a guard is on a list of numbers whose length depends on values")
         self.line(f"if tuple(v{ref.index}.shape) != {tuple(meta.shape)}: return None")
         content = f"torch.tensor({expected!r}, dtype={meta.dtype})"
         return self._new(f"(v{ref.index} == {content}).all()")
@@ -822,9 +839,9 @@ class Straight(Expressions):
         """Return an expression for a number as a tensor without dimensions, exact."""
         if type(value) is not Ref:
             if type(value) is int and abs(value) >= _EXACT:
-                raise Refusal(f"it computes with {value} and a number out of a tensor")
+                raise CompileRefusal(f"it computes with {value} and a number out of a tensor")
             if type(value) not in (bool, int, float):
-                raise Refusal(f"it compares a number out of a tensor with {value!r}")
+                raise CompileRefusal(f"it compares a number out of a tensor with {value!r}")
             return self.constant(value)
         if value.index not in self._lifted:
             self._lifted[value.index] = self._new(self._lifting(self._tape.ops[value.index]))
@@ -832,9 +849,9 @@ class Straight(Expressions):
 
     def _lifting(self, op: Op) -> str:
         kind = self._kinds.get(op.index)
-        if kind is _Kind.STATIC:
+        if kind is _NumberOrigin.STATIC:
             return f"v{op.index}"
-        if kind is _Kind.SIZE:
+        if kind is _NumberOrigin.SIZE:
             if type(op.meta) is not int:
                 return self._arithmetic(op)
             return self._counted(op)
@@ -879,7 +896,7 @@ class Straight(Expressions):
         """Test that all value-dependent sizes equal the recorded ones."""
         for root, extent in self._findings.roots.items():
             op = self._tape.ops[root]
-            if self._kinds.get(root) is not _Kind.VALUE:
+            if self._kinds.get(root) is not _NumberOrigin.VALUE:
                 self.picked[root] = extent
                 while type(extent[0]) is tuple:  # of several, which are as long as each other
                     extent = extent[0]
@@ -894,7 +911,7 @@ class Straight(Expressions):
         if op.target in _COMPARED:
             return self._compared(op)
         if len(op.args) != 1 or type(op.args[0]) is not Ref:
-            raise Refusal(f"{display_name(op.target)} takes more than a tensor")
+            raise CompileRefusal(f"{display_name(op.target)} takes more than a tensor")
         name = f"v{op.args[0].index}"
         dtype = self._tape.ops[op.args[0].index].meta.dtype
         if op.target is Tensor.__bool__:
@@ -902,7 +919,7 @@ class Straight(Expressions):
         wide = wide_dtype(dtype)
         wanted = {int: torch.int64, float: torch.float64, bool: torch.bool}.get(type(op.meta))
         if op.target not in _NUMBERS or wide is None or wide is not wanted:
-            raise Refusal(f"{display_name(op.target)} of a tensor of {dtype} is asked for")
+            raise CompileRefusal(f"{display_name(op.target)} of a tensor of {dtype} is asked for")
         return f"{name}.reshape(()).to({wide})"
 
     def _compared(self, op: Op) -> str:
@@ -915,12 +932,12 @@ class Straight(Expressions):
             if any(
                 type(arg) is Ref and not _is_tensor(self._tape.ops[arg.index]) for arg in op.args
             ):
-                raise Refusal("a number out of a tensor is looked for in another one")
+                raise CompileRefusal("a number out of a tensor is looked for in another one")
             return f"({given[1]} == {given[0]}).any()"
         metas = [self._tape.ops[index].meta for index in op.operands]
         dynamic = not self._extents.varying.isdisjoint(op.operands)
         if len(given) != 2 or metas[0].shape != metas[1].shape or dynamic:
-            raise Refusal("tensors of other sizes are compared")
+            raise CompileRefusal("tensors of other sizes are compared")
         self.line(f"if {given[0]}.shape != {given[1]}.shape: return None")
         return f"({given[0]} == {given[1]}).all()"
 
@@ -931,11 +948,11 @@ class Straight(Expressions):
             keys.insert(0, self.value(op.args[1]))
             op = self._tape.ops[op.args[0].index]
         if op.target is not Tensor.tolist:
-            raise Refusal(f"an element of what {display_name(op.target)} gives is tested")
+            raise CompileRefusal(f"an element of what {display_name(op.target)} gives is tested")
         ref = op.args[0]
         wide = wide_dtype(self._tape.ops[ref.index].meta.dtype)
         if wide is None:
-            raise Refusal("a list of numbers of an unusual dtype is tested")
+            raise CompileRefusal("a list of numbers of an unusual dtype is tested")
         return f"v{ref.index}[{', '.join(keys)}].to({wide})"
 
     def _arithmetic(self, op: Op) -> str:
@@ -965,13 +982,15 @@ class Straight(Expressions):
         if op.target in (operator.and_, operator.or_, operator.xor) and types_ == [bool, bool]:
             left, right = map(self._lift, op.args)
             return f"({left} {name} {right})"
-        raise Refusal(f"{display_name(op.target)} of numbers out of tensors decides where it goes")
+        raise CompileRefusal(
+            f"{display_name(op.target)} of numbers out of tensors decides where it goes"
+        )
 
     def _bound(self, op: Op, types_: list[type]) -> None:
         """Make sure that integers are small enough to be neither rounded nor to overflow."""
         for argument, kind in zip(op.args, types_, strict=True):
             if kind is int and type(argument) is Ref:
-                if self._kinds.get(argument.index) is _Kind.STATIC:
+                if self._kinds.get(argument.index) is _NumberOrigin.STATIC:
                     continue
                 number = self._lift(argument)  # (not by `abs`, which the smallest has none of)
                 within = f"({number} < {_SMALL}).logical_and({number} > -{_SMALL})"

@@ -18,14 +18,14 @@ from bendtrace.engine.floor import Floor
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.source import Unfit
-from bendtrace.engine.stretches import Divergence, Exit, Finished
+from bendtrace.engine.stretches import Divergence, Exit, FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
 from bendtrace.python.compare import is_uneven
-from bendtrace.python.internals import Missing, pytree
+from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.record.run import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.serving import Calls, call_itself
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from bendtrace.debug.auditing import Auditor
     from bendtrace.engine import explain
     from bendtrace.engine.explain import Mismatch
-    from bendtrace.engine.speculation import Guess, Speculation
+    from bendtrace.engine.speculation import Speculation, SpeculationResult
     from bendtrace.insert import beside, compiling, gates, reading
     from bendtrace.insert import splicer as splicing
     from bendtrace.insert.beside import Beside
-    from bendtrace.insert.plan import Plan
+    from bendtrace.insert.plan import InsertionPlan
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.splicer import Splicer
     from bendtrace.log import nodes
@@ -83,14 +83,14 @@ class Examples:
             leaves, spec = pytree.tree_flatten(call)
             made: dict[int, Tensor] = {}  # the same tensor stays one
             for leaf in leaves:
-                if type(leaf) is _Saved and id(leaf) not in made:
+                if type(leaf) is _TensorContent and id(leaf) not in made:
                     made[id(leaf)] = leaf.tensor()
             found.append(pytree.tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec))
         return found
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep copies of inputs; the same tensor stays one."""
-        if isinstance(pytree, Missing):  # without which nothing is exported
+        if isinstance(pytree, MissingInternal):  # without which nothing is exported
             self.missed += 1
             return
         # Modes around the call see what the model does, and nothing of this.
@@ -113,7 +113,7 @@ class Examples:
             return
         self._left -= size
         try:
-            saved = {key: _Saved(tensor) for key, tensor in tensors.items()}
+            saved = {key: _TensorContent(tensor) for key, tensor in tensors.items()}
         except RuntimeError:  # its content cannot be read: inside of a transform, for example
             self.missed += 1
             return
@@ -122,24 +122,24 @@ class Examples:
         )
 
 
-class _Saved:
+class _TensorContent:
     """The content of a tensor as bytes, and how it lies in memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         plain = tensor.detach().clone()
         self._form = plain.dtype, plain.device, plain.shape, plain.stride()
-        self._data: bytes = _flat(plain).cpu().numpy().tobytes()
+        self._data: bytes = _as_bytes(plain).cpu().numpy().tobytes()
 
     def tensor(self) -> Tensor:
         """Return the tensor."""
         dtype, device, shape, stride = self._form
         made = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         if self._data:
-            _flat(made).copy_(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
+            _as_bytes(made).copy_(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))
         return made
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -190,12 +190,12 @@ class Dispatcher:
         self.examples: Examples = Examples()
         self._has_blocks = False
         # The latest insertions, what calls them without the tracer, and how many traces there were.
-        self._latest_beside: tuple[Plan, Beside | None, int] | None = None
+        self._latest_beside: tuple[InsertionPlan, Beside | None, int] | None = None
 
-    def call_with(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_with(self, plan: InsertionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call with insertions."""
-        guess: Guess | None = None
-        # Compiled paths have no gates, which `running` takes some time to prepare.
+        guess: SpeculationResult | None = None
+        # Compiled paths have no gates, which `applying` takes some time to prepare.
         if self.speculation is not None and not (seeing_modes() or self._trees.floor(plan).waiting):
             names, arguments = self.named_arguments(args, kwargs, plan)
             inserted = compiling.insertions_of_plan(plan)
@@ -203,17 +203,17 @@ class Dispatcher:
             if guess.recording is not None:
                 self._trees.uses(plan)
                 return self._guessed(guess)
-        with gates.running(plan):
+        with gates.applying(plan):
             return self.call(args, kwargs, plan, guess=guess)
 
-    def _guessed(self, guess: Guess) -> Any:
+    def _guessed(self, guess: SpeculationResult) -> Any:
         self.stats.replays += 1
         self.latest_run = guess.recording
         return guess.output
 
     def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None,
-        auditor: Auditor | None = None, guess: Guess | None = None,
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None,
+        auditor: Auditor | None = None, guess: SpeculationResult | None = None,
     ) -> Any:  # fmt: skip
         """Serve a call.
 
@@ -238,7 +238,7 @@ class Dispatcher:
             splicer, known = found
             if known is None and self._signature.has_changed():
                 return self.call(args, kwargs, plan, auditor)
-            call = _Call(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
+            call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
                 return self._spliced(call, known)
             except Unfit:
@@ -277,7 +277,7 @@ class Dispatcher:
         if program is None:
             floor.followed(False)
             try:
-                return self._record_new(_Call(args, kwargs, names, arguments, plan, tree))
+                return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
             except Uninitialized as error:  # of modules that are not registered in the model
                 if plan is not None or error.function is not self._model:
                     raise
@@ -285,24 +285,30 @@ class Dispatcher:
         if program.live_only:
             if tree.looks_again(program):
                 floor.followed(False)
-                call = _Call(args, kwargs, names, arguments, plan, tree)
+                call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
             tree.ran_live(program)
             floor.lived()
-            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
+            return self._run_live(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         if plan is not None and plan.looks_at_changes(
             program.recordings(), reading.read_and_changed
         ):
             floor.lived()
-            return self._run_live(_Call(args, kwargs, names, arguments, plan, tree), program)
+            return self._run_live(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         if program.wants_lifting and tree.lifts:
-            return self._record_lifted(_Call(args, kwargs, names, arguments, plan, tree), program)
+            return self._record_lifted(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         auditor = auditor or self._auditor
         audit = None
         if auditor is not None and plan is None:
             audit = auditor.begin(program.recording, args, kwargs)
         result = tree.replay(names, program, arguments, guess is not None and guess.may_compile)
-        if isinstance(result, Finished):
+        if isinstance(result, FinishedReplay):
             self.stats.replays += 1
             self.latest_run = result.recording
             if audit is not None:
@@ -314,13 +320,15 @@ class Dispatcher:
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
-        return self._resume(_Call(args, kwargs, names, arguments, plan, tree), program, result)
+        return self._resume(
+            _DispatchedCall(args, kwargs, names, arguments, plan, tree), program, result
+        )
 
     def _splicer(
-        self, plan: Plan, names: tuple[str, ...], arguments: tuple[Any, ...]
+        self, plan: InsertionPlan, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> tuple[Splicer, Program | None] | None:
         """Return the splicer of insertions, and the paths that it uses; None if there is none."""
-        if self.speculation is not None or not plan.can_be_spliced or is_one_of_several():
+        if self.speculation is not None or not plan.can_be_spliced or has_other_ranks():
             return None
         if plan.lookup is not None:
             return None
@@ -343,14 +351,14 @@ class Dispatcher:
         return splicer, program
 
     def serving(
-        self, plan: Plan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
+        self, plan: InsertionPlan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> TraceTree:
         """Return the paths along which a call would be served."""
         if plan is not None and self._splicer(plan, names, arguments) is not None:
             return self._trees.plain
         return self._trees.of(plan)
 
-    def _spliced(self, call: _Call, program: Program | None) -> Any:
+    def _spliced(self, call: _DispatchedCall, program: Program | None) -> Any:
         """Serve a call with insertions along the paths without them."""
         assert call.splicer is not None
         assert call.plan is not None
@@ -361,7 +369,7 @@ class Dispatcher:
         if program.wants_lifting and call.tree.lifts:
             return self._record_lifted(call, program)
         result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)
-        if isinstance(result, Finished):
+        if isinstance(result, FinishedReplay):
             call.splicer.calls += 1
             self.stats.replays += 1
             self.latest_run = result.recording
@@ -372,7 +380,7 @@ class Dispatcher:
         with nullcontext() if result.held is not None else gates.again():
             return self._resume(call, program, result)
 
-    def _floor_of(self, plan: Plan | None) -> Floor:
+    def _floor_of(self, plan: InsertionPlan | None) -> Floor:
         return self.floor if plan is None else self._trees.floor(plan)
 
     def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -383,7 +391,7 @@ class Dispatcher:
 
     # By the model's own Python, without the tracer where that is possible
 
-    def _run_live(self, call: _Call, program: Program) -> Any:
+    def _run_live(self, call: _DispatchedCall, program: Program) -> Any:
         self.stats.live += 1
         if call.plan is None:
             with self.calls:
@@ -393,7 +401,7 @@ class Dispatcher:
             return self._recorded(call).result
         return runner.call(call.args, call.kwargs, program.recording)
 
-    def _under_modes(self, args: Any, kwargs: dict[str, Any], plan: Plan | None) -> Any:
+    def _under_modes(self, args: Any, kwargs: dict[str, Any], plan: InsertionPlan | None) -> Any:
         """Serve a call under function modes, which see exactly the model's calls."""
         self.stats.live += 1
         if plan is None:
@@ -404,12 +412,12 @@ class Dispatcher:
             return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
         recording = self._recorded(
-            _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
+            _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
         )
         output, recording.result = recording.result, None
         return output
 
-    def _beside(self, plan: Plan) -> Beside | None:
+    def _beside(self, plan: InsertionPlan) -> Beside | None:
         """Return an object that calls insertions without the tracer; None if that is impossible."""
         if self._has_blocks and torch.is_grad_enabled():
             return None  # what is inserted in a checkpointed block has to be done again with it
@@ -419,7 +427,7 @@ class Dispatcher:
         return known[1]
 
     def named_arguments(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: Plan | None
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: InsertionPlan | None
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return the names of the arguments of a call, and the arguments."""
         return self._signature.named_arguments(args, kwargs, plan is not None and plan.sees_inputs)
@@ -428,12 +436,14 @@ class Dispatcher:
         """Keep nothing of the insertions of earlier calls."""
         self._latest_beside = None
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: Plan | None) -> Any:
+    def trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None
+    ) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
         self._signature.has_changed()
         names, arguments = self.named_arguments(args, kwargs, plan)
-        call = _Call(args, kwargs, names, arguments, plan, self._trees.of(plan))
-        with nullcontext() if plan is None else gates.running(plan):
+        call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
+        with nullcontext() if plan is None else gates.applying(plan):
             return self._record_new(call)
 
     def explained(
@@ -493,7 +503,7 @@ class Dispatcher:
 
     # By the model's own Python, under the tracer
 
-    def _record_new(self, call: _Call) -> Any:
+    def _record_new(self, call: _DispatchedCall) -> Any:
         global_state = GlobalState.current()
         call.tree.compare_numbers(call.names, call.arguments)
         evolving = call.tree.outdated(call.names, call.arguments)
@@ -522,7 +532,9 @@ class Dispatcher:
 
     def _passes(self, recording: Recording) -> bool:
         """Return whether a run could not be repeated, although later ones may; note why."""
-        is_misused = bool(recording.environment.misused())  # the next run guards the content
+        is_misused = bool(
+            recording.environment.misused_containers()
+        )  # the next run guards the content
         if not is_misused and (not recording.is_transient or self._passing >= _PASSING):
             return False
         self._passing += not is_misused
@@ -530,7 +542,7 @@ class Dispatcher:
         self.passing.update(dict.fromkeys(reasons))
         return True
 
-    def _look_again(self, call: _Call, live: Program) -> Any:
+    def _look_again(self, call: _DispatchedCall, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
         global_state = GlobalState.current()
         recording = self._traced(call, lifting=call.tree.lifting())
@@ -547,7 +559,7 @@ class Dispatcher:
             self._mismatch = functools.partial(explain.explain_guard, before, leaves[0], now)
         return self._remember(recording, program)
 
-    def _record_lifted(self, call: _Call, program: Program) -> Any:
+    def _record_lifted(self, call: _DispatchedCall, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
         lifting = program.lifting(counters=True)
         assert lifting is not None
@@ -563,7 +575,7 @@ class Dispatcher:
 
     def _traced(
         self,
-        call: _Call,
+        call: _DispatchedCall,
         divergence: Divergence | None = None,
         script: Script | None = None,
         lifting: Lifting | None = None,
@@ -582,7 +594,7 @@ class Dispatcher:
 
     def _recorded(
         self,
-        call: _Call,
+        call: _DispatchedCall,
         script: Script | None = None,
         reads_states: bool = False,
         lifting: Lifting | None = None,
@@ -600,7 +612,7 @@ class Dispatcher:
                     reads_states, lifting, call.splicer,
                 )  # fmt: skip
         self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
-        call.tree.exclude(recording.environment.misused())
+        call.tree.exclude(recording.environment.misused_containers())
         return recording
 
     @property
@@ -617,7 +629,7 @@ class Dispatcher:
         self._latest = _parts_of_trace(recording, program)
         return output
 
-    def _resume(self, call: _Call, program: Program, divergence: Divergence) -> Any:
+    def _resume(self, call: _DispatchedCall, program: Program, divergence: Divergence) -> Any:
         was_live = divergence.known_live
         known_live = was_live and not call.tree.looks_again_after(divergence)
         if known_live and call.plan is None and not divergence.has_acted:
@@ -658,7 +670,7 @@ def _reason_of_mode(mode: Any) -> str:
     return f"{type(mode).__qualname__}{place}, a function mode around the call, sees the model"
 
 
-class _Call(NamedTuple):
+class _DispatchedCall(NamedTuple):
     """One call: its inputs, the insertions, and the known paths with these.
 
     With a splicer, these are the paths without what is inserted.
@@ -668,7 +680,7 @@ class _Call(NamedTuple):
     kwargs: Mapping[str, Any]
     names: tuple[str, ...]
     arguments: tuple[Any, ...]
-    plan: Plan | None
+    plan: InsertionPlan | None
     tree: TraceTree
     splicer: Splicer | None = None
 
@@ -778,7 +790,7 @@ class Trees:
         self._floors: OrderedDict[Hashable, Floor] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, plan: Plan | None) -> TraceTree:
+    def of(self, plan: InsertionPlan | None) -> TraceTree:
         """Return the tree for some insertions."""
         if plan is None:
             return self.plain
@@ -792,7 +804,7 @@ class Trees:
         self._latest = plan.key
         return tree
 
-    def uses(self, plan: Plan) -> None:
+    def uses(self, plan: InsertionPlan) -> None:
         """Note that a call with some insertions was served without its tree."""
         self._latest = plan.key
 
@@ -801,12 +813,12 @@ class Trees:
         """The tree for the insertions of the latest call."""
         return self._inserted.get(self._latest, self.plain)
 
-    def has_paths(self, plan: Plan) -> bool:
+    def has_paths(self, plan: InsertionPlan) -> bool:
         """Return whether paths with some insertions are known."""
         tree = self._inserted.get(plan.key)
         return tree is not None and next(iter(tree.programs()), None) is not None
 
-    def splicer(self, plan: Plan, known: Knowledge) -> Splicer:
+    def splicer(self, plan: InsertionPlan, known: Knowledge) -> Splicer:
         """Return the splicer of some insertions into the paths without any."""
         self._latest = None
         splicer: Splicer | None = plan.splicer
@@ -827,7 +839,7 @@ class Trees:
             if program.graph is not None:
                 yield from program.graph.exits()
 
-    def floor(self, plan: Plan) -> Floor:
+    def floor(self, plan: InsertionPlan) -> Floor:
         """Return which calls with some insertions run the model itself."""
         if plan.floor is None:
             with self._lock:
@@ -843,19 +855,19 @@ class Trees:
 
     def plain_runs(self) -> list[Recording]:
         """Return the runs without insertions, the latest first."""
-        return _runs(self.plain)
+        return _recorded_runs(self.plain)
 
     def inserted_runs(self) -> list[Recording]:
         """Return the runs with insertions."""
-        return [run for tree in list(self._inserted.values()) for run in _runs(tree)]
+        return [run for tree in list(self._inserted.values()) for run in _recorded_runs(tree)]
 
     def _new(self, joins: bool = True) -> TraceTree:
-        return TraceTree(self.limit, _reason, joins)
+        return TraceTree(self.limit, _divergence_reason, joins)
 
 
-def _reason(tree: TraceTree) -> str | None:
+def _divergence_reason(tree: TraceTree) -> str | None:
     return outlines.most_divergent(tree)
 
 
-def _runs(tree: TraceTree) -> list[Recording]:
+def _recorded_runs(tree: TraceTree) -> list[Recording]:
     return [run for program in tree.programs() for run in program.recordings()]

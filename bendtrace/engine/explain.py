@@ -67,9 +67,9 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
         return Mismatch(check.text)
     new = _part_now(part, arguments)
     recorded = part.size if part.kind is CaptureKind.TENSOR else part.value
-    reason = f"{check.text}: it is {_short(new)} now"
+    reason = f"{check.text}: it is {_short_repr(new)} now"
     # A mismatch is kept; the caller's tensor need not live as long.
-    return Mismatch(reason, recorded, _short(new) if isinstance(new, Tensor) else new)
+    return Mismatch(reason, recorded, _short_repr(new) if isinstance(new, Tensor) else new)
 
 
 def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Callable[[], Mismatch]:
@@ -107,7 +107,9 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
         what, where = f"{step.kind} `{step.text}`", str(step.place)
     else:
         what, where = _without_step(guard)
-    reason = f"{what} at {where} was {_short(recorded)} when traced and is {_short(new)} now"
+    reason = (
+        f"{what} at {where} was {_short_repr(recorded)} when traced and is {_short_repr(new)} now"
+    )
     return Mismatch(reason, recorded, new, step, number)
 
 
@@ -125,7 +127,7 @@ def _part_now(part: Captured, arguments: tuple[Any, ...]) -> Any:
         return "gone"
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     if isinstance(value, Tensor):
         grad = ", requires grad" if value.requires_grad else ""
         dtype = str(value.dtype).removeprefix("torch.")

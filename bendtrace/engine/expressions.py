@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.engine.source import INFIX, Source
+from bendtrace.engine.source import INFIX, GeneratedSource
 from bendtrace.tape.structure import Instance
 from bendtrace.tape.tape import Op, OpKind
 from bendtrace.watch.functions import name_of
 
 
-class Expressions(Source):
+class Expressions(GeneratedSource):
     """Writes ops so that torch.compile knows them: as methods, operators and literals."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Expressions(Source):
             return f"{self.value(args[0])}.{name}"
         given = [self.value(value) for value in args]
         named = [f"{key}={self.value(value)}" for key, value in op.kwargs.items()]
-        if _is_method(target) and given:
+        if _is_tensor_method(target) and given:
             if name in _REFLECTED:
                 return f"({given[1]} {_REFLECTED[name]} {given[0]})"
             return f"{given[0]}.{name}({', '.join(given[1:] + named)})"
@@ -65,7 +65,7 @@ class Expressions(Source):
         return self.value(tuple(instance.items))  # a tuple of some kind: see `eligible`
 
 
-def _is_method(target: Any) -> bool:
+def _is_tensor_method(target: Any) -> bool:
     name = getattr(target, "__name__", "")
     return getattr(Tensor, name, None) is target
 

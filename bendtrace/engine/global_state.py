@@ -44,7 +44,7 @@ class GlobalState(NamedTuple):
     @classmethod
     def current(cls) -> GlobalState:
         """Return the state now."""
-        modes = _modes() if function_modes() else ()
+        modes = _mode_key() if function_modes() else ()
         hooked, fast = any(_global_hooks()), _fast_attention()
         dtype, settings = torch.get_default_dtype(), current_settings()
         return cls(current_context(), dtype, modes, hooked, fast, settings, monkeypatches())
@@ -121,7 +121,7 @@ def _other_functions(recorded: Monkeypatches, now: Monkeypatches) -> str:
     return f"{', '.join(names[:3])}{more} {verb} than when traced"
 
 
-def _modes() -> tuple[Any, ...]:
+def _mode_key() -> tuple[Any, ...]:
     # torch.set_default_device and `with torch.device(...)` push a DeviceContext.
     return tuple(
         getattr(mode, "device", None) or mode

@@ -19,18 +19,18 @@ from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.growing import know_states, unread_in
 from bendtrace.engine.schedule import Schedule, Unlinked, returned_inputs
-from bendtrace.engine.source import Code, Splice
-from bendtrace.engine.stretches import Exit, Node, Piece, Trip
+from bendtrace.engine.source import Code, ValueSplice
+from bendtrace.engine.stretches import Exit, RunPiece, StateNode, Trip
 from bendtrace.errors import NondeterminismError
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, counts, map_refs
+from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, counts, map_refs
 from bendtrace.watch.functions import name_of
 from bendtrace.watch.writes import works_in_place
 
 
-class Graph:
+class ProgramGraph:
     """The states that runs of one program have been in.
 
     Args:
@@ -66,13 +66,13 @@ class Graph:
         self.joins: bool = joins
         self._entry = entry
         self._direct = direct
-        self._nodes: dict[bytes, Node] = {}
+        self._nodes: dict[bytes, StateNode] = {}
         self.is_broken: bool = False
         self.has_begun_anew = False
         self.may_grow: bool = direct  # a mode would notice the replacement
-        self.retired: list[Piece] = []
-        self._ways: dict[tuple[Trip, ...], Piece] = {}
-        self.first: Piece = Piece(recording, -1, analysis)
+        self.retired: list[RunPiece] = []
+        self._ways: dict[tuple[Trip, ...], RunPiece] = {}
+        self.first: RunPiece = RunPiece(recording, -1, analysis)
         self.first.count(-1, None)
         self.beginning: Exit = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
@@ -86,22 +86,22 @@ class Graph:
         for node in list(self._nodes.values()):
             yield from node.exits
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[StateNode]:
         """Yield the states."""
         yield from self._nodes.values()
 
-    def node(self, key: bytes) -> Node | None:
+    def node(self, key: bytes) -> StateNode | None:
         """Return the state with a key, if it is known."""
         return self._nodes.get(key)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[RunPiece]:
         """Return all pieces, the first run first."""
         found = {id(self.first): self.first}
         for node in self._nodes.values():
             found.update((id(exit.piece), exit.piece) for exit in node.exits)
         return list(found.values())
 
-    def add(self, recording: Recording, hits: int = 1) -> list[tuple[Node, Piece]] | None:
+    def add(self, recording: Recording, hits: int = 1) -> list[tuple[StateNode, RunPiece]] | None:
         """Add the work that a run was the first to do.
 
         Args:
@@ -119,8 +119,8 @@ class Graph:
         tape, analysis, has_learnt = recording.tape, Analysis(recording.tape), False
         know_states(recording, analysis, self.joins)
         self.writes = self.writes or _writes_in_place(tape)
-        made: list[tuple[Node, Piece]] = []
-        piece: Piece | None = None  # the piece being added; None where everything is known
+        made: list[tuple[StateNode, RunPiece]] = []
+        piece: RunPiece | None = None  # the piece being added; None where everything is known
         known: tuple[Exit, int] | None = self.beginning, -1
         trips: list[Trip] = []
         for number in sorted(tape.states):
@@ -136,7 +136,7 @@ class Graph:
                 trips.append((piece, piece.after, number))
                 piece = None
             elif known is not None:
-                if not agree(recording, known[1], number, known[0]):
+                if not repeats_known_path(recording, known[1], number, known[0]):
                     return None
                 ahead = known[0].number + number - known[1]
                 trips.append((known[0].piece, known[0].number, ahead))
@@ -156,7 +156,7 @@ class Graph:
                 self._renew(recording)
                 return made
             if exit is None:
-                piece = Piece(recording, number, analysis)
+                piece = RunPiece(recording, number, analysis)
                 piece.owner = self.first.owner  # until the caller sets its own
                 node.add(Exit(answer, piece, number, self._write))
                 made.append((node, piece))
@@ -166,7 +166,11 @@ class Graph:
             trips.append((piece, piece.after, None))
         elif known is not None:
             trips.append((known[0].piece, known[0].number, None))
-        if piece is None and known is not None and not agree(recording, known[1], None, known[0]):
+        if (
+            piece is None
+            and known is not None
+            and not repeats_known_path(recording, known[1], None, known[0])
+        ):
             return None
         if self.first.stop is None:
             self._cut_first(has_learnt)
@@ -182,10 +186,10 @@ class Graph:
         for along, entered, left in trips * hits:
             along.count(entered, left)
         if made:
-            self._ways[tuple(_join(trips))] = made[-1][1]
+            self._ways[tuple(_join_trips(trips))] = made[-1][1]
         return made
 
-    def run_along(self, way: tuple[Trip, ...]) -> Piece | None:
+    def run_along(self, way: tuple[Trip, ...]) -> RunPiece | None:
         """Return the last piece of the run that went exactly along these trips, if one did."""
         return self.first if way == ((self.first, -1, None),) else self._ways.get(way)
 
@@ -230,7 +234,7 @@ class Graph:
             for number in range(stop + 1)
         )
 
-    def _begin_anew(self, recording: Recording) -> list[tuple[Node, Piece]] | None:
+    def _begin_anew(self, recording: Recording) -> list[tuple[StateNode, RunPiece]] | None:
         """Begin again with a run whose states are known, where those of the first are not."""
         if self.has_begun_anew:
             return None
@@ -244,7 +248,7 @@ class Graph:
         """Replace the first run by one that took the same path, and whose states are known."""
         old = self.first
         self.retired.append(old)
-        self.first = Piece(recording, -1)
+        self.first = RunPiece(recording, -1)
         self.first.count(-1, None)
         self.first.owner = old.owner
         for node in self._nodes.values():
@@ -268,22 +272,22 @@ class Graph:
         ahead = exit.number + number - after
         if ahead >= len(first.guards) or type(first.guards[ahead]) is not type(tape.guards[number]):
             return False
-        state, named = tape.states[number], Names(first, exit.number).indices()
-        names = Names(tape, after)
+        state, named = tape.states[number], ValueNames(first, exit.number).indices()
+        names = ValueNames(tape, after)
         holes = tuple(named.get(names.name(hole), -1) for hole in state.holes)
         if -1 in holes:
             return False
-        first.states[ahead] = State(state.key, holes, state.kept)
+        first.states[ahead] = RunState(state.key, holes, state.kept)
         self._pass(self.first, ahead)
         return True
 
-    def _pass(self, piece: Piece, number: int) -> None:
+    def _pass(self, piece: RunPiece, number: int) -> None:
         """Add a state that a piece goes through, and the exit that the piece takes from it."""
         tape = piece.recording.tape
         key, answer = tape.states[number].key, tape.guards[number].answer
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(piece, number)
+            node = self._nodes[key] = StateNode(piece, number)
         piece.nodes[number] = node
         if _is_repeated(tape, number):
             return
@@ -292,10 +296,10 @@ class Graph:
 
     def _write(
         self,
-        piece: Piece,
+        piece: RunPiece,
         number: int,
         writer: Callable[[Schedule, bool], SegmentWriter] = SegmentWriter,
-        splices: Iterable[Splice] = (),
+        splices: Iterable[ValueSplice] = (),
     ) -> Code:
         schedule = Schedule.of_segment(
             piece.recording, piece.analysis, self._entry, number, piece.stop, piece.growths, splices
@@ -303,7 +307,7 @@ class Graph:
         return writer(schedule, self._direct).write()
 
 
-def _join(trips: Iterable[Trip]) -> Iterator[Trip]:
+def _join_trips(trips: Iterable[Trip]) -> Iterator[Trip]:
     """Yield trips, with those that continue each other in one piece joined into one."""
     before: Trip | None = None
     for piece, entered, left in trips:
@@ -334,7 +338,7 @@ def _is_repeated(tape: Tape, number: int) -> bool:
 # what each is, seen from the state.
 
 
-def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
+def repeats_known_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
     """Compare the work of a run after an answer with the known continuation.
 
     Another run that was in the same state shows what follows. The two runs are compared
@@ -356,7 +360,7 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
     start = one.guards[after].position if after >= 0 else 0
     end = len(one.ops) if until is None else one.guards[until].position
     most = None if until is None else sum(counts(op) for op in one.ops[start:end])
-    ours, theirs = Names(one, after, most), Names(other, exit.number, most)
+    ours, theirs = ValueNames(one, after, most), ValueNames(other, exit.number, most)
     mine, its = ours.ops, theirs.ops
     if exit.piece.stop is not None:  # it ends where other pieces continue
         stop = other.guards[exit.piece.stop].position
@@ -365,7 +369,7 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
             mine = mine[: len(its)]
     for op, known in zip(mine, its, strict=False):
         if op.target == known.target and op.context.modes == known.context.modes:
-            if _are_alike(op.args, known.args, ours, theirs) and _are_alike(
+            if _same_arguments(op.args, known.args, ours, theirs) and _same_arguments(
                 op.kwargs, known.kwargs, ours, theirs
             ):
                 continue
@@ -390,7 +394,7 @@ def agree(recording: Recording, after: int, until: int | None, exit: Exit) -> bo
     return True
 
 
-def _are_alike(one: Any, other: Any, ours: Names, theirs: Names) -> bool:
+def _same_arguments(one: Any, other: Any, ours: ValueNames, theirs: ValueNames) -> bool:
     """Return whether the arguments of two ops are clearly equal; False if that is not certain."""
     kind = type(one)
     if kind is not type(other):
@@ -400,11 +404,11 @@ def _are_alike(one: Any, other: Any, ours: Names, theirs: Names) -> bool:
         return name is not None and name == theirs.short_name_of(other.index)
     if kind is tuple or kind is list:
         return len(one) == len(other) and all(
-            _are_alike(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
+            _same_arguments(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
         )
     if kind is dict:
         return one.keys() == other.keys() and all(
-            _are_alike(mine, other[key], ours, theirs) for key, mine in one.items()
+            _same_arguments(mine, other[key], ours, theirs) for key, mine in one.items()
         )
     if kind is float:
         return repr(one) == repr(other)  # 0.0 and -0.0 differ in it
@@ -430,7 +434,7 @@ def does_something(tape: Tape, one: int, other: int) -> bool:
     return any(map(counts, between))
 
 
-class Names:
+class ValueNames:
     """The values of a run, named by what they are for a state.
 
     Args:

@@ -21,19 +21,19 @@ from torch import Tensor
 
 from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.record.effects import Effects, makes_anew, sets_nothing
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     Access,
     Captured,
     CaptureKind,
-    Change,
+    EnvironmentChange,
     TensorFacts,
-    put,
+    store_item,
 )
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Op, OpKind, Ref, State, Tape, refs_in
+from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, refs_in
 from bendtrace.watch.functions import table_name
 from bendtrace.watch.writes import works_in_place
 
@@ -59,7 +59,7 @@ class Growth:
     old: int
     new: int
     dim: int
-    change: Change
+    change: EnvironmentChange
     part: Captured
     place: _Place
 
@@ -72,7 +72,7 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
     tensors = {
         (part.parent.index, part.key): part
         for part in parts
-        if part.kind is CaptureKind.TENSOR and part.parent is not None and _is_plain(part)
+        if part.kind is CaptureKind.TENSOR and part.parent is not None and _is_ordinary_tensor(part)
     }
     known: dict[int, int] = {}  # the only op for each part
     times = Counter(op.target.index for op in tape.ops if op.is_given and _is_part(op))
@@ -95,11 +95,11 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
         old, op = known[part.index], tape.ops[change.value.index]
         dim = _dim_of(op, old)
         if dim is not None and op.index not in found and not may_write_to(tape, {op.index}):
-            found[op.index] = Growth(old, op.index, dim, change, part, _place_of(part))
+            found[op.index] = Growth(old, op.index, dim, change, part, _tensor_place(part))
     return found
 
 
-def _is_plain(part: Captured) -> bool:
+def _is_ordinary_tensor(part: Captured) -> bool:
     """Return whether a part is a tensor like most, in something that can be written to.
 
     The rest is asked of the tensor that is there when it grows (`Holes.grows`).
@@ -129,7 +129,7 @@ def _dim_of(op: Op, old: int) -> int | None:
     return dim if type(dim) is int and not op.kwargs.keys() - {"dim"} else None
 
 
-def _place_of(part: Captured) -> _Place:
+def _tensor_place(part: Captured) -> _Place:
     steps: list[Any] = []
     step: Captured | None = part
     while step is not None:
@@ -138,9 +138,9 @@ def _place_of(part: Captured) -> _Place:
     return tuple(steps)
 
 
-def places_of(parts: Iterable[Captured]) -> frozenset[_Place]:
+def tensor_places(parts: Iterable[Captured]) -> frozenset[_Place]:
     """Return where the tensors among some parts are."""
-    return frozenset(_place_of(part) for part in parts if part.kind is CaptureKind.TENSOR)
+    return frozenset(_tensor_place(part) for part in parts if part.kind is CaptureKind.TENSOR)
 
 
 class _Grown(NamedTuple):
@@ -237,7 +237,7 @@ class Holes(list[Any]):
         """Stop exchanging, and put back the tensors exchanged so far."""
         self.may_grow = False
         for grown in reversed(self.grown):
-            put(grown.holder, grown.growth.change.key, grown.cut_out())
+            store_item(grown.holder, grown.growth.change.key, grown.cut_out())
         self.grown, self._places, self._memory = (), frozenset(), frozenset()
 
 
@@ -262,7 +262,7 @@ def know_states(recording: Recording, analysis: Analysis, joins: bool = True) ->
     else:
         unread = unread_in(recording, analysis)
         effects = Effects(tape)
-        if not (recording.draws or is_one_of_several()):
+        if not (recording.draws or has_other_ranks()):
             first = effects.first if effects.have_begun() else len(tape.ops)
             assert first is not None
             unread = [number for number in unread if tape.guards[number].position > first]
@@ -270,7 +270,7 @@ def know_states(recording: Recording, analysis: Analysis, joins: bool = True) ->
         tape.states[number] = _state_after(tape, number)
 
 
-def _state_after(tape: Tape, number: int) -> State:
+def _state_after(tape: Tape, number: int) -> RunState:
     """Return a state that is known by the path to it: it holds all computed values."""
     before = number - 1
     while before >= 0 and before not in tape.states:
@@ -286,7 +286,7 @@ def _state_after(tape: Tape, number: int) -> State:
     ]
     content = repr((known.key, between, tape.guards[number].name)).encode("utf-8", "replace")
     key = hashlib.blake2b(content, digest_size=20).digest()
-    return State(key, known.holes + computed, known.kept)
+    return RunState(key, known.holes + computed, known.kept)
 
 
 def _gives_value(op: Op) -> bool:
@@ -295,7 +295,7 @@ def _gives_value(op: Op) -> bool:
     )
 
 
-_START = State(b"", (), ())
+_START = RunState(b"", (), ())
 
 
 def unread_in(recording: Recording, analysis: Analysis) -> list[int]:

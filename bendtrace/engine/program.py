@@ -11,26 +11,35 @@ from typing import Any, TypeAlias
 from bendtrace.engine.analysis import Analysis, asks_for_slices, tested_ops
 from bendtrace.engine.check import Check, CheckWriter
 from bendtrace.engine.global_state import GlobalState
-from bendtrace.engine.graph import Graph, Names
+from bendtrace.engine.graph import ProgramGraph, ValueNames
 from bendtrace.engine.growing import Holes
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import (
     Code,
     Departure,
+    GeneratedSource,
     Interrupted,
-    Source,
     Unfit,
     define,
     dependencies_of,
     slice_count,
 )
-from bendtrace.engine.stretches import Divergence, Exit, Finished, Node, Path, Side, Stretch, Trip
+from bendtrace.engine.stretches import (
+    Divergence,
+    Exit,
+    FinishedReplay,
+    GuardSide,
+    RecordedPath,
+    StateNode,
+    Stretch,
+    Trip,
+)
 from bendtrace.record.rank_sync import ENDS, JointCall, joint_call, needs_agreement
 from bendtrace.record.recorder import Recording
 from bendtrace.record.varying import Counter, Lifting, Place
 from bendtrace.tape.captured import Captured, identical
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import AfterOp, Guard, State, Stop, Tape, counts, describe_raised
+from bendtrace.tape.tape import AfterOp, Guard, RunState, Stop, Tape, counts, describe_raised
 
 # Following a run along the graph, so that it need not read the states that it comes to.
 
@@ -46,12 +55,12 @@ class Following:
         node_of: gives the node of a key; None if there is none.
     """
 
-    def __init__(self, node_of: Callable[[bytes], Node | None]) -> None:
+    def __init__(self, node_of: Callable[[bytes], StateNode | None]) -> None:
         self._node_of = node_of
         self._exit: Exit | None = None  # what is known to follow
         self._number = -1  # the question of the run that the exit answers
 
-    def state(self, tape: Tape) -> State | None:
+    def state(self, tape: Tape) -> RunState | None:
         """Return the state of the latest question; None if it has to be read.
 
         Args:
@@ -67,7 +76,7 @@ class Following:
             self._exit = None
             return None
         most = _work_between(tape, self._number, number)
-        ours, theirs = Names(tape, self._number, most), Names(known, exit.number, most)
+        ours, theirs = ValueNames(tape, self._number, most), ValueNames(known, exit.number, most)
         indices, found = ours.indices(), known.states[ahead]
         holes = tuple(indices.get(theirs.name(hole), -1) for hole in found.holes)
         is_same = most == _work_between(known, exit.number, ahead) and (
@@ -76,7 +85,7 @@ class Following:
         if -1 in holes or not is_same:
             self._exit = None
             return None
-        return State(found.key, holes, found.kept)
+        return RunState(found.key, holes, found.kept)
 
     def _agree(self, tape: Tape, known: Tape, exit: Exit, ahead: int) -> bool:
         """Return whether the same was asked since the last state, with the same answers."""
@@ -86,7 +95,7 @@ class Following:
             for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
         )
 
-    def passes(self, tape: Tape, state: State) -> None:
+    def passes(self, tape: Tape, state: RunState) -> None:
         """Take the state of the latest question, which has been answered by now."""
         number = len(tape.guards) - 1
         before = tape.states.get(number - 1)
@@ -148,8 +157,8 @@ class Program:
         self.same = 0  # for how many in a row
         self.live_only: bool = bool(ignored or recording.tape.blockers)
         self.serial: int = next(_serials)
-        self.live: Path | None = Path(recording, 1) if self.live_only else None
-        self.graph: Graph | None = None
+        self.live: RecordedPath | None = RecordedPath(recording, 1) if self.live_only else None
+        self.graph: ProgramGraph | None = None
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
         self._pieces = 0  # how many there were before the latest run
@@ -160,7 +169,9 @@ class Program:
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
-        self.graph = Graph(recording, global_state.context, direct, self.analysis, joins=joins)
+        self.graph = ProgramGraph(
+            recording, global_state.context, direct, self.analysis, joins=joins
+        )
         self.root: Stretch = Stretch(recording, 1)
         self.graph.first.owner = self.root
         assert self.graph.beginning.code
@@ -237,7 +248,7 @@ class Program:
     def value_now(self, guard: Guard, arguments: tuple[Any, ...]) -> Any:
         """Compute the value that an input guard tests, for other arguments."""
         ops = self.recording.tape.ops
-        source = Source()
+        source = GeneratedSource()
         source.begin("value(A)")
         needed = sorted(dependencies_of(ops, tested_ops(guard, ops)))
         source.take(ops[index].target for index in needed if ops[index].is_given)
@@ -254,7 +265,7 @@ class Program:
         first: bool = False,
         compiled: bool = False,
         splicer: Splicer | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Replay, along known paths as far as they go.
 
         Args:
@@ -275,7 +286,7 @@ class Program:
         divergence: Divergence,
         arguments: tuple[Any, ...],
         splicer: Splicer | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.held is None:  # nothing was done that cannot be done again
             return self.run(arguments)
@@ -296,14 +307,14 @@ class Program:
         compiled: bool = False,
         since: tuple[Divergence, Exit] | None = None,
         splicer: Splicer | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Replay, in agreement with other ranks where they communicate in it (see `_walk`)."""
         model = self.recording.environment.function
         if not needs_agreement(model, self.recording.tape):
             return self._walk(arguments, first, compiled, since, splicer)
         with joint_call(model, goes_on=since is not None) as joint:
             result = self._walk(arguments, first, compiled, since, splicer, joint)
-            if joint is not None and isinstance(result, Finished):
+            if joint is not None and isinstance(result, FinishedReplay):
                 joint.ends(result.output)
             elif joint is not None:
                 joint.leaves(result)
@@ -317,7 +328,7 @@ class Program:
         since: tuple[Divergence, Exit] | None,
         splicer: Splicer | None,
         joint: JointCall | None = None,
-    ) -> Finished | Divergence:
+    ) -> FinishedReplay | Divergence:
         """Replay from state to state.
 
         Args:
@@ -389,8 +400,8 @@ class Program:
                 if type(result) is not Departure:
                     hold.release()
                     trips.append((piece, entered, None))
-                    _count(trips)
-                    return Finished(result, piece.owner, trips)
+                    _count_pieces(trips)
+                    return FinishedReplay(result, piece.owner, trips)
                 stop, answer = result.stop, result.outcome
                 assert isinstance(stop, int)
                 if hold.block is not None:
@@ -452,11 +463,11 @@ class Program:
         while waiting:
             stretch, parent = waiting.pop()
             yield stretch, parent
-            for side in reversed(_sides(stretch)):
+            for side in reversed(_all_sides(stretch)):
                 if side.target is not None:
                     waiting.append((side.target, stretch))
 
-    def path_end(self, finished: Finished) -> Stretch | None:
+    def path_end(self, finished: FinishedReplay) -> Stretch | None:
         """Return the end of the run that a replay followed throughout.
 
         It is None if a replay has gone along parts that no single run combined in this way.
@@ -465,14 +476,14 @@ class Program:
         piece = self.graph.run_along(tuple(finished.way))
         return None if piece is None else piece.owner
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[RecordedPath]:
         """Return all paths, the first one first, those that can only be run live included."""
         if self.live is not None:
             return [self.live]
-        found: list[Path] = []
+        found: list[RecordedPath] = []
         for stretch, _ in self.stretches():
             found.append(stretch)
-            found += [side.live for side in _sides(stretch) if side.live is not None]
+            found += [side.live for side in _all_sides(stretch) if side.live is not None]
         return found
 
     def recordings(self) -> list[Recording]:
@@ -514,10 +525,10 @@ class Program:
             assert known is not None
             known.hits += hits
         else:
-            side.live = Path(recording, hits)
+            side.live = RecordedPath(recording, hits)
         return True
 
-    def add_live(self, leaves: tuple[int, Any], path: Path) -> None:
+    def add_live(self, leaves: tuple[int, Any], path: RecordedPath) -> None:
         """Add a path that can only be run live.
 
         Args:
@@ -559,12 +570,12 @@ class Program:
         self._changes += 1
         return True
 
-    def forget(self, path: Path) -> None:
+    def forget(self, path: RecordedPath) -> None:
         """Drop a path that none branches off."""
         self._forget(path)
         self._changes += 1
 
-    def _forget(self, path: Path) -> None:
+    def _forget(self, path: RecordedPath) -> None:
         if self.graph is not None:
             self.graph.forget(path)
         for stretch, _ in self.stretches():
@@ -576,7 +587,7 @@ class Program:
                     return
 
 
-def _sides(stretch: Stretch) -> list[Side]:
+def _all_sides(stretch: Stretch) -> list[GuardSide]:
     return [side for sides in list(stretch.sides.values()) for side in sides]
 
 
@@ -585,7 +596,7 @@ def _have_acted(trips: list[Trip]) -> bool:
     return any(piece.has_acted(left) for piece, _, left in trips if left is not None)
 
 
-def _count(trips: list[Trip]) -> None:
+def _count_pieces(trips: list[Trip]) -> None:
     """Count a call by the pieces that it went along."""
     for piece, entered, left in trips:
         times, trip = piece.trips, (entered, left)
@@ -614,7 +625,7 @@ def departure_by(error: Exception, recording: Recording, code: Code) -> Departur
     """Turn the error of an op into a departure; None for other errors."""
     # The traceback has the frame of the replay with all values so far. A `try` around each op in
     # the generated code would have to list the values that are alive there.
-    place = place_of(error, code)
+    place = error_place(error, code)
     if place is None:
         return None
     index, frame = place
@@ -631,7 +642,7 @@ def values_in(names: dict[str, Any]) -> dict[int, Any]:
     }
 
 
-def place_of(error: Exception, code: Code) -> tuple[int, FrameType] | None:
+def error_place(error: Exception, code: Code) -> tuple[int, FrameType] | None:
     """Return which op of some code raised an error, and the frame that it was in."""
     frame, line = frame_of(error, code)
     index = code.op_of_line.get(line)

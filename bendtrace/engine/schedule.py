@@ -15,12 +15,12 @@ import torch
 
 from bendtrace.engine.analysis import Analysis, GuardKind, is_read
 from bendtrace.engine.growing import Growth
-from bendtrace.engine.source import Splice, dependencies_of, gives_nothing
+from bendtrace.engine.source import ValueSplice, dependencies_of, gives_nothing
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.numbers import error_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.blocks import Passage, Portion
-from bendtrace.tape.captured import Change
+from bendtrace.tape.captured import EnvironmentChange
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_handled, refs_in
@@ -76,7 +76,7 @@ class Schedule:
         needed: set[int] | None = None,
         growths: Mapping[int, Growth] | None = None,
         same: Mapping[int, int] | None = None,
-        splices: Iterable[Splice] = (),
+        splices: Iterable[ValueSplice] = (),
         blocks: Iterable[Checkpoint] = (),
         entered: Checkpoint | None = None,
     ) -> None:
@@ -93,11 +93,11 @@ class Schedule:
         self.entered: Checkpoint | None = entered
         self.growths: Mapping[int, Growth] | dict[int, Growth] = growths or {}
         self.same: Mapping[int, int] | dict[int, int] = same or {}
-        self.splices: dict[int, list[Splice]] = {}
+        self.splices: dict[int, list[ValueSplice]] = {}
         for splice in splices:
             self.splices.setdefault(splice.position, []).append(splice)
         self.end: int = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
-        self.changes: list[Change] = recording.changes if stop is None else []
+        self.changes: list[EnvironmentChange] = recording.changes if stop is None else []
         values = [change.value for change in self.changes]
         self.outputs: tuple[Any, list[Any]] | tuple[()] = (
             (recording.root.output, values) if stop is None else ()
@@ -118,7 +118,7 @@ class Schedule:
         after: int,
         stop: int | None,
         growths: Mapping[int, Growth],
-        splices: Iterable[Splice] = (),
+        splices: Iterable[ValueSplice] = (),
     ) -> Schedule:
         """Return the schedule of a segment: from a state to another, or to the end of the run.
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.engine.analysis import asks_for_slices
-from bendtrace.engine.growing import places_of
+from bendtrace.engine.growing import tensor_places
 from bendtrace.tape.captured import (
     UNSET,
     Access,
@@ -29,16 +29,16 @@ from bendtrace.tape.captured import (
     identical,
 )
 from bendtrace.tape.contexts import Context, ContextSwitch, forget_casts
-from bendtrace.tape.guards import kind_of
+from bendtrace.tape.guards import type_name_of
 from bendtrace.tape.structure import (
     Construction,
     Existing,
-    Fixed,
+    FixedObject,
     Instance,
-    build,
+    build_instance,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
-from bendtrace.watch.direct_calls import Asked, Call
+from bendtrace.watch.direct_calls import EquivalentCall, TorchSetting
 from bendtrace.watch.monkeypatches import monkeypatches
 
 INFIX: dict[Any, str] = {
@@ -84,9 +84,9 @@ class Code:
     @cached_property
     def places(self) -> frozenset[Any]:
         """Where it reads tensors."""
-        return places_of(self.taken)
+        return tensor_places(self.taken)
 
-    def __init__(self, source: Source, name: str) -> None:
+    def __init__(self, source: GeneratedSource, name: str) -> None:
         self.text: str = "\n".join(source.lines) + "\n"
         source.names["__op_of_line__"] = source.op_of_line
         code = compile(self.text, f"<bendtrace {name}>", "exec")
@@ -97,14 +97,14 @@ class Code:
         self.taken: list[Captured] = source.taken
 
 
-class Source:
+class GeneratedSource:
     """Lines of generated Python and the names bound in them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.names: dict[str, Any] = {
-            "__builtins__": builtins, "build": build, "Departure": Departure,
-            "identical": identical, "kind_of": kind_of, "Switch": ContextSwitch,
+            "__builtins__": builtins, "build": build_instance, "Departure": Departure,
+            "identical": identical, "kind_of": type_name_of, "Switch": ContextSwitch,
             "forget_casts": forget_casts,
         }  # fmt: skip
         self.op_of_line: dict[int, int] = {}
@@ -207,11 +207,11 @@ class Source:
             return self._instance(value)
         if kind is Construction:
             return self._construction(value)
-        if kind is Fixed:
+        if kind is FixedObject:
             return self.bound(value.value)
         if kind is Array:
             return self._array(value)
-        if kind is Asked:
+        if kind is TorchSetting:
             return f"{self.bound(value.function)}()"
         return self.constant(value)
 
@@ -259,7 +259,7 @@ class Source:
             name = self._built[id(instance)] = f"o{len(self._built)}"
             self.line(f"{name} = build({cls}, {given})")
             return name
-        # What `build` does, step by step.
+        # What `build_instance` does, step by step.
         base: Any = OrderedDict if issubclass(instance.cls, OrderedDict) else dict
         items = [(self.constant(k), self.value(v)) for k, v in (instance.items or {}).items()]
         attributes = [(key, self.value(value)) for key, value in instance.attributes.items()]
@@ -292,7 +292,7 @@ class Source:
             return f"{self.value(args[0])}.{_GETTERS[target]}"
         return self._called(target, args, op.kwargs)
 
-    def direct(self, call: Call) -> str:
+    def direct(self, call: EquivalentCall) -> str:
         """Return an expression that makes a call in place of a recorded one.
 
         `watched` has to be defined where it says what is given back.
@@ -337,7 +337,7 @@ def dependencies_of(
     return needed
 
 
-def define(source: Source, op: Op) -> None:
+def define(source: GeneratedSource, op: Op) -> None:
     """Add the line that gives an op its value."""
     if op.is_given:
         source.line(f"v{op.index} = {source.part(op.target)}", op.index)
@@ -350,14 +350,14 @@ def gives_nothing(op: Op) -> bool:
     return op.target is Tensor.__setitem__ and type(op.args[0]) is Ref
 
 
-def fails(source: Source, guard: Guard, ops: list[Op]) -> str:
+def fails(source: GeneratedSource, guard: Guard, ops: list[Op]) -> str:
     """Return an expression that is true if a guard, tested before the run, does not hold."""
     if asks_for_slices(guard, ops):
         return f"{slice_count(source, ops[guard.index])} != {guard.answer}"
     return guard.failure(source)
 
 
-def slice_count(source: Source, op: Op) -> str:
+def slice_count(source: GeneratedSource, op: Op) -> str:
     """Return an expression for how many slices an op takes a tensor apart into."""
     tensor, *dim = op.args
     dim = dim or [op.kwargs.get("dim", 0)]
@@ -368,7 +368,7 @@ def slice_count(source: Source, op: Op) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Splice:
+class ValueSplice:
     """A function that a value is passed through.
 
     The result of the function takes the place of the value in all later code.

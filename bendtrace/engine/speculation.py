@@ -20,16 +20,29 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from bendtrace.engine.codegen import SegmentWriter
-from bendtrace.engine.compile_attempts import CompiledFunction, Failed, Quiet, Result, State, now
+from bendtrace.engine.compile_attempts import (
+    AttemptFailure,
+    CompiledFunction,
+    CompiledResult,
+    CompileState,
+    QuietCompilation,
+    now,
+)
 from bendtrace.engine.compile_probing import why_not_op, why_not_under
-from bendtrace.engine.compile_settings import Settings
-from bendtrace.engine.compiled_path import FAILED, CompiledPath, PathKey, Served, Unchecked
+from bendtrace.engine.compile_settings import CompileSettings
+from bendtrace.engine.compiled_path import (
+    FAILED,
+    CompiledPath,
+    PathKey,
+    SplicedCall,
+    UncheckedResult,
+)
 from bendtrace.engine.expressions import Expressions
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed
 from bendtrace.engine.source import gives_nothing
-from bendtrace.engine.splices import Inserted, Spliced
-from bendtrace.engine.stretches import Exit, Finished
+from bendtrace.engine.splices import CallInsertions, PathSplices
+from bendtrace.engine.stretches import Exit, FinishedReplay
 from bendtrace.errors import CompileWarning
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.sites import users_level
@@ -55,7 +68,7 @@ _MOST = 64  # paths, with those that were refused
 
 
 @dataclass(slots=True, eq=False)
-class Guess:
+class SpeculationResult:
     """The result of trying a call on a compiled path.
 
     Attributes:
@@ -71,14 +84,14 @@ class Guess:
     path: CompiledPath | None = None
     recording: Recording | None = None
     output: Any = None
-    unchecked: Unchecked | None = None
+    unchecked: UncheckedResult | None = None
     began: float = 0.0
     may_compile: bool = False
-    inserted: Inserted | None = None
+    inserted: CallInsertions | None = None
 
 
-_WATCHED = Guess()
-_NONE = Guess(may_compile=True)
+_WATCHED = SpeculationResult()
+_NONE = SpeculationResult(may_compile=True)
 
 
 class Speculation:
@@ -90,7 +103,7 @@ class Speculation:
     succeeded. It leads again if three quarters of the latest calls have taken it.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompileSettings) -> None:
         self.settings = settings
         self._lock = threading.Lock()
         self._warned = False
@@ -106,8 +119,8 @@ class Speculation:
         self,
         names: tuple[str, ...],
         arguments: tuple[Any, ...],
-        inserted: Inserted | None = None,
-    ) -> Guess:
+        inserted: CallInsertions | None = None,
+    ) -> SpeculationResult:
         """Try a call on the leading compiled path for its input guards, if there is one.
 
         Args:
@@ -120,11 +133,11 @@ class Speculation:
         calls = names if inserted is None else (names, inserted.places)
         leaders = self._leaders.get(calls)
         if not leaders:
-            return _NONE if inserted is None else Guess(inserted=inserted)
+            return _NONE if inserted is None else SpeculationResult(inserted=inserted)
         began = 0.0
-        spliced: Spliced | None = None
+        spliced: PathSplices | None = None
         for path in leaders:
-            timed = path.state is State.MEASURED
+            timed = path.state is CompileState.MEASURED
             if timed:
                 began = now(arguments)
             if inserted is not None:
@@ -140,8 +153,8 @@ class Speculation:
             if path.admits(arguments):
                 break
         else:
-            return _NONE if inserted is None else Guess(inserted=inserted)
-        guess = Guess(path, inserted=inserted)
+            return _NONE if inserted is None else SpeculationResult(inserted=inserted)
+        guess = SpeculationResult(path, inserted=inserted)
         if timed and len(path.replayed) < len(path.served):
             guess.began = began
             return guess
@@ -149,13 +162,13 @@ class Speculation:
         if output is FAILED:
             guess.path, guess.may_compile = None, inserted is None
             self._look_at(calls, path)
-        elif type(output) is Unchecked:
+        elif type(output) is UncheckedResult:
             guess.unchecked = output
         else:
             guess.recording, guess.output = path.recording, output
             path.stretch.hits += 1
             path.window.append((path.stretch, path.key))
-            if type(output) is Served and inserted is not None and spliced is not None:
+            if type(output) is SplicedCall and inserted is not None and spliced is not None:
                 guess.output = output.output
                 spliced.served(
                     output.kept, output.changed, path.unchanged, path.silent, output.alone
@@ -166,10 +179,10 @@ class Speculation:
 
     def replayed(
         self,
-        guess: Guess,
+        guess: SpeculationResult,
         names: tuple[str, ...],
         program: Program,
-        finished: Finished,
+        finished: FinishedReplay,
         arguments: tuple[Any, ...],
     ) -> None:
         """Learn from a call that was replayed.
@@ -185,7 +198,7 @@ class Speculation:
         calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
         path = guess.path
-        spliced: Spliced | str | None = None
+        spliced: PathSplices | str | None = None
         if inserted is not None and stretch is not None:
             # After the run, which may have been the first to reach a node.
             spliced = inserted.along(stretch.recording)
@@ -218,9 +231,9 @@ class Speculation:
             return
         if known is None and share >= 0.5:
             self._compile(calls, program, took, spliced, finished, arguments, not lacks)
-        elif known is not None and known.state is State.DEMOTED and share >= 0.75:
+        elif known is not None and known.state is CompileState.DEMOTED and share >= 0.75:
             known.recent.clear()
-            known.state = State.USED
+            known.state = CompileState.USED
             self._lead(calls, known)
 
     def report(self) -> CompiledReport:
@@ -233,9 +246,9 @@ class Speculation:
 
     def _is_refused(self, took: PathKey) -> bool:
         known = self._paths.get(took)
-        return known is not None and known.state is State.REFUSED
+        return known is not None and known.state is CompileState.REFUSED
 
-    def _look_at_segments(self, program: Program, guess: Guess) -> None:
+    def _look_at_segments(self, program: Program, guess: SpeculationResult) -> None:
         """Compile segments, if the calls keep combining them in new ways."""
         self._calls += 1
         if self._calls % _EVERY == 0 and guess is not _WATCHED and self.settings.max_segments:
@@ -263,8 +276,8 @@ class Speculation:
         calls: _Calls,
         program: Program,
         took: PathKey,
-        spliced: Spliced | str | None,
-        finished: Finished,
+        spliced: PathSplices | str | None,
+        finished: FinishedReplay,
         arguments: tuple[Any, ...],
         may_be_silent: bool,
     ) -> None:
@@ -273,7 +286,7 @@ class Speculation:
         if not self._lock.acquire(blocking=False):
             return  # another thread compiles
         try:
-            usable = [p for p in self._paths.values() if p.state is not State.REFUSED]
+            usable = [p for p in self._paths.values() if p.state is not CompileState.REFUSED]
             # Paths with insertions count apart from the others.
             alike = sum((path.key is None) == (spliced is None) for path in usable)
             if took in self._paths or alike >= self.settings.max_paths:
@@ -288,7 +301,7 @@ class Speculation:
                 del self._paths[next(p for p in self._paths if self._paths[p] not in usable)]
             path.window = self._window(program)
             self._paths[took] = path
-            if path.state is not State.REFUSED:
+            if path.state is not CompileState.REFUSED:
                 self._leaders[calls] = (path, *self._led(calls))
         finally:
             self._lock.release()
@@ -316,8 +329,8 @@ class Speculation:
         """Demote a path that cannot be used, or fails too often."""
         failures = sum(not served for served in path.recent)
         if failures >= _ENOUGH_FAILURES and failures > (len(path.recent) - failures) / 2:
-            path.state = State.DEMOTED
-        if path.state in (State.REFUSED, State.DEMOTED, State.SLOWER):
+            path.state = CompileState.DEMOTED
+        if path.state in (CompileState.REFUSED, CompileState.DEMOTED, CompileState.SLOWER):
             with self._lock:
                 self._leaders[calls] = tuple(p for p in self._led(calls) if p is not path)
 
@@ -353,7 +366,7 @@ class CompiledReport:
         self,
         backend: str | None,
         paths: tuple[CompiledPath, ...] = (),
-        bodies: tuple[Body, ...] = (),
+        bodies: tuple[CompiledBody, ...] = (),
         kept: tuple[str, ...] = (),
         without: str = "",
     ) -> None:
@@ -392,7 +405,7 @@ class CompiledReport:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why paths are not compiled; empty if all are."""
-        found = [path.reason for path in self._paths if path.state is State.REFUSED]
+        found = [path.reason for path in self._paths if path.state is CompileState.REFUSED]
         return tuple(dict.fromkeys(found))
 
     def __repr__(self) -> str:
@@ -400,17 +413,17 @@ class CompiledReport:
             return "no backend: calls are replayed, bit for bit as the model itself"
         segments = f"\n\nno segments: {self.without}" if self.without else ""
         if self.segments:
-            segments = f"\n\n{_table(self.segments, *_OF_SEGMENTS)}"
+            segments = f"\n\n{_rows_text(self.segments, *_OF_SEGMENTS)}"
         if not self._paths:
             return f"{self.backend}: no path was taken often enough so far{segments}"
         kept = "".join(f"\n{line}" for line in self.kept)
         paths = self.to_list()
         reasons = dict.fromkeys(row["reason"] for row in [*paths, *self.segments])
         cut = "".join(f"\n\n{why}" for why in reasons if why and why != _FORMATS["reason"](why))
-        return f"{self.backend}\n{_table(paths, *_OF_PATHS)}{segments}{cut}{kept}"
+        return f"{self.backend}\n{_rows_text(paths, *_OF_PATHS)}{segments}{cut}{kept}"
 
 
-def _table(rows: list[dict[str, Any]], *columns: str) -> str:
+def _rows_text(rows: list[dict[str, Any]], *columns: str) -> str:
     """Return some columns of rows as a table."""
     cells = [
         [_FORMATS[name](row[name]) if name in _FORMATS else row[name] for name in columns]
@@ -458,7 +471,7 @@ _MOST_BODIES = 1024  # those that are of no use included
 _PASSES = 8  # of a segment before it is compiled
 
 
-class Body(CompiledFunction):
+class CompiledBody(CompiledFunction):
     """Consecutive ops, compiled.
 
     The code of segments calls it with the operands of the ops, and receives their results; or
@@ -476,7 +489,7 @@ class Body(CompiledFunction):
     """
 
     def __init__(
-        self, text: str, names: dict[str, Any], settings: Settings, ops: Sequence[Op]
+        self, text: str, names: dict[str, Any], settings: CompileSettings, ops: Sequence[Op]
     ) -> None:
         super().__init__(settings)
         self.text = text
@@ -496,7 +509,7 @@ class Body(CompiledFunction):
         """Run the ops; return None if they have to run one by one."""
         pending = self._pending.__dict__
         pending.clear()
-        is_measured = self.state is State.MEASURED
+        is_measured = self.state is CompileState.MEASURED
         if not self.is_used:
             return None
         begun = now(given) if is_measured else 0.0
@@ -509,7 +522,7 @@ class Body(CompiledFunction):
             self.note(error)
             self.failures += 1
             if self.failures >= _MOST_FAILURES:
-                self.state = State.REFUSED
+                self.state = CompileState.REFUSED
             return None
         if result is None:
             return None
@@ -534,7 +547,7 @@ class Body(CompiledFunction):
             begun, given = pending.pop("begun")
             self.was_replayed(now(given) - begun)
 
-    def _run(self, given: Sequence[Any]) -> Result | None:
+    def _run(self, given: Sequence[Any]) -> CompiledResult | None:
         if self._confirmed:
             return self._called(given)
         if not self._compiling.acquire(blocking=False):
@@ -542,7 +555,11 @@ class Body(CompiledFunction):
         begun = time.perf_counter()
         try:
             metas = [(v.dtype, v.shape) if isinstance(v, Tensor) else v for v in given]
-            with warnings.catch_warnings(), Quiet(), self.settings.keeping(f"{self.text}{metas}"):
+            with (
+                warnings.catch_warnings(),
+                QuietCompilation(),
+                self.settings.keeping(f"{self.text}{metas}"),
+            ):
                 warnings.simplefilter("ignore")
                 if self._function is None:
                     on_cpu = all(v.device.type == "cpu" for v in given if isinstance(v, Tensor))
@@ -552,7 +569,7 @@ class Body(CompiledFunction):
                     try:
                         return self._called(given)
                     except Exception as error:
-                        if not (Failed(error).is_final and self._compilers):
+                        if not (AttemptFailure(error).is_final and self._compilers):
                             raise
                     # With what compiles where the first cannot.
                     self.compile(self._names["body"], self._compilers.popleft())
@@ -561,7 +578,7 @@ class Body(CompiledFunction):
             self._compiling.release()
             self.settings.warn()
 
-    def _called(self, given: Sequence[Any]) -> Result:
+    def _called(self, given: Sequence[Any]) -> CompiledResult:
         result = self.call(given, self.find(given))
         assert result is not None
         return result
@@ -574,7 +591,7 @@ class CompiledSegments:
         reason: why there were no segments to compile, when they were last looked at.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: CompileSettings) -> None:
         self._settings = settings
         self.reason: str = (
             "they are looked at every 16 calls, where whole paths do not serve the calls"
@@ -582,10 +599,10 @@ class CompiledSegments:
         if not settings.max_segments:
             self.reason = "max_segments=0"
         # Programs come and go with the paths that the trace tree keeps.
-        self._programs: WeakKeyDictionary[Program, _Compiled] = WeakKeyDictionary()
+        self._programs: WeakKeyDictionary[Program, _CompiledProgram] = WeakKeyDictionary()
 
     @property
-    def bodies(self) -> tuple[Body, ...]:
+    def bodies(self) -> tuple[CompiledBody, ...]:
         """All bodies, whatever their state."""
         known = list(self._programs.values())
         return tuple(body for compiled in known for body in compiled.bodies.values())
@@ -606,7 +623,7 @@ class CompiledSegments:
         self.reason = (
             f"no segment of two ops or more, which torch.compile could take, ran {_PASSES} times"
         )
-        compiled = self._programs.setdefault(program, _Compiled())
+        compiled = self._programs.setdefault(program, _CompiledProgram())
         for exit in list(graph.exits()):
             if exit.written is None:
                 continue
@@ -615,8 +632,8 @@ class CompiledSegments:
             if is_due:
                 self._rewrite(compiled, exit)
 
-    def _rewrite(self, compiled: _Compiled, exit: Exit) -> None:
-        used: list[Body] = []
+    def _rewrite(self, compiled: _CompiledProgram, exit: Exit) -> None:
+        used: list[CompiledBody] = []
         find = functools.partial(self._find, compiled, used)
         try:
             code = exit.write_with(functools.partial(CompiledWriter, find=find))
@@ -626,8 +643,13 @@ class CompiledSegments:
         exit.compiled = code if used else exit.written
 
     def _find(
-        self, compiled: _Compiled, used: list[Body], text: str, names: dict[str, Any], ops: list[Op]
-    ) -> Body | None:
+        self,
+        compiled: _CompiledProgram,
+        used: list[CompiledBody],
+        text: str,
+        names: dict[str, Any],
+        ops: list[Op],
+    ) -> CompiledBody | None:
         """Return the body with some source; None if it is not used, or there are too many."""
         constants = tuple(id(value) for name, value in names.items() if name[0] == "c")
         key = text, constants, ops[0].context
@@ -637,7 +659,7 @@ class CompiledSegments:
             most = self._settings.max_segments
             if sum(body.is_used for body in known) >= most or len(known) >= _MOST_BODIES:
                 return None
-            body = Body(text, names, self._settings, ops)
+            body = CompiledBody(text, names, self._settings, ops)
             compiled.bodies[key] = body
         if not body.is_used:
             return None
@@ -645,7 +667,7 @@ class CompiledSegments:
         return body
 
 
-class _Compiled:
+class _CompiledProgram:
     """The compiled parts of one program.
 
     Attributes:
@@ -654,8 +676,8 @@ class _Compiled:
     """
 
     def __init__(self) -> None:
-        self.bodies: dict[Any, Body] = {}
-        self.used: dict[Exit, tuple[Body, ...]] = {}
+        self.bodies: dict[Any, CompiledBody] = {}
+        self.used: dict[Exit, tuple[CompiledBody, ...]] = {}
 
 
 class CompiledWriter(SegmentWriter):
@@ -671,7 +693,7 @@ class CompiledWriter(SegmentWriter):
         self,
         schedule: Schedule,
         direct: bool,
-        find: Callable[[str, dict[str, Any], list[Op]], Body | None],
+        find: Callable[[str, dict[str, Any], list[Op]], CompiledBody | None],
     ) -> None:
         super().__init__(schedule, direct)
         self._find = find
@@ -713,7 +735,7 @@ class CompiledWriter(SegmentWriter):
             self._forget(moment)
         return last + 1
 
-    def _plan(self, position: int) -> _Plan | None:
+    def _plan(self, position: int) -> _BodyPlan | None:
         """Return what can be one body, from a position on."""
         ops = self._ops_from(position)
         while True:
@@ -737,7 +759,7 @@ class CompiledWriter(SegmentWriter):
                 if call is not None and call.gives_back is not None:
                     root = call.gives_back.index
                     same[op.index] = same.get(root, root)
-            return _Plan(ops, again, later, same)
+            return _BodyPlan(ops, again, later, same)
 
     def _ops_from(self, position: int) -> list[Op]:
         """Return the ops from a position on that a body can have in it."""
@@ -787,7 +809,7 @@ class CompiledWriter(SegmentWriter):
         return found
 
 
-class _Plan(Expressions):
+class _BodyPlan(Expressions):
     """A body that has not been compiled yet.
 
     Args:

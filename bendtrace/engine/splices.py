@@ -19,7 +19,7 @@ from bendtrace.record.recorder import Recording
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class SpliceStep:
     """One insertion at a gate.
 
     Attributes:
@@ -40,7 +40,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Splice:
+class GateSplice:
     """The insertions at one gate.
 
     Attributes:
@@ -49,7 +49,7 @@ class Splice:
         in_place: the flag that it returns after them; None if it returns none.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[SpliceStep, ...]
     exchanged: tuple[int, ...]
     in_place: bool | None
 
@@ -66,7 +66,7 @@ class Splice:
         return given[0] if len(given) == 1 else tuple(given)
 
 
-class Spliced(Protocol):
+class PathSplices(Protocol):
     """The splices of one path for the insertions of one call."""
 
     @property
@@ -74,7 +74,7 @@ class Spliced(Protocol):
         """A key that is equal for calls that the same graph can serve."""
 
     @property
-    def splices(self) -> dict[int, Splice]:
+    def splices(self) -> dict[int, GateSplice]:
         """The splices, by the numbers of the gates' ops."""
 
     @property
@@ -111,18 +111,20 @@ class Spliced(Protocol):
         """
 
 
-class Inserted(Protocol):
+class CallInsertions(Protocol):
     """The insertions of a call."""
 
     @property
     def places(self) -> Hashable:
         """A key that is equal for calls that can take the same paths."""
 
-    def along(self, recording: Recording) -> Spliced | str:
+    def along(self, recording: Recording) -> PathSplices | str:
         """Return the splices of a path, or why one of its gates cannot be compiled."""
 
 
-def apply_step(step: Step, value: Any, tensors: Sequence[Tensor]) -> tuple[Any, tuple[Tensor, ...]]:
+def apply_step(
+    step: SpliceStep, value: Any, tensors: Sequence[Tensor]
+) -> tuple[Any, tuple[Tensor, ...]]:
     """Return the new value of a step, and the tensors that it keeps."""
     assert step.function is not None
     made = step.function(value, *tensors)

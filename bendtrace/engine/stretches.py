@@ -12,10 +12,10 @@ from bendtrace.engine.analysis import Analysis
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.growing import Growth, growths_of
 from bendtrace.engine.schedule import Schedule, may_be_caught
-from bendtrace.engine.source import Code, Splice
+from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Hold
@@ -32,7 +32,7 @@ Failure = tuple[str, str, int]
 
 
 @dataclass(eq=False)
-class Path:
+class RecordedPath:
     """A recorded run, and how often a call went the same way.
 
     Attributes:
@@ -60,7 +60,7 @@ class Path:
 
 
 @dataclass(eq=False)
-class Side:
+class GuardSide:
     """The continuation after a guard had another outcome than in the run that put it.
 
     Attributes:
@@ -72,12 +72,12 @@ class Side:
 
     outcome: Any
     target: Stretch | None = None
-    live: Path | None = None
+    live: RecordedPath | None = None
     failures: Counter[Failure] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
-class Stretch(Path):
+class Stretch(RecordedPath):
     """The rest of a recorded run, from where it left those before it.
 
     Attributes:
@@ -89,12 +89,14 @@ class Stretch(Path):
 
     parent: Stretch | None = field(default=None, repr=False)
     # Read without a lock: the tuples are exchanged, not changed.
-    sides: dict[Stop, tuple[Side, ...]] = field(default_factory=dict)
+    sides: dict[Stop, tuple[GuardSide, ...]] = field(default_factory=dict)
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     # Made where there are many sides, and again where one is gone.
-    _by_outcome: dict[Stop, dict[tuple[type, Any], Side]] = field(default_factory=dict, repr=False)
+    _by_outcome: dict[Stop, dict[tuple[type, Any], GuardSide]] = field(
+        default_factory=dict, repr=False
+    )
 
-    def side(self, number: Stop, outcome: Any) -> Side | None:
+    def side(self, number: Stop, outcome: Any) -> GuardSide | None:
         """Return the known side for an outcome of a guard."""
         sides = self.sides.get(number, ())
         if len(sides) > _FEW and type(outcome) in (bool, int, str):
@@ -104,7 +106,9 @@ class Stretch(Path):
                 return side
         return None
 
-    def _looked_up(self, number: Stop, sides: tuple[Side, ...]) -> dict[tuple[type, Any], Side]:
+    def _looked_up(
+        self, number: Stop, sides: tuple[GuardSide, ...]
+    ) -> dict[tuple[type, Any], GuardSide]:
         """Return the sides of a guard by their outcomes, as far as these are plain."""
         known = self._by_outcome.get(number)
         if known is None or len(known) != len(sides):
@@ -113,11 +117,11 @@ class Stretch(Path):
             self._by_outcome[number] = known
         return known
 
-    def make_side(self, number: Stop, outcome: Any) -> Side:
+    def make_side(self, number: Stop, outcome: Any) -> GuardSide:
         """Return the side for an outcome of a guard, which is added if it is new."""
         side = self.side(number, outcome)
         if side is None:
-            side = Side(outcome)
+            side = GuardSide(outcome)
             if (known := self._by_outcome.get(number)) is not None:
                 known[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
             self.sides[number] = (*self.sides.get(number, ()), side)
@@ -125,7 +129,7 @@ class Stretch(Path):
 
 
 @dataclass(slots=True, eq=False)
-class Finished:
+class FinishedReplay:
     """A replay that reached its end, with what it returned.
 
     Attributes:
@@ -204,7 +208,7 @@ class Divergence:
     @property
     def has_acted(self) -> bool:
         """Return whether the call may have done something that must not be done twice."""
-        return is_one_of_several() or any(
+        return has_other_ranks() or any(
             piece.has_acted(left) for piece, _, left in self.trips if left is not None
         )
 
@@ -247,7 +251,7 @@ _FEW = 8  # sides that are looked at one by one
 # node is an answer, with the code that follows it.
 
 
-class Piece:
+class RunPiece:
     """A part of a recorded run that nothing else covers.
 
     Attributes:
@@ -268,7 +272,7 @@ class Piece:
         self.recording = recording
         self.after = after
         self.stop: int | None = None
-        self.nodes: dict[int, Node] = {}
+        self.nodes: dict[int, StateNode] = {}
         self.trips: dict[tuple[int, Stop | None], int] = {}
         self.analysis: Analysis = Analysis(recording.tape) if analysis is None else analysis
         self.casts: bool = any(op.context.autocast for op in recording.tape.ops)
@@ -314,7 +318,7 @@ class Exit:
     """
 
     answer: Any
-    piece: Piece
+    piece: RunPiece
     number: int
     _write: Callable[..., Code]
     written: Code | None = None
@@ -336,7 +340,7 @@ class Exit:
         """Return the code as another writer generates it."""
         return self._write(self.piece, self.number, writer)
 
-    def write_spliced(self, splices: Iterable[Splice]) -> Code:
+    def write_spliced(self, splices: Iterable[ValueSplice]) -> Code:
         """Return the code with values passed through something.
 
         Raises:
@@ -356,7 +360,7 @@ class Exit:
         self.rewrites += 1
 
 
-class Node:
+class StateNode:
     """A state.
 
     Attributes:
@@ -369,8 +373,8 @@ class Node:
 
     __slots__ = ("_by_answer", "exits", "no", "number", "piece", "yes")
 
-    def __init__(self, piece: Piece, number: int) -> None:
-        self.piece: Piece = piece
+    def __init__(self, piece: RunPiece, number: int) -> None:
+        self.piece: RunPiece = piece
         self.number: int = number
         self.exits: tuple[Exit, ...] = ()
         self.yes: Exit | None = None
@@ -393,7 +397,7 @@ class Node:
         self.exits = (*self.exits, exit)
         self._sort()
 
-    def drop(self, piece: Piece, since: int = -1) -> None:
+    def drop(self, piece: RunPiece, since: int = -1) -> None:
         """Remove the exits that lead into a piece, at some guard of it or later ones."""
         self.exits = tuple(
             exit for exit in self.exits if exit.piece is not piece or exit.number < since
@@ -413,4 +417,4 @@ class Node:
 
 # A piece, the guard from which a call ran it (-1 for its beginning), and the guard where the call
 # left it, or the op that raised: None where the call ended.
-Trip: TypeAlias = tuple[Piece, int, Stop | None]
+Trip: TypeAlias = tuple[RunPiece, int, Stop | None]

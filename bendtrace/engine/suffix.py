@@ -13,11 +13,11 @@ from bendtrace.engine.codegen import RunWriter
 from bendtrace.engine.schedule import Schedule, is_droppable
 from bendtrace.engine.source import Code
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import Access, Captured, CaptureKind, Change
+from bendtrace.tape.captured import Access, Captured, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard, SameGuard
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, is_handled, leaves_in, refs_in
+from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, argument_leaves, is_handled, refs_in
 from bendtrace.watch.functions import is_gate, table_name
 from bendtrace.watch.writes import works_in_place
 
@@ -75,14 +75,14 @@ class Suffix:
     ) -> None:
         self.recording = recording
         self.cuts: Cuts = Cuts(cuts)
-        self.memory: Memory = Memory(recording)
+        self.memory: TensorMemory = TensorMemory(recording)
         self.start = start
         self.available = available
         self.needed: set[int] = set()
         self.guards: dict[int, Guard] = {}
         self._changes: set[int] = set()  # their numbers
         self.used: set[Cut] = set()
-        self.lacks: list[Lack] = []
+        self.lacks: list[MissingArgument] = []
         self.unclear: str = ""
         self._ops = recording.tape.ops
         self._analysis = analysis
@@ -94,7 +94,9 @@ class Suffix:
         self._slots, self._lacking = self._follow()
         self._dropped = self._before_cuts()
         self._settle()
-        self.changes: list[Change] = [recording.changes[number] for number in sorted(self._changes)]
+        self.changes: list[EnvironmentChange] = [
+            recording.changes[number] for number in sorted(self._changes)
+        ]
         self.written: frozenset[int] = frozenset(self._written())
         self.is_straight: bool = not self.guards and not any(
             op.raised is not None or is_handled(op.scope, op.site)
@@ -112,7 +114,7 @@ class Suffix:
             mask, lacks = 0, False
             if op.kind is OpKind.INPUT:
                 lacks = argument_of(op.target) in self._missing
-            for index in _uses_of(op):
+            for index in _used_ops(op):
                 cut = self.cuts.at(index, op.index)
                 mask |= slots[index] if cut is None else 1 << cut.slot
                 lacks = lacks or (cut is None and lacking[index])
@@ -140,7 +142,7 @@ class Suffix:
             index = waiting.pop()
             if index not in found:
                 found.add(index)
-                waiting += _uses_of(self._ops[index])
+                waiting += _used_ops(self._ops[index])
         return sorted(index for index in found if self._ops[index].is_work)
 
     # What is needed
@@ -206,7 +208,7 @@ class Suffix:
             while by >= 0:
                 chain.append(by)
                 by = self._why.get(by, -1)
-            self.lacks.append(Lack(part, tuple(chain)))
+            self.lacks.append(MissingArgument(part, tuple(chain)))
 
     # Changes of the environment
 
@@ -226,7 +228,7 @@ class Suffix:
                     if ref.index in op.writes:
                         self._need(op.index, 0, None, -1)
 
-    def _belongs(self, change: Change) -> bool:
+    def _belongs(self, change: EnvironmentChange) -> bool:
         """Return whether a change is made by the rest."""
         holder = _module_of(change)
         refs = [ref.index for ref in refs_in(change.value)]
@@ -413,7 +415,7 @@ class Suffix:
             yield from (slot for slot in range(mask.bit_length()) if mask >> slot & 1)
 
 
-def _uses_of(op: Op) -> list[int]:
+def _used_ops(op: Op) -> list[int]:
     """Return the ops that an op uses: those that gave its arguments, and that wrote to them."""
     return op.operands + list(op.reads.values())
 
@@ -424,7 +426,7 @@ def _any_in(ordered: Sequence[int], call: ModuleCall) -> bool:
     return found < len(ordered) and ordered[found] < call.stop
 
 
-def _module_of(change: Change) -> str:
+def _module_of(change: EnvironmentChange) -> str:
     """Return the qualified name of the module that a change is in, as far as its label tells."""
     label = change.part.label
     return label.removeprefix("self.") if label.startswith("self.") else ""
@@ -436,10 +438,10 @@ def _is_below(path: str, module: str) -> bool:
 
 def _decides(output: Any) -> bool:
     """Return whether the output of a call holds numbers or the like that Python may go by."""
-    return any(isinstance(leaf, (bool, int, float, str)) for leaf in leaves_in(output))
+    return any(isinstance(leaf, (bool, int, float, str)) for leaf in argument_leaves(output))
 
 
-class Rest(NamedTuple):
+class SuffixCode(NamedTuple):
     """The rest of a run as code.
 
     Attributes:
@@ -453,7 +455,7 @@ class Rest(NamedTuple):
     casts: bool
 
 
-def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Rest:
+def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> SuffixCode:
     """Write the code of the rest of a run.
 
     It takes the given values, and for a run that goes on those computed so far, from `E`:
@@ -472,7 +474,7 @@ def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> Rest:
         needed=rest.needed | rest.available,
     )  # fmt: skip
     code = _RestWriter(schedule, rest).write()
-    return Rest(kept, code, any(op.context.autocast for op in whole.tape.ops))
+    return SuffixCode(kept, code, any(op.context.autocast for op in whole.tape.ops))
 
 
 class _RestWriter(RunWriter):
@@ -516,8 +518,8 @@ class _RestWriter(RunWriter):
 
 # What the values given for some ops of a run replace: where they count, and what they touch.
 #
-# `Cuts` says where on a tape given values count, in place of those that ops give; `Memory` which
-# ops write to memory that others see, going by their names.
+# `Cuts` says where on a tape given values count, in place of those that ops give; `TensorMemory`
+# which ops write to memory that others see, going by their names.
 
 
 @dataclass(frozen=True)
@@ -538,7 +540,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Lack:
+class MissingArgument:
     """An argument that is needed, and that is not there.
 
     Attributes:
@@ -579,7 +581,7 @@ class Cuts:
             if cut.start > position:
                 break
             # What a call asks at its very end is still about its own value.
-            if cut.start < position or cut.call is None or not _is_in(scope, cut.call):
+            if cut.start < position or cut.call is None or not _is_within_call(scope, cut.call):
                 found = cut
         return found
 
@@ -610,7 +612,7 @@ def argument_of(part: Captured) -> int | None:
     return int(inner.key) if inner.access is Access.ROOT else None
 
 
-def _is_in(scope: ModuleCall | None, call: ModuleCall) -> bool:
+def _is_within_call(scope: ModuleCall | None, call: ModuleCall) -> bool:
     while scope is not None and scope is not call:
         scope = scope.parent
     return scope is call
@@ -628,7 +630,7 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 
-class Memory:
+class TensorMemory:
     """The tensors of a run, and the known facts about their memory.
 
     Args:

@@ -17,19 +17,19 @@ import torch
 from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program, Splicer
-from bendtrace.engine.stretches import Divergence, Failure, Finished, Path, Stretch
+from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Lifting, Place, place_of, required_numbers
+from bendtrace.record.varying import Lifting, Place, number_place, required_numbers
 from bendtrace.tape.captured import (
     PLAIN_TENSORS,
     PLAIN_TYPES,
     Access,
     Captured,
     CaptureKind,
-    Change,
+    EnvironmentChange,
     holds_number,
     identical,
 )
@@ -139,7 +139,7 @@ class TraceTree:
                 if program.admits(arguments):
                     return program
             return None
-        kind = names, *map(_kind_of, arguments)
+        kind = names, *map(_argument_kind, arguments)
         served = self._served.get(kind)
         if served is not None and served.admits(arguments):
             return served
@@ -215,7 +215,7 @@ class TraceTree:
             self._aside.clear()
         answers: dict[Place, list[Any]] = {}
         for guard in recording.tape.guards:
-            place = place_of(guard)
+            place = number_place(guard)
             if place is not None and place not in self._steady:
                 answers.setdefault(place, []).append(guard)
         new = set()
@@ -271,7 +271,7 @@ class TraceTree:
                 if any(run.tape.counters for run in known):
                     self._stop_lifting(program)
                 else:
-                    one, two = map(_apart, known)
+                    one, two = map(_with_own_states, known)
                     others = [Program(one, program.global_state, joins=False)]
                     if not others[0].join(two):
                         others.append(Program(two, program.global_state, joins=False))
@@ -305,7 +305,7 @@ class TraceTree:
             part.label
             for part in environment.parts
             if id(part.value) in environment.watched_containers
-            and _read(part, arguments) is not part.value
+            and _read_part(part, arguments) is not part.value
         )
         self.exclude(frozenset(replaced))
 
@@ -323,7 +323,7 @@ class TraceTree:
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
-        guards = (one for one in recording.tape.guards if place_of(one) not in self.varying)
+        guards = (one for one in recording.tape.guards if number_place(one) not in self.varying)
         for label in required_numbers(recording.tape, guards):
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
@@ -344,7 +344,7 @@ class TraceTree:
                 if not recording.tape.blockers:
                     program.join(recording)
                 return
-            program.excluded |= lifting.needed(recording.tape)
+            program.excluded |= lifting.needed_counters(recording.tape)
             if not program.excluded.isdisjoint(lifting.lifted.values()):
                 return  # the next run keeps the numbers that Python needs
             other = self._program(recording, program.global_state)
@@ -405,7 +405,7 @@ class TraceTree:
         """
         program = self._program(recording, global_state)
         assert live.live is not None
-        leaves = _parting(recording, live.recording)
+        leaves = _first_departure(recording, live.recording)
         with self._lock:
             if leaves is not None:
                 program.add_live(leaves, live.live)
@@ -436,7 +436,7 @@ class TraceTree:
         now = [
             _glance(part, arguments)
             for part in program.ignored
-            if not (_is_item(part) and holds_number(part) and part.label not in self._excluded)
+            if not (_is_list_item(part) and holds_number(part) and part.label not in self._excluded)
         ]
         if now != program.latest:
             program.latest, program.same = now, 0
@@ -479,16 +479,16 @@ class TraceTree:
         if warning is not None:
             warnings.warn(warning, stacklevel=users_level())
 
-    def _paths(self) -> list[Path]:
+    def _paths(self) -> list[RecordedPath]:
         return [path for program in self.programs() for path in program.paths()]
 
     def _forget_one(self) -> None:
-        ends: list[tuple[int, tuple[str, ...], Program, Path]] = []
+        ends: list[tuple[int, tuple[str, ...], Program, RecordedPath]] = []
         for names, listed in self._programs.items():
             # Of equals the one traced first goes first; the latest program is listed first.
             for program in reversed(listed):
                 for path in program.paths():
-                    if not (isinstance(path, Stretch) and _branches(path)):
+                    if not (isinstance(path, Stretch) and _has_sides(path)):
                         ends.append((path.uses, names, program, path))
         _, names, program, least = min(ends, key=lambda end: end[0])
         if least is (program.root if program.live is None else program.live):
@@ -533,7 +533,7 @@ class TraceTree:
                 continue
             change = next((c for c in program.recording.changes if c.covers(part)), None)
             if change is not None:
-                now = _read(part, arguments)
+                now = _read_part(part, arguments)
                 # A constant that comes back, such as None, fits again.
                 constants = [now, *([part.value] if part.kind is CaptureKind.PLAIN else [])]
                 plain = ((type(one), one) for one in constants if type(one) in PLAIN_TYPES)
@@ -551,7 +551,7 @@ class TraceTree:
     def replay(
         self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
         compiled: bool = False, splicer: Splicer | None = None,
-    ) -> Finished | Divergence:  # fmt: skip
+    ) -> FinishedReplay | Divergence:  # fmt: skip
         """Run a program, going over to paths that are known from other programs."""
         result = program.run(arguments, compiled=compiled, splicer=splicer)
         while isinstance(result, Divergence) and not result.known_live:
@@ -598,7 +598,7 @@ class TraceTree:
 def _asks_at(program: Program, places: Set[Place]) -> bool:
     """Return whether a run of a program has asked for a number at one of some places."""
     return any(
-        place_of(guard) in places
+        number_place(guard) in places
         for recording in program.recordings()
         for guard in recording.tape.guards
     )
@@ -611,17 +611,17 @@ def _is_due(hits: int) -> bool:
     return (is_power and (tried <= _OFTEN or tried > 2 * _OFTEN)) or tried % _RARELY == 0
 
 
-def _kind_of(argument: Any) -> Any:
+def _argument_kind(argument: Any) -> Any:
     """Return properties that arguments of the same program are likely to share."""
     kind = type(argument)
     if kind is torch.Tensor:
         return argument.dtype, None if argument.is_nested else tuple(argument.shape)
     if kind in (tuple, list) and len(argument) <= _FEW:
-        return kind, *map(_kind_of, argument)
+        return kind, *map(_argument_kind, argument)
     return (kind, argument) if kind in (int, bool, str) else kind
 
 
-def _branches(stretch: Stretch) -> bool:
+def _has_sides(stretch: Stretch) -> bool:
     return any(
         side.target is not None or side.live is not None
         for sides in stretch.sides.values()
@@ -637,7 +637,7 @@ def _failure(error: BaseException) -> Failure:
     return type(error).__name__, file, line
 
 
-def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
+def _read_part(part: Captured, arguments: tuple[Any, ...]) -> Any:
     try:
         return part.read(arguments)
     except (LookupError, AttributeError, TypeError):
@@ -647,16 +647,16 @@ def _read(part: Captured, arguments: tuple[Any, ...]) -> Any:
 def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
     """Return whether a number, or a container of keys, differs from the one that a run found."""
     if holds_number(part):
-        now = _read(part, arguments)
+        now = _read_part(part, arguments)
         return type(now) in _NUMBERS and not identical(now, part.value)
-    return can_be_watched(part) and not has_content(part, _read(part, arguments))
+    return can_be_watched(part) and not has_content(part, _read_part(part, arguments))
 
 
-def _is_item(part: Captured) -> bool:
+def _is_list_item(part: Captured) -> bool:
     return part.parent is not None and part.parent.kind is CaptureKind.LIST
 
 
-def _evolving(change: Change) -> str:
+def _evolving(change: EnvironmentChange) -> str:
     """Return the label under which a change counts: the label of the list, for its items."""
     return change.part.label if change.part.kind is CaptureKind.LIST else change.label
 
@@ -669,14 +669,14 @@ def _fills(value: Any) -> bool:
 
 
 def _glance(part: Captured, arguments: tuple[Any, ...]) -> Any:
-    value = _read(part, arguments)
+    value = _read_part(part, arguments)
     if part.kind is CaptureKind.PLAIN and type(value) is part.type:
         return value
     # What it held before is looked at as well, but not what was added to it.
     return len(value) if isinstance(value, (list, dict, set, deque)) else id(value)
 
 
-def _parting(recording: Recording, other: Recording) -> Departing | None:
+def _first_departure(recording: Recording, other: Recording) -> Departing | None:
     """Return the first guard of a run that another run, the same so far, found otherwise."""
     pairs = zip(recording.tape.guards, other.tape.guards, strict=False)
     for number, (mine, its) in enumerate(pairs):
@@ -698,14 +698,14 @@ def _goes_on_from(recording: Recording, divergence: Divergence) -> bool:
     )
 
 
-def _apart(recording: Recording) -> Recording:
+def _with_own_states(recording: Recording) -> Recording:
     """Return a copy of a run with its own states: others may still read the old ones."""
     found = copy.copy(recording)
     found.tape = copy.copy(recording.tape)
     return found
 
 
-class Fixed(NamedTuple):
+class FixedNumber(NamedTuple):
     """A number that a program insists on.
 
     Attributes:
@@ -738,7 +738,7 @@ class ProgramIndex:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[Fixed, ...], dict[tuple[Any, ...], tuple[Program, ...]]] = {}
+        self._tables: dict[tuple[FixedNumber, ...], dict[tuple[Any, ...], tuple[Program, ...]]] = {}
 
     def add(self, program: Program) -> None:
         """Take a program in."""
@@ -761,25 +761,25 @@ class ProgramIndex:
             yield from table.get(tuple(one.read(arguments) for one in fixed), ())
 
 
-def _numbers_fixed(program: Program) -> dict[Fixed, int]:
+def _numbers_fixed(program: Program) -> dict[FixedNumber, int]:
     """Return the numbers that a program insists on, in an order that only depends on which."""
     tape = program.recording.tape
-    found: dict[Fixed, int] = {}
+    found: dict[FixedNumber, int] = {}
     if program.ignored:  # parts of it are not looked at
         return found
     for guard, kind in zip(tape.guards, program.analysis.kinds, strict=True):
         if kind is GuardKind.INPUT and isinstance(guard, ValueGuard) and type(guard.answer) is int:
-            fixed = _number(tape.ops, tape.ops[guard.index])
+            fixed = _fixed_number(tape.ops, tape.ops[guard.index])
             if fixed is not None:
                 found[fixed] = guard.answer
     return dict(sorted(found.items(), key=lambda item: (item[0].argument, str(item[0].dim))))
 
 
-def _number(ops: list[Op], op: Op) -> Fixed | None:
+def _fixed_number(ops: list[Op], op: Op) -> FixedNumber | None:
     """Say which number of the arguments an op gives, if it is one."""
     if op.kind is OpKind.INPUT:
-        position = _position(op)
-        return None if position is None else Fixed(position, None)
+        position = _argument_position(op)
+        return None if position is None else FixedNumber(position, None)
     dim: Any = None
     if op.target is operator.getitem and type(op.args[0]) is Ref:
         op, dim = ops[op.args[0].index], op.args[1]
@@ -791,13 +791,13 @@ def _number(ops: list[Op], op: Op) -> Fixed | None:
     elif len(op.args) != 1:
         return None
     given = ops[op.args[0].index]
-    position = _position(given)
+    position = _argument_position(given)
     if position is None or given.target.type not in PLAIN_TENSORS:
         return None
-    return None if type(dim) is not int else Fixed(position, dim)
+    return None if type(dim) is not int else FixedNumber(position, dim)
 
 
-def _position(op: Op) -> int | None:
+def _argument_position(op: Op) -> int | None:
     """Return which argument an op gives, if it is one of them and not a part of one."""
     part = op.target
     if op.kind is OpKind.INPUT and isinstance(part, Captured) and part.access is Access.ROOT:

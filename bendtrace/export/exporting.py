@@ -231,7 +231,10 @@ def export(
                 if can_exchange() and not places and (places := lengths_in(recordings)):
                     continue
                 needed = frozenset().union(
-                    *(one.needed(run.tape) for one, run in zip(liftings, recordings, strict=True))
+                    *(
+                        one.needed_counters(run.tape)
+                        for one, run in zip(liftings, recordings, strict=True)
+                    )
                 )
                 if not needed:
                     return export_once(recordings)

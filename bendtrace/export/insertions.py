@@ -14,10 +14,10 @@ from bendtrace.errors import ExportError
 from bendtrace.export.conditions import separate_copies_of
 from bendtrace.export.machine import cite
 from bendtrace.export.ops import refusal_of
-from bendtrace.insert.gates import Gate, running
-from bendtrace.insert.inserter import LiveInserter, Spot
+from bendtrace.insert.gates import Gate, applying
+from bendtrace.insert.inserter import LiveInserter, NodeSlots
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.plan import Entry, Plan
+from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import Knowledge, describe_where
 from bendtrace.insert.splicer import record_with_insertions
@@ -76,11 +76,11 @@ class Insertions:
         if sizes not in self._sizes:  # bends draw their numbers in the first run
             self._sizes.add(sizes)
             own_args, own_kwargs = separate_copies_of((args, kwargs))
-            with running(plan):
+            with applying(plan):
                 record_with_insertions(self._known, signature, own_args, own_kwargs, plan)
         code = {name: what._code for name, what in self._names.items()}
         inserter = _Follower(plan, self._known, code)
-        with running(inserter.plan):
+        with applying(inserter.plan):
             recording = record(
                 self._known.model, args, kwargs, signature, inserter=inserter, reads_states=True,
                 lifting=lifting,
@@ -171,11 +171,11 @@ class _Follower(LiveInserter):
 
     recorder: Recorder
 
-    def __init__(self, plan: Plan, known: Knowledge, code: Mapping[str, Any]) -> None:
+    def __init__(self, plan: InsertionPlan, known: Knowledge, code: Mapping[str, Any]) -> None:
         known.name_nodes()
         self._count = itertools.count()
         self.spans: list[_Span] = []
-        own = Plan(list(map(self._as_marked, plan.entries)), plan.totals, plan.lookup)
+        own = InsertionPlan(list(map(self._as_marked, plan.entries)), plan.totals, plan.lookup)
         super().__init__(own, known.registry, known.model)
         self.code = code
         self._is_inside = False
@@ -222,11 +222,11 @@ class _Follower(LiveInserter):
         if not self._is_inside:
             super().scalar(function, frame)
 
-    def _meet(self, spot: Spot, entries: list[Entry]) -> None:
+    def _meet(self, spot: NodeSlots, entries: list[LocatedInsertion]) -> None:
         super()._meet(spot, list(map(self._as_marked, entries)))
 
-    def _as_marked(self, entry: Entry) -> Entry:
-        marked = Entry(entry.insertion, entry.what, entry.place)
+    def _as_marked(self, entry: LocatedInsertion) -> LocatedInsertion:
+        marked = LocatedInsertion(entry.insertion, entry.what, entry.place)
         marked.what = _Marked(entry.what, next(self._count), self)  # type: ignore[assignment]
         return marked
 

@@ -26,7 +26,7 @@ from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.errors import ExportError
 from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Place, place_of
+from bendtrace.record.varying import Place, number_place
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
     ClassGuard,
@@ -691,7 +691,7 @@ def lengths_in(recordings: Iterable[Recording]) -> frozenset[Place]:
     for recording in recordings:
         kinds = Numbers(recording.tape).kinds
         for guard in recording.tape.guards:
-            place = place_of(guard) if guard.use is Use.LEN else None
+            place = number_place(guard) if guard.use is Use.LEN else None
             if place is not None:
                 places.add(place)
                 if kinds.get(guard.index) is Kind.SIZE:

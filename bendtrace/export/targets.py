@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from bendtrace.engine.compile_attempts import Quiet
+from bendtrace.engine.compile_attempts import QuietCompilation
 from bendtrace.errors import ExportError, InputError
 from bendtrace.export.conditions import arguments_of
 from bendtrace.python.checks import required_path
@@ -61,7 +61,7 @@ def quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     settings: Any = internal("torch.fx.config", None)
     traces = getattr(settings, _TRACES, None)
-    with warnings.catch_warnings(), Quiet(), torch.no_grad(), _KeepsKeys():
+    with warnings.catch_warnings(), QuietCompilation(), torch.no_grad(), _KeepsKeys():
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)

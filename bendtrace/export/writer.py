@@ -54,7 +54,7 @@ from bendtrace.record.effects import makes_anew
 from bendtrace.tape.captured import Access, Captured, CaptureKind, TensorFacts, identical
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import LengthGuard, TruthGuard
-from bendtrace.tape.structure import Existing, Fixed, Instance
+from bendtrace.tape.structure import Existing, FixedObject, Instance
 from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta
 
 # The functions for `cond` and `while_loop`: their arguments, outputs and flags.
@@ -1056,7 +1056,7 @@ def output_of(value: Any, ops: SegmentOps, part: Given, notes: list[str]) -> Val
         return part(value.part, None)
     if kind is Instance:
         return _instance(value, ops, part, notes)
-    if kind is Fixed:
+    if kind is FixedObject:
         return Constant(value.value)
     if value is None or kind in (bool, int, float, str):
         return Constant(value)

@@ -77,7 +77,7 @@ class Activations(dict[str, Any]):
         return [value for key, value in self.items() if key.startswith(start)]
 
     def __repr__(self) -> str:
-        return as_text(type(self).__name__, self)
+        return activations_text(type(self).__name__, self)
 
     def _repr_html_(self) -> str:
         return as_html(self)
@@ -101,7 +101,7 @@ class Activations(dict[str, Any]):
         raise NodePathError(f"there is no {key!r} among these activations: {listed}", key)
 
 
-def as_text(title: str, values: Mapping[str, Any]) -> str:
+def activations_text(title: str, values: Mapping[str, Any]) -> str:
     """Return values by name as text, with a line for each of the first twenty."""
     lines = [f"<{title}: {counted(len(values), 'value')}>"]
     lines += [f"  {key}: {_describe_item(value)}" for key, value in islice(values.items(), _SHOWN)]
@@ -123,7 +123,7 @@ def _describe_item(value: Any) -> str:
     return describe(value)
 
 
-class _Observer(Interjection):
+class _OutputObserver(Interjection):
     """Keeps the outputs of nodes.
 
     Args:
@@ -154,7 +154,7 @@ class _Observer(Interjection):
         path = at.path or "output"
         self.counts[path] = max(self.counts.get(path, 0), at.number + 1)
         if self._passes.needs_total or self._passes.admits(at.number, None):
-            self.kept[path, at.number] = _snapshot(output) if self._detach else output
+            self.kept[path, at.number] = _copy_of_output(output) if self._detach else output
 
     def rows(self, names_passes: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -166,7 +166,7 @@ class _Observer(Interjection):
         return found
 
 
-def _snapshot(value: Any) -> Any:
+def _copy_of_output(value: Any) -> Any:
     if takes(value):
         return value
     shape, found = take_apart(value)
@@ -240,9 +240,9 @@ def get_activations(
     if not items:
         raise InputError("say which activations to return: pass at least one node")
     admitted = Passes(passes)
-    made: list[tuple[Any, _Observer, Insertion]] = []
+    made: list[tuple[Any, _OutputObserver, Insertion]] = []
     for item in items:
-        observer = _Observer(admitted, detach, late=bended)
+        observer = _OutputObserver(admitted, detach, late=bended)
         insertion = _make_observer(board, model._model, item, observer, allow_none)
         if passes is not None and any(target.passes is not None for target in insertion.targets):
             raise InputError(f"{item!r} names passes: give them either there or with passes=")
@@ -258,7 +258,7 @@ def get_activations(
     if not allow_none:
         for insertion in insertions:
             insertion.warn_if_never_fired(_users_level())
-    found = _gather(made)
+    found = _gather_activations(made)
     return (found, output) if return_output else found
 
 
@@ -296,7 +296,7 @@ def _users_level() -> int:
     return level
 
 
-def _gather(made: Iterable[tuple[Any, _Observer, Insertion]]) -> Activations:
+def _gather_activations(made: Iterable[tuple[Any, _OutputObserver, Insertion]]) -> Activations:
     values: dict[str, Any] = {}
     names: dict[str, list[str]] = {}
     for item, observer, insertion in made:
@@ -313,7 +313,7 @@ def _make_observer(
     board: InsertionRegistry,
     model: Callable[..., Any],
     item: Any,
-    observer: _Observer,
+    observer: _OutputObserver,
     allow_none: bool,
 ) -> Insertion:
     if isinstance(item, Tensor):

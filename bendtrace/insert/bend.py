@@ -73,7 +73,7 @@ class Bend(Interjection):
         made = _replace_in(output, at, change)
         if not met:
             raise BendError(
-                f"{self!r} bends floating-point and complex tensors, and {_place(at.path)} "
+                f"{self!r} bends floating-point and complex tensors, and {_receiver_text(at.path)} "
                 f"returned {_describe_value(output)}",
                 at.path,
             )
@@ -126,14 +126,14 @@ class Bend(Interjection):
                     "of that name, so it cannot be shown or saved"
                 )
             value = getattr(self, name)
-            if not _same(value, argument.default):
+            if not _equals_default(value, argument.default):
                 found[name] = value
         return found
 
     @property
     def parameters(self) -> list[BendingParameter]:
         """The parameters among the arguments."""
-        return parameters_in(self.arguments.values())
+        return bend_parameters_in(self.arguments.values())
 
     def __rshift__(self, other: Any) -> CallbackChain:
         if not isinstance(other, Bend):
@@ -145,7 +145,7 @@ class Bend(Interjection):
             arguments = self.arguments
         except InputError:
             return f"{type(self).__name__}(...)"
-        shown = ", ".join(f"{name}={_short(value)}" for name, value in arguments.items())
+        shown = ", ".join(f"{name}={_default_repr(value)}" for name, value in arguments.items())
         return f"{type(self).__name__}({shown})"
 
 
@@ -174,7 +174,7 @@ class CallbackChain(Bend):
         for callback in callbacks:
             if not isinstance(callback, Bend):
                 raise InputError(f"a chain takes bending callbacks, not {callback!r}")
-        self.callbacks: tuple[Bend, ...] = tuple(_flat(callbacks))
+        self.callbacks: tuple[Bend, ...] = tuple(_callbacks_within(callbacks))
         self.observes: bool = all(callback.observes for callback in self.callbacks)
         self.self_contained: bool = all(callback.self_contained for callback in self.callbacks)
         self.deferrable: bool = all(callback.deferrable for callback in self.callbacks)
@@ -215,14 +215,14 @@ def bent(callback: Bend, tensor: Tensor, at: NodePass) -> Tensor:
     made = value_of(callback.bend(tensor, at))  # `tensor * parameter` is an expression
     if not isinstance(made, Tensor):
         raise BendError(
-            f"{callback!r} has to return a tensor for the value of {_place(at.path)}, but it "
-            f"returned {_describe_value(made)}",
+            f"{callback!r} has to return a tensor for the value of {_receiver_text(at.path)}, but "
+            f"it returned {_describe_value(made)}",
             at.path,
         )
     return made
 
 
-def _flat(callbacks: tuple[Bend, ...]) -> Iterator[Bend]:
+def _callbacks_within(callbacks: tuple[Bend, ...]) -> Iterator[Bend]:
     for callback in callbacks:
         if isinstance(callback, CallbackChain):
             yield from callback.callbacks
@@ -230,13 +230,13 @@ def _flat(callbacks: tuple[Bend, ...]) -> Iterator[Bend]:
             yield callback
 
 
-def _same(value: Any, default: Any) -> bool:
+def _equals_default(value: Any, default: Any) -> bool:
     if isinstance(value, (Tensor, Expression)) or isinstance(default, (Tensor, Expression)):
         return value is default
     return type(value) is type(default) and bool(value == default)
 
 
-def _short(value: Any) -> str:
+def _default_repr(value: Any) -> str:
     if isinstance(value, BendingParameter):
         return value.name
     if isinstance(value, Tensor) and value.dim():
@@ -244,7 +244,7 @@ def _short(value: Any) -> str:
     return repr(value)
 
 
-def _place(path: str) -> str:
+def _receiver_text(path: str) -> str:
     return f"node {path!r}" if path else "the argument"
 
 
@@ -277,16 +277,16 @@ def _replace_in(value: Any, at: NodePass, change: _Change) -> Any:
     path = at.path
     if at.module is not None:
         path = f"{path}.output" if path else "output"
-    return _replace(value, path, change)
+    return _replace_values(value, path, change)
 
 
-def _replace(value: Any, path: str, change: _Change) -> Any:
+def _replace_values(value: Any, path: str, change: _Change) -> Any:
     if isinstance(value, Tensor):
         return change(value, path) if _is_bendable(value) else value
     new = {}
     for key, item in contents(value):
         joint = "." if "|" in path else "|"
-        made = _replace(item, f"{path}{joint}{identifier(str(key))}", change)
+        made = _replace_values(item, f"{path}{joint}{identifier(str(key))}", change)
         if made is not item:
             new[key] = made
     return with_items(value, new.items()) if new else value
@@ -358,34 +358,34 @@ class Expression:
         return function(*args, **kwargs)
 
     def __add__(self, other: Any) -> Any:
-        return _operation("add", self, other)
+        return _apply_operator("add", self, other)
 
     def __radd__(self, other: Any) -> Any:
-        return _operation("add", other, self)
+        return _apply_operator("add", other, self)
 
     def __sub__(self, other: Any) -> Any:
-        return _operation("sub", self, other)
+        return _apply_operator("sub", self, other)
 
     def __rsub__(self, other: Any) -> Any:
-        return _operation("sub", other, self)
+        return _apply_operator("sub", other, self)
 
     def __mul__(self, other: Any) -> Any:
-        return _operation("mul", self, other)
+        return _apply_operator("mul", self, other)
 
     def __rmul__(self, other: Any) -> Any:
-        return _operation("mul", other, self)
+        return _apply_operator("mul", other, self)
 
     def __truediv__(self, other: Any) -> Any:
-        return _operation("truediv", self, other)
+        return _apply_operator("truediv", self, other)
 
     def __rtruediv__(self, other: Any) -> Any:
-        return _operation("truediv", other, self)
+        return _apply_operator("truediv", other, self)
 
     def __pow__(self, other: Any) -> Any:
-        return _operation("pow", self, other)
+        return _apply_operator("pow", self, other)
 
     def __rpow__(self, other: Any) -> Any:
-        return _operation("pow", other, self)
+        return _apply_operator("pow", other, self)
 
     def __neg__(self) -> Expression:
         return Operation("neg", (self,))
@@ -449,7 +449,7 @@ _OPERANDS = (Expression, numbers.Number, Tensor)
 _RANKS = {"add": 1, "sub": 1, "mul": 2, "truediv": 2, "neg": 3, "pow": 4}
 
 
-def _operation(name: str, left: Any, right: Any) -> Any:
+def _apply_operator(name: str, left: Any, right: Any) -> Any:
     if isinstance(left, _OPERANDS) and isinstance(right, _OPERANDS):
         return Operation(name, (left, right))
     return NotImplemented
@@ -581,7 +581,7 @@ def value_of(value: T | Expression) -> T | Value:
     return value.get_value() if isinstance(value, Expression) else value
 
 
-def parameters_in(values: Any) -> list[BendingParameter]:
+def bend_parameters_in(values: Any) -> list[BendingParameter]:
     """Return the parameters that some values depend on, each once."""
     found = [p for value in values if isinstance(value, Expression) for p in value.parameters]
     return list(dict.fromkeys(found))

@@ -19,11 +19,11 @@ from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,
     NodePass,
-    as_number,
     chain_effects,
     depends_on,
     effect_of_value,
     keep_unchanged,
+    number_operand,
 )
 from bendtrace.insert.purity import effect_of_function
 from bendtrace.python.checks import refuse_without_arguments
@@ -58,7 +58,7 @@ class Bias(Bend):
     @depends_on("bias")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
-        return _effect(operator.add, self.bias, like)
+        return _bend_effect(operator.add, self.bias, like)
 
 
 class Scale(Bend):
@@ -89,7 +89,7 @@ class Scale(Bend):
     @depends_on("scale")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
-        return _effect(operator.mul, self.scale, like)
+        return _bend_effect(operator.mul, self.scale, like)
 
 
 class Affine(Bend):
@@ -122,8 +122,8 @@ class Affine(Bend):
     @depends_on("bias", "scale")
     def effect_of_bend(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
-        scaled = _effect(operator.mul, self.scale, like)
-        moved = _effect(operator.add, self.bias, like)
+        scaled = _bend_effect(operator.mul, self.scale, like)
+        moved = _bend_effect(operator.add, self.bias, like)
         if isinstance(scaled, str) or isinstance(moved, str):
             return scaled if isinstance(scaled, str) else moved
         if isinstance(value_of(self.scale), Tensor):
@@ -131,11 +131,11 @@ class Affine(Bend):
         return chain_effects(scaled, moved)
 
 
-def _effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) -> Effect | str:
+def _bend_effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) -> Effect | str:
     held = value_of(value)
     if not isinstance(held, Tensor):
         return effect_of_value(
-            lambda tensor, held: compute(tensor, as_number(held, tensor)), held, like, compute
+            lambda tensor, held: compute(tensor, number_operand(held, tensor)), held, like, compute
         )
     return effect_of_value(
         lambda tensor, held: compute(tensor, fit_to_tensor(held, tensor)), held, like, compute
@@ -843,7 +843,7 @@ class Capture(Bend):
         Raises:
             BendError: the outputs of a node cannot be concatenated; `captured` has them one by one.
         """
-        return {path: _join(kept, path) for path, kept in self.captured.items()}
+        return {path: _join_tensors(kept, path) for path, kept in self.captured.items()}
 
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the tensor itself."""
@@ -899,12 +899,12 @@ class InterpolationFromCapture(Capture):
                 "`with callback.capture():`",
                 at.path,
             )
-        examples = _join(kept, at.path).to(tensor)
+        examples = _join_tensors(kept, at.path).to(tensor)
         weights = tensor if self.weights is None else value_of(self.weights)
         return mix_rows(examples, weights, self.softmax, self, at)
 
 
-def _join(kept: list[Tensor], path: str) -> Tensor:
+def _join_tensors(kept: list[Tensor], path: str) -> Tensor:
     shapes = sorted({tuple(tensor.shape[1:]) for tensor in kept})
     if len(shapes) > 1:
         raise BendError(

@@ -69,7 +69,7 @@ class NamedActivations(NodeSelector):
         """Return whether a node is meant."""
         if not node.path or not is_bendable_dtype(node.dtype) or node.path in self.without:
             return False
-        return self.means(level_of(node, self.leaves), names_of(node))
+        return self.means(bend_level(node, self.leaves), names_of(node))
 
     def means(self, level: Level, names: Iterable[str]) -> bool:
         """Return whether the patterns select something that has some names."""
@@ -102,7 +102,7 @@ def names_of(node: Candidate) -> tuple[str, ...]:
     return tuple(dict.fromkeys((node.path, qualified, qualified.replace(".", "_"))))
 
 
-def level_of(node: Candidate, leaves: frozenset[str]) -> Level:
+def bend_level(node: Candidate, leaves: frozenset[str]) -> Level:
     """Return whether a node is an activation, contains activations or is inside one."""
     around = node.scope_path
     if node.is_module:
@@ -206,7 +206,7 @@ def of_candidate(node: Candidate, leaves: frozenset[str]) -> Activation | None:
         op = "call_module"
     elif node.function in _METHODS:
         op = "call_method"
-    shape, level = torch.Size(node.shape), level_of(node, leaves)
+    shape, level = torch.Size(node.shape), bend_level(node, leaves)
     return Activation(node.path, op, shape, node.dtype, level, names_of(node))
 
 
@@ -269,11 +269,13 @@ def activation_table(activations: Iterable[Activation]) -> Text:
 def weight_table(weights: Iterable[tuple[str, Tensor]]) -> Text:
     """Return a table of weights: name, shape, dtype, and the range of their values."""
     headers = ["name", "shape", "dtype", "min", "max", "mean", "stddev"]
-    rows = [(name, tensor.shape, tensor.dtype, *_statistics(tensor)) for name, tensor in weights]
+    rows = [
+        (name, tensor.shape, tensor.dtype, *_output_statistics(tensor)) for name, tensor in weights
+    ]
     return Text(tabulate.tabulate(rows, headers=headers))
 
 
-def _statistics(tensor: Tensor) -> tuple[float | None, ...]:
+def _output_statistics(tensor: Tensor) -> tuple[float | None, ...]:
     if (
         isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
         or not tensor.numel()
@@ -429,7 +431,7 @@ def _means(pattern: re.Pattern[str], seen: list[Activation]) -> bool:
 # Active bends, and the handles that remove them.
 
 
-class Source:
+class CallbackInsertions:
     """One callback, and its current insertions in the model.
 
     Attributes:
@@ -470,7 +472,9 @@ class BendHandle:
     if no run reached anything that it bends.
     """
 
-    def __init__(self, sources: Sequence[Source], remove: Callable[[Source], None]) -> None:
+    def __init__(
+        self, sources: Sequence[CallbackInsertions], remove: Callable[[CallbackInsertions], None]
+    ) -> None:
         self._sources = tuple(sources)
         self._remove = remove
 

@@ -28,10 +28,10 @@ from bendtrace.insert.bend_catalogue import (
     Activation,
     BendHandle,
     BendSpec,
+    CallbackInsertions,
     Catalogue,
     Filter,
     Restoring,
-    Source,
     activation_table,
     compile_pattern,
     is_bendable_dtype,
@@ -40,7 +40,7 @@ from bendtrace.insert.bend_catalogue import (
 )
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.plan import State
+from bendtrace.insert.plan import StateTensor
 from bendtrace.insert.resolver import Knowledge, describe_where, flat
 from bendtrace.insert.where import Where, near_misses
 from bendtrace.log.nodes import Text
@@ -241,7 +241,7 @@ def encode_bends(bends: Iterable[BendSpec]) -> dict[str, Any]:
         InputError: a callback is made from a function, or is applied at something that cannot be
             saved.
     """
-    writer = _Writer()
+    writer = _BendWriter()
     listed = [writer.bend(bend) for bend in bends]
     return {"parameters": writer.parameters, "callbacks": writer.callbacks, "bends": listed}
 
@@ -257,14 +257,14 @@ def decode_bends(data: Any, parameters: Mapping[str, BendingParameter]) -> list[
         InputError: the data is invalid, or names an unknown class of callbacks.
     """
     try:
-        return list(_Reader(data, parameters).bends())
+        return list(_BendReader(data, parameters).bends())
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"these are not stored bends: {error!r}") from error
 
 
-class _Writer:
+class _BendWriter:
     """Writes callbacks and parameters, each once."""
 
     def __init__(self) -> None:
@@ -355,7 +355,7 @@ def _pattern(where: str | re.Pattern[str]) -> str:
     return f"(?{letters}:{where.pattern})" if letters else where.pattern
 
 
-class _Reader:
+class _BendReader:
     """Creates callbacks and parameters from a writer's output."""
 
     def __init__(self, data: Any, parameters: Mapping[str, BendingParameter]) -> None:
@@ -468,7 +468,7 @@ class Bending:
         tensor([0.7616])
     """
 
-    def __init__(self, owner: Owner, known: Knowledge) -> None:
+    def __init__(self, owner: BendableModel, known: Knowledge) -> None:
         self._owner = owner
         self._catalogue = Catalogue(known)
         self.versions: Versions = Versions(known.model)
@@ -500,7 +500,7 @@ class Bending:
             if not allow_none:
                 self._catalogue.require_meaning(spec)
         self._require_distinct(specs)
-        sources = [Source(spec, allow_none) for spec in specs]
+        sources = [CallbackInsertions(spec, allow_none) for spec in specs]
         self._sources.add(sources)
         return BendHandle(sources, self._sources.remove)
 
@@ -575,10 +575,10 @@ class Bending:
                 stack.enter_context(callback.capture())
             yield
 
-    def _keys(self, source: Source) -> list[str]:
+    def _keys(self, source: CallbackInsertions) -> list[str]:
         return self._catalogue.keys(source.spec, source.without)
 
-    def _dropped(self, item: Any) -> list[tuple[Source, frozenset[str]]]:
+    def _dropped(self, item: Any) -> list[tuple[CallbackInsertions, frozenset[str]]]:
         """Return the bends to stop."""
         if not isinstance(item, (str, re.Pattern, Bend)):
             raise InputError(f"reset() takes callbacks, names and patterns, not {item!r}")
@@ -855,7 +855,7 @@ def written(text: Text, out: Out) -> Text:
 # The insertions of the bends of a model, in the order in which the bends were made.
 
 
-class Owner(Protocol):
+class BendableModel(Protocol):
     """A model that accepts insertions."""
 
     @property
@@ -880,15 +880,15 @@ class Sources:
         versions: the versions of the weights.
     """
 
-    def __init__(self, owner: Owner, catalogue: Catalogue, versions: Versions) -> None:
+    def __init__(self, owner: BendableModel, catalogue: Catalogue, versions: Versions) -> None:
         self._owner = owner
         self._catalogue = catalogue
         self._versions = versions
         self._version: Insertion | None = None
         self._held: tuple[str, ...] = ()
-        self._sources: tuple[Source, ...] = ()
+        self._sources: tuple[CallbackInsertions, ...] = ()
 
-    def __iter__(self) -> Iterator[Source]:
+    def __iter__(self) -> Iterator[CallbackInsertions]:
         return iter(self._sources)
 
     def copyable_state(self) -> Any:
@@ -911,13 +911,13 @@ class Sources:
         self._version = None if version is None else every[version]
         sources = []
         for spec, allow_none, without, numbers in rows:
-            source = Source(spec, allow_none)
+            source = CallbackInsertions(spec, allow_none)
             source.without = without
             source.insertions = tuple(every[number] for number in numbers)
             sources.append(source)
         self._sources = tuple(sources)
 
-    def add(self, sources: list[Source]) -> None:
+    def add(self, sources: list[CallbackInsertions]) -> None:
         """Add bends: all of them, or none if one fails."""
         try:
             for source in sources:
@@ -928,12 +928,12 @@ class Sources:
             raise
         self._sources = (*self._sources, *sources)
 
-    def remove(self, source: Source) -> None:
+    def remove(self, source: CallbackInsertions) -> None:
         """Remove one bend."""
         source.lift()
         self._sources = tuple(other for other in self._sources if other is not source)
 
-    def set(self, sources: tuple[Source, ...]) -> None:
+    def set(self, sources: tuple[CallbackInsertions, ...]) -> None:
         """Use these bends, and no others."""
         for source in self._sources:
             source.lift()
@@ -948,7 +948,7 @@ class Sources:
             self._version.remove()
         needed, self._version = self._versions.needed, None
         if needed:
-            self._version = self._owner.interject(list(map(State, needed)), self._versions)
+            self._version = self._owner.interject(list(map(StateTensor, needed)), self._versions)
         self._held = needed
         for source in self._sources:
             self._place(source)
@@ -963,9 +963,9 @@ class Sources:
         selector = self._catalogue.selector(spec, without)
         found: list[Any] = [] if selector is None else [selector]
         found += self._catalogue.inputs(spec, without)
-        return found + [State(name) for name in self._catalogue.weights(spec, without)]
+        return found + [StateTensor(name) for name in self._catalogue.weights(spec, without)]
 
-    def _place(self, source: Source) -> None:
+    def _place(self, source: CallbackInsertions) -> None:
         spec, owner = source.spec, self._owner
         insertions = []
         named = self.where(spec, source.without)

@@ -3,11 +3,11 @@
 A call that has to run live costs little more than the model with native hooks this way. It serves
 insertions that can only be at calls of modules; for all others, the run is recorded.
 
-Where insertions are, each module has a `_Station` in its place while such a call runs. It finds
-the path of the call by the frames around it, which are compared with those seen before:
+Where insertions are, each module has a `_ModuleInterceptor` in its place while such a call runs. It
+finds the path of the call by the frames around it, which are compared with those seen before:
 
 ```
-model() -> forward -> layer() -> station -> layer's own call -> gate -> insertion
+model() -> forward -> layer() -> interceptor -> layer's own call -> gate -> insertion
            `--------- frames ---------'
 ```
 """
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.insert.gates import AfterGate
-from bendtrace.insert.inserter import LiveInserter, Spot
-from bendtrace.insert.plan import Plan, Slot
+from bendtrace.insert.inserter import LiveInserter, NodeSlots
+from bendtrace.insert.plan import InsertionPlan, Slot
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.structure import Leaf
+from bendtrace.insert.structure import LeafShape
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, Site, SiteTable
@@ -65,7 +65,7 @@ class Beside:
         modules: the modules at whose calls they may be.
     """
 
-    def __init__(self, known: Knowledge, plan: Plan, modules: list[nn.Module]) -> None:
+    def __init__(self, known: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
         self._known = known
         self._model: Any = known.model
         self._plan = plan
@@ -73,13 +73,15 @@ class Beside:
         self._is_around = any(module is known.model for module in modules)
         self._reported: Recording | None = None
         # The model itself may be redirected, see `serving`.
-        self._stations = [_Station(module) for module in modules if module is not known.model]
-        self._idle: list[_Run] = []
+        self._stations = [
+            _ModuleInterceptor(module) for module in modules if module is not known.model
+        ]
+        self._idle: list[_InsertionRun] = []
 
     def call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], recording: Recording | None
     ) -> Any:
-        """Call the model; the gates of this thread call the insertions (see `gates.running`).
+        """Call the model; the gates of this thread call the insertions (see `gates.applying`).
 
         Args:
             args: the positional arguments.
@@ -89,16 +91,16 @@ class Beside:
         with _lock:
             run = self._idle.pop() if self._idle else None
         if run is None:
-            run = _Run(self._known, self._plan, self._modules)
+            run = _InsertionRun(self._known, self._plan, self._modules)
         outer, _local.run = _local.run, run
         with _lock:
             for mine in self._stations:
                 attributes = mine.module.__dict__
-                station = attributes.get(_KEY)
-                if type(station) is not _Station:
-                    mine.before, mine.users, station = station, 0, mine
+                interceptor = attributes.get(_KEY)
+                if type(interceptor) is not _ModuleInterceptor:
+                    mine.before, mine.users, interceptor = interceptor, 0, mine
                     attributes[_KEY] = mine
-                station.users += 1
+                interceptor.users += 1
         try:
             if self._is_around:
                 output = run.module(self._model, self._itself, args, dict(kwargs), sys._getframe())
@@ -114,15 +116,15 @@ class Beside:
             with _lock:
                 for mine in self._stations:
                     attributes = mine.module.__dict__
-                    station = attributes.get(_KEY)
-                    if type(station) is not _Station:
+                    interceptor = attributes.get(_KEY)
+                    if type(interceptor) is not _ModuleInterceptor:
                         continue  # somebody else has put something there
-                    station.users -= 1
-                    if not station.users:
-                        if station.before is None:
+                    interceptor.users -= 1
+                    if not interceptor.users:
+                        if interceptor.before is None:
                             del attributes[_KEY]
                         else:
-                            attributes[_KEY] = station.before
+                            attributes[_KEY] = interceptor.before
             _local.run = outer
             run.ended()
             self._idle.append(run)
@@ -134,13 +136,13 @@ class Beside:
 _OUTERMOST = Beside.call.__code__
 
 
-def beside(known: Knowledge, plan: Plan) -> Beside | None:
+def beside(known: Knowledge, plan: InsertionPlan) -> Beside | None:
     """Return what runs a model with insertions unrecorded; None if some need a recorded run."""
-    modules = _modules_of(known, plan)
+    modules = _modules_with_insertions(known, plan)
     return None if modules is None else Beside(known, plan, modules)
 
 
-def _modules_of(known: Knowledge, plan: Plan) -> list[nn.Module] | None:
+def _modules_with_insertions(known: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
     model: Any = known.model
     if _WRAPPED is None or not isinstance(model, nn.Module) or is_joint(model):
         return None
@@ -162,7 +164,7 @@ def _modules_of(known: Knowledge, plan: Plan) -> list[nn.Module] | None:
 
 
 def _is_called_otherwise(module: nn.Module) -> bool:
-    """Return whether the call of a module goes past stations, or has been compiled."""
+    """Return whether the call of a module goes past interceptors, or has been compiled."""
     return type(module).__call__ is not nn.Module.__call__ or _KEY in vars(module)
 
 
@@ -190,15 +192,15 @@ def _modules_at(
     return found
 
 
-class _Local(threading.local):
-    run: _Run | None = None
+class _CurrentRun(threading.local):
+    run: _InsertionRun | None = None
 
 
-_local = _Local()
+_local = _CurrentRun()
 _lock = threading.Lock()
 
 
-class _Station:
+class _ModuleInterceptor:
     """Takes the calls of a module while calls with insertions run."""
 
     __slots__ = ("before", "module", "users")
@@ -232,7 +234,7 @@ class _Around(NamedTuple):
     module: nn.Module | None
 
 
-class _Place:
+class _ModuleCallPlace:
     """Where a module is called.
 
     Attributes:
@@ -247,20 +249,20 @@ class _Place:
 
     __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "spot")
 
-    def __init__(self, frames: tuple[_Around, ...], scope: ModuleCall, spot: Spot) -> None:
+    def __init__(self, frames: tuple[_Around, ...], scope: ModuleCall, spot: NodeSlots) -> None:
         outermost = len(frames)
         while outermost and frames[outermost - 1].code.co_filename.startswith(_NOT_OF_MODELS):
             outermost -= 1
         self.inner: tuple[_Around, ...] = frames[:outermost]
         self.outer: tuple[_Around, ...] = frames[outermost:]
         self.scope: ModuleCall = scope
-        self.spot: Spot = spot
+        self.spot: NodeSlots = spot
         self.gate: AfterGate | None = None
         files = [one.code.co_filename for one in frames]
         self.is_inside: bool = any(file.startswith(AS_ONE) for file in files)
         self.is_recomputed: bool = _RECOMPUTES in files and not self.is_inside
 
-    def is_at(self, frame: FrameType | None, run: _Run) -> bool:
+    def is_at(self, frame: FrameType | None, run: _InsertionRun) -> bool:
         """Return whether a frame, and those around it, are these."""
         called = frame
         for code, at, module in self.inner:
@@ -284,7 +286,7 @@ class _Place:
         return True
 
 
-class _Run:
+class _InsertionRun:
     """One call of the model after the other, with insertions.
 
     Args:
@@ -298,7 +300,7 @@ class _Run:
         outer: the frames around it.
     """
 
-    def __init__(self, known: Knowledge, plan: Plan, modules: list[nn.Module]) -> None:
+    def __init__(self, known: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
         model: Any = known.model
         known.name_nodes()
         self._known = known
@@ -309,10 +311,10 @@ class _Run:
         self._sites = SiteTable(INTERCEPT_CODES | {_OUTERMOST})
         self._scopes: dict[tuple[int, int, int], ModuleCall] = {}
         self._inserter = LiveInserter(plan, known.registry, model)
-        self._inserter.begins(_Unrecorded(root))
+        self._inserter.begins(_UnrecordedStage(root))
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
-        self.places: dict[int, list[_Place]] = {id(module): [] for module in modules}
+        self.places: dict[int, list[_ModuleCallPlace]] = {id(module): [] for module in modules}
         self.outermost: FrameType | None = None
         self.outer: tuple[_Around, ...] = ()
 
@@ -351,7 +353,7 @@ class _Run:
             spot.number += 1
             output = own(*args, **kwargs)
             if type(output) is Tensor:
-                return _apart(place.gate, (output,))
+                return _call_gate(place.gate, (output,))
             return self._inserter.take_output(
                 spot, number, args, kwargs, output, frame, place.scope
             )
@@ -363,7 +365,7 @@ class _Run:
 
     def _through(
         self,
-        place: _Place,
+        place: _ModuleCallPlace,
         own: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -380,7 +382,7 @@ class _Run:
             if place.is_recomputed:
                 self._inserter.recomputed(False)
 
-    def _place(self, module: nn.Module, frame: FrameType | None) -> _Place:
+    def _place(self, module: nn.Module, frame: FrameType | None) -> _ModuleCallPlace:
         """Find out where a module is called."""
         frames: list[_Around] = []
         calls: list[tuple[nn.Module, FrameType]] = []
@@ -408,18 +410,19 @@ class _Run:
             if any(_is_of_torch(one.code) for one in frames):
                 self._inserter.names.rename(scope, known[0])
         spot = self._inserter.spot_of(scope)
-        place, slots = _Place(tuple(frames), scope, spot), spot.after
+        place, slots = _ModuleCallPlace(tuple(frames), scope, spot), spot.after
         is_once = not (place.is_inside or place.is_recomputed)
         is_plain = slots and slots == spot.slots and not spot.inputs and is_once
         if is_plain and not getattr(module, "inplace", False):
             if all(slot.forms <= _PLAIN_FORMS and not slot.place.dig for slot in slots):
                 place.gate = AfterGate(
-                    self._inserter.at(spot, 0), slots, Leaf(Tensor, 0), self._plan
+                    self._inserter.at(spot, 0), slots, LeafShape(Tensor, 0), self._plan
                 )
                 place.gate.counts = True
         return place
 
     def _scope(self, module: nn.Module, site: Site, outer: ModuleCall) -> ModuleCall:
+        # The scope itself keeps all three alive, so that no number is used again.
         key = id(module), id(site), id(outer)
         scope = self._scopes.get(key)
         if scope is None:
@@ -438,7 +441,7 @@ def _is_of_torch(code: CodeType) -> bool:
 _MODULES = os.path.join(TORCH, "nn", "modules", "")
 
 
-def _apart(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _call_gate(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call a gate: modules that are called in it are no nodes."""
     run, _local.run = _local.run, None
     try:
@@ -447,7 +450,7 @@ def _apart(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         _local.run = run
 
 
-class _Unrecorded:
+class _UnrecordedStage:
     """The stage of an inserter (see `watchers.Stage`) in a call that is not recorded."""
 
     follows_script = False
@@ -460,7 +463,7 @@ class _Unrecorded:
         return None
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        return _apart(function, args)
+        return _call_gate(function, args)
 
     def passed(self, gate: Callable[[Any], Any]) -> None:
         """Do nothing."""

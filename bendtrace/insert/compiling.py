@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bendtrace.engine.splices import Splice, Step
-from bendtrace.insert.facts import Facts
+from bendtrace.engine.splices import GateSplice, SpliceStep
+from bendtrace.insert.facts import IdentityFacts
 from bendtrace.insert.gates import (
     AfterGate,
     BeforeGate,
@@ -30,11 +30,17 @@ from bendtrace.insert.gates import (
     exchange_store,
 )
 from bendtrace.insert.handing import hand_over
-from bendtrace.insert.insertion import Insertion, Tally
+from bendtrace.insert.insertion import CallTally, Insertion
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass
-from bendtrace.insert.plan import Entry, Plan
+from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
 from bendtrace.insert.purity import effect_of_pure, facts_on
-from bendtrace.insert.structure import Leaf, Shape, assemble, leaves_of_shape, part_of
+from bendtrace.insert.structure import (
+    ContainerShape,
+    LeafShape,
+    assemble,
+    leaves_of_shape,
+    shape_at,
+)
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta
@@ -55,7 +61,7 @@ class _Turn(NamedTuple):
         is_alone: whether the observed value is one tensor.
     """
 
-    entry: Entry
+    entry: LocatedInsertion
     at: NodePass
     slot: int = -1
     like: TensorMeta | None = None
@@ -74,7 +80,7 @@ class _Refused(Exception):
     """The reason why an insertion cannot be compiled."""
 
 
-def insertions_of_plan(plan: Plan) -> PlannedInsertions:
+def insertions_of_plan(plan: InsertionPlan) -> PlannedInsertions:
     """Return the insertions of a plan, in the form that compiled paths need."""
     known = plan.compiled
     if known is None:
@@ -84,7 +90,7 @@ def insertions_of_plan(plan: Plan) -> PlannedInsertions:
 
 
 class PlannedInsertions:
-    """The insertions of a plan (see `compiled.splices.Inserted`).
+    """The insertions of a plan (see `engine.splices.CallInsertions`).
 
     Args:
         plan: the insertions.
@@ -93,7 +99,7 @@ class PlannedInsertions:
         places: the key of their locations.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: InsertionPlan) -> None:
         self.places: Hashable = plan.key
         self._plan = plan
         self._paths: dict[int, _Path] = {}
@@ -124,8 +130,8 @@ class _Path:
         wants_runs: whether an insertion wants to know of each call, and not only of the first.
     """
 
-    def __init__(self, recording: Recording, plan: Plan) -> None:
-        self.steady: tuple[SplicedTurns | str, Facts] | None = None
+    def __init__(self, recording: Recording, plan: InsertionPlan) -> None:
+        self.steady: tuple[SplicedTurns | str, IdentityFacts] | None = None
         self.asked = 0
         self.wants_runs: bool = any(
             type(entry.insertion).ran is not Insertion.ran for entry in plan.entries
@@ -161,7 +167,7 @@ class _Path:
             self._has_run = True
             self._plan.ran(self._recording)
 
-    def _facts(self) -> Facts | None:
+    def _facts(self) -> IdentityFacts | None:
         facts = facts_on(turn.entry.what for turn in self._all if turn.look is None)
         for turn in self._all:
             if facts is not None and turn.look is not None:
@@ -176,7 +182,7 @@ class _Path:
             for turn in turns:
                 what = turn.entry.what
                 if turn.look is None:
-                    found = _effect(turn)
+                    found = _turn_effect(turn)
                     if isinstance(found, str):
                         return found
                     row.append(found)
@@ -188,7 +194,7 @@ class _Path:
 
 
 class SplicedTurns:
-    """The splices of one path in one call (see `compiled.splices.Spliced`).
+    """The splices of one path in one call (see `engine.splices.PathSplices`).
 
     Args:
         path: the path.
@@ -220,7 +226,7 @@ class SplicedTurns:
         same = tuple(firsts.setdefault(id(t), slot) for slot, t in enumerate(self.tensors))
         self.key: Hashable = keys, same
         self.identities: frozenset[int] = frozenset(firsts)
-        self._splices: dict[int, Splice] | None = None
+        self._splices: dict[int, GateSplice] | None = None
         self._all = [
             pair
             for (_, _, turns), row in zip(gates, effects, strict=True)
@@ -240,7 +246,7 @@ class SplicedTurns:
         self._calls = 0  # that the insertions have not recorded yet
 
     @property
-    def splices(self) -> dict[int, Splice]:
+    def splices(self) -> dict[int, GateSplice]:
         """The splices, by the numbers of the gates' ops."""
         if self._splices is None:
             self._splices = {
@@ -251,7 +257,7 @@ class SplicedTurns:
 
     def changing(self, calls: int = 1) -> frozenset[int]:
         """Return the numbers of functions that are known to change their value."""
-        is_known = calls == 1 and self._reset is Tally.latest_reset and self._known is not None
+        is_known = calls == 1 and self._reset is CallTally.latest_reset and self._known is not None
         if is_known and self._changing is not None:
             return self._changing
         turns = (turn for turn, effect in self._all if effect is not None)
@@ -320,9 +326,9 @@ class SplicedTurns:
         self, changed: Tensor | None, unchanged: frozenset[int], silent: frozenset[int]
     ) -> tuple[bool, ...]:
         """Return whether each insertion has changed its value, for all that is known."""
-        if self._known is not None and self._reset is Tally.latest_reset:
+        if self._known is not None and self._reset is CallTally.latest_reset:
             return self._known
-        reset, flags, number, is_known = Tally.latest_reset, None, -1, True
+        reset, flags, number, is_known = CallTally.latest_reset, None, -1, True
         numbers = (number for number in range(len(self._all)) if number not in silent)
         found: list[bool] = []
         for turn, effect in self._all:
@@ -360,23 +366,23 @@ class SplicedTurns:
                     turn.entry.insertion.fired(turn.at, has_changed, times)
 
 
-def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> Splice:
-    steps: list[Step] = []
+def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> GateSplice:
+    steps: list[SpliceStep] = []
     for turn, effect in zip(turns, effects, strict=True):
         if effect is None:
-            steps.append(Step(turn.slots))
+            steps.append(SpliceStep(turn.slots))
         else:
             steps.append(
-                Step((turn.slot,), effect.function, effect.tensors, effect.kept, effect.check)
+                SpliceStep((turn.slot,), effect.function, effect.tensors, effect.kept, effect.check)
             )
     in_place = None
     if gate.tells_in_place:  # for all that an observer can say
-        in_place = any(type(turn.shape) is Shape for turn in turns)
+        in_place = any(type(turn.shape) is ContainerShape for turn in turns)
     exchanged = gate.exchanged if isinstance(gate, (AfterGate, BeforeGate)) else ()
-    return Splice(tuple(steps), exchanged, in_place)
+    return GateSplice(tuple(steps), exchanged, in_place)
 
 
-def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Turn]:
+def _turns(gate: Gate, args: Any, recording: Recording, plan: InsertionPlan) -> list[_Turn]:
     """Return the insertions at a gate, in order.
 
     Raises:
@@ -402,7 +408,9 @@ def _turns(gate: Gate, args: Any, recording: Recording, plan: Plan) -> list[_Tur
     return found
 
 
-def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Recording) -> Any:
+def _turn(
+    gate: AfterGate | BeforeGate, entry: LocatedInsertion, args: Any, recording: Recording
+) -> Any:
     what = entry.what
     subject = f"{what.label} at {gate.at.path or 'the whole model'}"
     if entry.insertion.passes.is_asked:
@@ -413,11 +421,11 @@ def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Reco
             return None
         if entry.wants_inputs:
             raise _Refused(f"{subject} is given the inputs of the node as well")
-        shape = part_of(gate.shape, entry.dig)
+        shape = shape_at(gate.shape, entry.dig)
         if entry.dig or isinstance(gate, StateGate):
             at = replace(at, path=entry.place.shown or at.path)
     elif entry.slot in gate.places:
-        shape = part_of(gate.shape, gate.places[entry.slot])
+        shape = shape_at(gate.shape, gate.places[entry.slot])
         at = replace(at, path=entry.place.shown, module=None)
     else:
         if not entry.before:
@@ -429,7 +437,7 @@ def _turn(gate: AfterGate | BeforeGate, entry: Entry, args: Any, recording: Reco
     if what.observes:
         look = functools.partial(what.after, at, NO_INPUTS)
         return _looking(_Turn(entry, at, shape=shape, look=look), args, subject, recording)
-    if type(shape) is not Leaf or shape.kind is not Tensor:
+    if type(shape) is not LeafShape or shape.kind is not Tensor:
         raise _Refused(f"{subject} changes a value that is no single tensor")
     like = recording.tape.ops[args[shape.number].index].meta
     return _Turn(entry, at, shape.number, like, shape)
@@ -450,7 +458,7 @@ def _looking(turn: _Turn, args: Any, subject: str, recording: Recording) -> _Tur
             slots.append(leaf.number)
         elif type(given) not in PLAIN_TYPES:
             raise _Refused(f"{subject} looks at objects that are no tensors")
-    is_alone = type(turn.shape) is Leaf and slots == [turn.shape.number]
+    is_alone = type(turn.shape) is LeafShape and slots == [turn.shape.number]
     return turn._replace(slots=tuple(slots), values=tuple(args), is_alone=is_alone)
 
 
@@ -458,11 +466,11 @@ def _undeferrable(subject: str) -> str:
     return f"{subject} is not known to do without being called while the model runs"
 
 
-def _counting_turn(gate: CountGate, entry: Entry) -> _Turn:
+def _counting_turn(gate: CountGate, entry: LocatedInsertion) -> _Turn:
     if not (entry.what.observes and entry.what.deferrable):
         raise _Refused(_undeferrable(entry.what.label))
     look = functools.partial(_call_before, entry.what, gate.at)
-    return _Turn(entry, gate.at, shape=Leaf(Tensor, -1), look=look)
+    return _Turn(entry, gate.at, shape=LeafShape(Tensor, -1), look=look)
 
 
 def _call_before(what: Interjection, at: NodePass, _: Any) -> None:
@@ -473,7 +481,7 @@ def _of_inputs(what: Interjection, at: NodePass) -> Callable[[Any], Any]:
     return lambda value: what.before(at, as_inputs(value))
 
 
-def _effect(turn: _Turn) -> Effect | str:
+def _turn_effect(turn: _Turn) -> Effect | str:
     assert turn.like is not None
     what = turn.entry.what
     try:

@@ -12,7 +12,7 @@ from operator import contains, getitem, is_
 from typing import Any
 
 
-class Facts:
+class IdentityFacts:
     """Facts about attributes and entries, by the identity of the values.
 
     All objects in it are kept alive. Values are compared by identity only: whoever adds a fact

@@ -24,11 +24,12 @@ from torch import Tensor
 from bendtrace.errors import InterjectionError
 from bendtrace.insert.gradients import CallGradients, ChecksGradients
 from bendtrace.insert.interjection import NO_INPUTS, Inputs, NodePass
-from bendtrace.insert.plan import Called, Entry, Plan, Slot
+from bendtrace.insert.plan import Called, InsertionPlan, LocatedInsertion, Slot
 from bendtrace.insert.structure import (
-    Leaf,
-    Mismatch,
-    Shape,
+    ContainerShape,
+    LeafShape,
+    StructureMismatch,
+    all_tensors_in,
     assemble,
     collect,
     count_of,
@@ -37,10 +38,9 @@ from bendtrace.insert.structure import (
     exchangeable,
     has_mutable,
     holds_same,
-    part_of,
+    shape_at,
     take_apart,
-    tensors_of,
-    version_of,
+    write_count,
 )
 from bendtrace.python.places import place_text
 from bendtrace.tape.blocks import KEEPERS
@@ -71,7 +71,7 @@ class Containers:
 
     def settle(
         self, shapes: tuple[Any, ...], given: tuple[Any, ...], results: tuple[Any, ...],
-        found: list[Any], at: NodePass, entry: Entry,
+        found: list[Any], at: NodePass, entry: LocatedInsertion,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Note whether lists and dicts that an insertion was given have to be updated in place.
 
@@ -90,7 +90,7 @@ class Containers:
             InterjectionError: it has changed some in place, and returned others.
         """
         results = tuple(
-            value if result is None and type(shape) is Shape else result
+            value if result is None and type(shape) is ContainerShape else result
             for shape, value, result in zip(shapes, given, results, strict=False)
         )
         are_kept = all(map(holds_same, shapes, given, results))
@@ -99,7 +99,7 @@ class Containers:
             for shape, value in zip(shapes, given, strict=True):
                 collect(shape, value, now)
             is_changed = any(new is not old for new, old in zip(now, found, strict=True))
-        except Mismatch:
+        except StructureMismatch:
             is_changed = True
         if not are_kept:
             self.others.append(shapes)
@@ -118,7 +118,7 @@ class Containers:
         return results
 
 
-class Observed:
+class ObservedNode:
     """A node that an insertion may or may not call, and the outcome.
 
     Args:
@@ -156,7 +156,9 @@ class Observed:
         return value is self._gave[0] and _versions(value) == self._gave[1]
 
 
-def collect_returned(shape: Any, result: Any, found: list[Any], at: NodePass, entry: Entry) -> None:
+def collect_returned(
+    shape: Any, result: Any, found: list[Any], at: NodePass, entry: LocatedInsertion
+) -> None:
     """Put the tensors and numbers that an insertion returned in the place of the old ones.
 
     Raises:
@@ -164,19 +166,21 @@ def collect_returned(shape: Any, result: Any, found: list[Any], at: NodePass, en
     """
     try:
         collect(shape, result, found)
-    except Mismatch as error:
+    except StructureMismatch as error:
         part, hint = f"{at.path}{'' if at.module is None else '.output'}|sub_0".lstrip("."), ""
-        if isinstance(shape, Shape) and shape.kind in (tuple, list):
+        if isinstance(shape, ContainerShape) and shape.kind in (tuple, list):
             hint = f"; to change one part of it, name the part: {part!r}"
         text = f"{entry.what.label} at {at.path or '<root>'} returned a value that cannot replace"
         raise InterjectionError(f"{text} the node's value: {error}{hint}", at.path) from None
 
 
 def changed(
-    entry: Entry, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
+    entry: LocatedInsertion, at: NodePass, before: list[Any], found: list[Any], versions: list[int]
 ) -> bool:
     """Return whether an insertion has returned another value, or changed one in place."""
-    written = any(version_of(old) != version for old, version in zip(before, versions, strict=True))
+    written = any(
+        write_count(old) != version for old, version in zip(before, versions, strict=True)
+    )
     other = [(old, new) for old, new in zip(before, found, strict=True) if new is not old]
     if entry.what.observes and (written or other):
         raise InterjectionError(
@@ -190,7 +194,7 @@ def changed(
 
 
 def _versions(value: Any) -> list[int]:
-    return [version_of(tensor) for tensor in take_apart(value, objects=False)[1]]
+    return [write_count(tensor) for tensor in take_apart(value, objects=False)[1]]
 
 
 # What gates have returned in a call, in case that the call has to begin again.
@@ -222,7 +226,7 @@ class Attempt:
         known = self._met.get(id(tensor))
         if known is not None and known() is tensor:
             return True
-        return any(one is tensor for one in tensors_of(self._given))
+        return any(one is tensor for one in all_tensors_in(self._given))
 
     def note(
         self,
@@ -244,7 +248,7 @@ class Attempt:
             version: its version, if that is known.
         """
         self._met[id(given)] = known = weakref.ref(given)
-        version = version_of(given) if version is None else version
+        version = write_count(given) if version is None else version
         self._returned[path, number] = given if keeps else known, version, may_change
 
     def note_unchanged(self, path: str, number: int) -> None:
@@ -271,7 +275,7 @@ class Attempt:
         """
         for gate in gates:
             take_back(gate)
-            at = gate.at.path, passes_of(gate)
+            at = gate.at.path, gate_passes(gate)
             self.answers[at] = given if gate is gates[-1] else None  # the value has theirs by now
 
     def can_begin_again(self) -> bool:
@@ -293,7 +297,7 @@ class Attempt:
                     "in earlier calls: call the model again",
                     path,
                 )
-            self.answers[path, number] = _alive(value)
+            self.answers[path, number] = _live_tensor(value)
 
 
 # What a gate has returned, or a weak reference to it, or None if it cannot be returned again; its
@@ -302,7 +306,7 @@ _Returned = tuple[Any, int, bool]
 _UNCHANGED: _Returned = None, -1, False  # the value that it was given
 
 
-def _alive(returned: _Returned) -> Tensor | None:
+def _live_tensor(returned: _Returned) -> Tensor | None:
     held = returned[0]
     return held() if isinstance(held, weakref.ref) else held
 
@@ -311,11 +315,11 @@ def _why_not(returned: _Returned) -> str:
     """Return why a gate cannot return once more what it has returned; "" if it can."""
     if returned is _UNCHANGED:
         return ""
-    given, (_, version, may_change) = _alive(returned), returned
+    given, (_, version, may_change) = _live_tensor(returned), returned
     if given is None:
         return "what it returned is gone"
     # torch does not count the changes of tensors of the inference mode.
-    was_changed = may_change if is_inference(given) else version_of(given) != version
+    was_changed = may_change if is_inference(given) else write_count(given) != version
     return "what it returned was changed" if was_changed else ""
 
 
@@ -323,8 +327,8 @@ def _why_not(returned: _Returned) -> str:
 _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
-class _Local(threading.local):
-    plan: Plan | None = None
+class _CallContext(threading.local):
+    plan: InsertionPlan | None = None
 
     def __init__(self) -> None:
         self.through: dict[tuple[str, int], _Watching] = {}
@@ -338,24 +342,24 @@ class _Local(threading.local):
         self.containers = Containers()  # those of the running gate
 
 
-_local = _Local()
+_local = _CallContext()
 
 
-def running(plan: Plan) -> AbstractContextManager[None]:
+def applying(plan: InsertionPlan) -> AbstractContextManager[None]:
     """Make the gates that the calling thread reaches call the insertions of a plan.
 
     Raises:
         Exception: an error raised by an insertion, if the model has caught it.
     """
-    return _Running(plan)
+    return _RunningPlan(plan)
 
 
-class _Running:
-    """The context of `running`; a class, since it is entered in each call of a model."""
+class _RunningPlan:
+    """The context of `applying`; a class, since it is entered in each call of a model."""
 
     __slots__ = ("_before", "_plan")
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: InsertionPlan) -> None:
         self._plan = plan
 
     def __enter__(self) -> None:
@@ -411,13 +415,13 @@ def _insertions_of_block() -> Callable[[], AbstractContextManager[None]]:
 KEEPERS.append(_insertions_of_block)
 
 
-class _Uncounted:
+class _UncountedInsertion:
     """Stands for an insertion in a block that is done again: its calls are not counted twice."""
 
     changes: frozenset[str] = frozenset()  # those that are known, as its own `Tally`
 
     @property
-    def _tally(self) -> _Uncounted:
+    def _tally(self) -> _UncountedInsertion:
         """The object that counts its calls."""
         return self
 
@@ -432,11 +436,11 @@ class _Uncounted:
         return True
 
 
-def _silent_entries(entries: Sequence[Entry]) -> tuple[Entry, ...]:
+def _silent_entries(entries: Sequence[LocatedInsertion]) -> tuple[LocatedInsertion, ...]:
     """Return those of some insertions that change values, without their reports."""
     found = [copy.copy(entry) for entry in entries if not entry.what.observes]
     for entry in found:
-        entry.insertion = cast("Any", _Uncounted())
+        entry.insertion = cast("Any", _UncountedInsertion())
     return tuple(found)
 
 
@@ -466,7 +470,7 @@ def attempt() -> Attempt:
     return _local.attempt
 
 
-def passes_of(gate: Gate) -> int:
+def gate_passes(gate: Gate) -> int:
     """Return how often the call has passed a gate so far."""
     return _local.passes.get((gate.at.path, gate.role), 0)
 
@@ -476,7 +480,7 @@ def take_back(gate: Gate) -> None:
     _local.passes[gate._key] -= 1
 
 
-def _note_reshaped(entry: Entry, at: NodePass, old: Any, new: Any) -> None:
+def _note_reshaped(entry: LocatedInsertion, at: NodePass, old: Any, new: Any) -> None:
     """Record that an insertion changed a shape or dtype, so that errors of the call mention it."""
     if old is not new and isinstance(old, Tensor) and isinstance(new, Tensor):
         with unseen():
@@ -544,7 +548,9 @@ class Gate:
     is_followed = False
     role = ""
 
-    def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
+    def __init__(
+        self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: InsertionPlan
+    ) -> None:
         self.at = at
         self.slots = slots
         self.shape = shape
@@ -620,7 +626,7 @@ class Gate:
         return (*(given if isinstance(given, tuple) else (given,)), in_place)
 
     @staticmethod
-    def failed(error: Exception, entries: Sequence[Entry]) -> None:
+    def failed(error: Exception, entries: Sequence[LocatedInsertion]) -> None:
         """Note an error that an insertion has raised, or the node itself."""
         if error is not _local.models_own:
             noted(error)
@@ -643,10 +649,12 @@ class Gate:
         at = self._passes[number] = replace(self.at, number=number)
         return at
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+    def _through(
+        self, values: tuple[Any, ...], at: NodePass, entries: tuple[LocatedInsertion, ...]
+    ) -> Any:
         raise NotImplementedError
 
-    def _entries(self, number: int) -> tuple[Entry, ...]:
+    def _entries(self, number: int) -> tuple[LocatedInsertion, ...]:
         """Return the insertions that are called in a pass, in the order in which they were made."""
         plan = _local.plan or self._plan()
         if plan is None:
@@ -657,7 +665,7 @@ class Gate:
         entries = self.entries_in(plan, number)
         return _silent_entries(entries) if _local.is_repeated else entries
 
-    def entries_in(self, plan: Plan, number: int) -> tuple[Entry, ...]:
+    def entries_in(self, plan: InsertionPlan, number: int) -> tuple[LocatedInsertion, ...]:
         """Return the insertions of a plan that are called in a pass, in order."""
         _, entries, selects, _ = plan.called_at.get(id(self)) or self.called_by(plan)
         if not selects:
@@ -665,7 +673,7 @@ class Gate:
         total = plan.totals.get(self.at.path)
         return tuple(e for e in entries if e.insertion.passes.admits(number, total))
 
-    def called_by(self, plan: Plan) -> Called:
+    def called_by(self, plan: InsertionPlan) -> Called:
         """Return what of a plan is called here, and note it."""
         entries = plan.entries_of(self.slots)
         selects = not all(entry.insertion.passes.admits_all for entry in entries)
@@ -694,7 +702,7 @@ class AfterGate(Gate):
         at: NodePass,
         slots: tuple[Slot, ...],
         shape: Any,
-        plan: Plan,
+        plan: InsertionPlan,
         given: Any = None,
         writes: bool = False,
     ) -> None:
@@ -705,13 +713,13 @@ class AfterGate(Gate):
         self.exchanged: tuple[int, ...] = exchangeable(shape)
         self._has_receivers = any("backward" in slot.forms for slot in slots)
         self._is_simple = (
-            shape == Leaf(Tensor, 0) and given is None and not (writes or self._has_receivers)
+            shape == LeafShape(Tensor, 0) and given is None and not (writes or self._has_receivers)
         )
 
     def __call__(self, *values: Any) -> Any:
         """Call the insertions (see `Gate`)."""
         now = vars(_local)
-        plan: Plan | None = now.get("plan") if self.counts else None
+        plan: InsertionPlan | None = now.get("plan") if self.counts else None
         called = None
         if plan is not None:
             called = plan.called_at.get(id(self)) or self.called_by(plan)
@@ -742,14 +750,14 @@ class AfterGate(Gate):
             raise
         return value
 
-    def called_by(self, plan: Plan) -> Called:
+    def called_by(self, plan: InsertionPlan) -> Called:
         """Return what of a plan is called here, and note it."""
         called = super().called_by(plan)
         if self._is_simple and len(called[1]) == 1:
             called = plan.called_at[id(self)] = (*called[:3], called[1][0])
         return called
 
-    def is_due(self, entry: Entry, now: Mapping[str, Any]) -> bool:
+    def is_due(self, entry: LocatedInsertion, now: Mapping[str, Any]) -> bool:
         """Return whether an insertion is called in the pass that comes next (see `of_call`)."""
         total = now["plan"].totals.get(self.at.path)
         return entry.insertion.passes.admits(now["passes"].get(self._key, 0), total)
@@ -760,7 +768,9 @@ class AfterGate(Gate):
         passes[self._key] = number + 1
         return self._passes.get(number) or self._pass(number)
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+    def _through(
+        self, values: tuple[Any, ...], at: NodePass, entries: tuple[LocatedInsertion, ...]
+    ) -> Any:
         """Call the insertions; return the tensors and numbers of the new value."""
         found = list(values[: self._count])
         through: _Watching = (None, None)
@@ -777,9 +787,9 @@ class AfterGate(Gate):
                 inputs = NO_INPUTS
                 if self._given is not None:
                     inputs = as_inputs(assemble(self._given, list(values[self._count :])))
-            shape = part_of(self.shape, entry.dig)
+            shape = shape_at(self.shape, entry.dig)
             if shape is not None:
-                self._call(entry, shape, _dug(at, entry), inputs, found)
+                self._call(entry, shape, _pass_of_part(at, entry), inputs, found)
         if of_hooks is not None:  # their gradients are those of what forward hooks returned
             _exchange_tensors(found, of_hooks.leave)
         given = [found[number] for number in self.exchanged]
@@ -787,12 +797,12 @@ class AfterGate(Gate):
             return self._written(values[-1], given[0])
         return given[0] if len(given) == 1 else tuple(given)
 
-    def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
+    def _exchange(self, entry: LocatedInsertion, value: Any, at: NodePass) -> Any:
         """Call an insertion at a node that returns one tensor."""
         is_plain = type(value) is Tensor and not (
             function_modes() or value.is_inference() or value.is_nested
         )
-        version = value._version if is_plain else version_of(value)
+        version = value._version if is_plain else write_count(value)
         result = entry.what.after(at, NO_INPUTS, value)
         if is_plain and value._version == version:  # as `exchanged_for`, in fewer instructions
             if result is None or result is value:
@@ -811,7 +821,7 @@ class AfterGate(Gate):
         return self.exchanged_for(entry, value, result, at, version)
 
     def exchanged_for(
-        self, entry: Entry, value: Any, result: Any, at: NodePass, version: int
+        self, entry: LocatedInsertion, value: Any, result: Any, at: NodePass, version: int
     ) -> Any:
         """Return what takes the place of a value, for what an insertion has returned.
 
@@ -833,13 +843,13 @@ class AfterGate(Gate):
         return found[0]
 
     def _call(
-        self, entry: Entry, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
+        self, entry: LocatedInsertion, shape: Any, at: NodePass, inputs: Inputs, found: list[Any]
     ) -> None:
         before = list(found)
-        versions = [version_of(value) for value in found]
+        versions = [write_count(value) for value in found]
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
-        if type(shape) is Shape:
+        if type(shape) is ContainerShape:
             result = _local.containers.settle((shape,), (value,), (result,), found, at, entry)[0]
         if result is not None:
             collect_returned(shape, result, found, at, entry)
@@ -872,20 +882,20 @@ class AfterGate(Gate):
 class StateGate(AfterGate):
     """Receives a parameter or buffer, whose shape and dtype must not change."""
 
-    def _exchange(self, entry: Entry, value: Any, at: NodePass) -> Any:
+    def _exchange(self, entry: LocatedInsertion, value: Any, at: NodePass) -> Any:
         if entry.place.shown not in ("", at.path):
             at = replace(at, path=entry.place.shown)
         if entry.what.self_contained or entry.what.observes:
             return super()._exchange(entry, value, at)
         copied = value.clone()  # what a function does to its argument must not reach the model
-        version = version_of(copied)
+        version = write_count(copied)
         result = entry.what.after(at, NO_INPUTS, copied)
         found = [value]
         if result is None or result is copied:
-            found = [value if version_of(copied) == version else copied]
+            found = [value if write_count(copied) == version else copied]
         else:
             collect_returned(self.shape, result, found, at, entry)
-        entry.insertion.fired(at, changed(entry, at, [value], found, [version_of(value)]))
+        entry.insertion.fired(at, changed(entry, at, [value], found, [write_count(value)]))
         return found[0]
 
 
@@ -907,19 +917,21 @@ class BeforeGate(Gate):
         at: NodePass,
         slots: tuple[Slot, ...],
         shape: Any,
-        plan: Plan,
+        plan: InsertionPlan,
         places: dict[Slot, tuple[Any, ...]],
     ) -> None:
         super().__init__(at, slots, shape, plan)
         self.places = places
         self.exchanged: tuple[int, ...] = exchangeable(shape)
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+    def _through(
+        self, values: tuple[Any, ...], at: NodePass, entries: tuple[LocatedInsertion, ...]
+    ) -> Any:
         """Call the insertions; return the tensors and numbers that the node is given."""
         found = list(values)
         for entry in reversed(entries):
             if entry.slot in self.places:
-                shape = part_of(self.shape, self.places[entry.slot])
+                shape = shape_at(self.shape, self.places[entry.slot])
                 if shape is not None:
                     self._call(entry, shape, found, at)
             elif entry.before:
@@ -927,8 +939,8 @@ class BeforeGate(Gate):
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
 
-    def _call(self, entry: Entry, shape: Any, found: list[Any], at: NodePass) -> None:
-        before, versions = list(found), [version_of(value) for value in found]
+    def _call(self, entry: LocatedInsertion, shape: Any, found: list[Any], at: NodePass) -> None:
+        before, versions = list(found), [write_count(value) for value in found]
         value = assemble(shape, found)
         if entry.slot in self.places:
             at = replace(at, path=entry.place.shown, module=None)
@@ -945,7 +957,7 @@ class BeforeGate(Gate):
                     at.path,
                 )
         if entry.slot in self.places:
-            if type(shape) is Shape:
+            if type(shape) is ContainerShape:
                 results = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
                 result = results[0]
         elif result is None:
@@ -980,14 +992,16 @@ class EntryGate(Gate):
         at: NodePass,
         slots: tuple[Slot, ...],
         shape: Any,
-        plan: Plan,
+        plan: InsertionPlan,
         written: int | None = None,
     ) -> None:
         super().__init__(at, slots, shape, plan)
         self.written = written
         self.exchanged: tuple[int, ...] = exchangeable(shape, (Tensor,))
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+    def _through(
+        self, values: tuple[Any, ...], at: NodePass, entries: tuple[LocatedInsertion, ...]
+    ) -> Any:
         """Return the tensors that the node is given."""
         found = list(values)
         receivers = [entry for entry in entries if entry.backward]
@@ -1001,7 +1015,9 @@ class EntryGate(Gate):
         given = [found[number] for number in self.exchanged]
         return given[0] if len(given) == 1 else tuple(given)
 
-    def _watched(self, receivers: list[Entry], tensors: list[Tensor], at: NodePass) -> list[Tensor]:
+    def _watched(
+        self, receivers: list[LocatedInsertion], tensors: list[Tensor], at: NodePass
+    ) -> list[Tensor]:
         """Watch the gradients for insertions; return the inputs of the node."""
         watching: list[CallGradients | None] = []
         # Ops under autocast share one cast of each weight, which an alias would not have.
@@ -1028,11 +1044,15 @@ class InputsGate(Gate):
 
     role = "inputs"
 
-    def __init__(self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: Plan) -> None:
+    def __init__(
+        self, at: NodePass, slots: tuple[Slot, ...], shape: Any, plan: InsertionPlan
+    ) -> None:
         super().__init__(at, slots, shape, plan)
         self.exchanged: tuple[int, ...] = exchangeable(shape)
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+    def _through(
+        self, values: tuple[Any, ...], at: NodePass, entries: tuple[LocatedInsertion, ...]
+    ) -> Any:
         """Return the copies; numbers stay."""
         # No lazy copies: the write would move memory whose address the caller may know.
         with self._unseen():
@@ -1052,10 +1072,12 @@ class CountGate(Gate):
 
     role = "before"
 
-    def __init__(self, at: NodePass, slots: tuple[Slot, ...], plan: Plan) -> None:
+    def __init__(self, at: NodePass, slots: tuple[Slot, ...], plan: InsertionPlan) -> None:
         super().__init__(at, slots, take_apart(((), {}))[0], plan)
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> None:
+    def _through(
+        self, values: tuple[Any, ...], at: NodePass, entries: tuple[LocatedInsertion, ...]
+    ) -> None:
         for entry in reversed(entries):
             entry.what.before(at, NO_INPUTS)
             entry.insertion.fired(at, False)
@@ -1084,7 +1106,9 @@ class InsteadGate(Gate):
         """The function that it replaces, whose node it is."""
         return self.at.function
 
-    def _through(self, values: tuple[Any, ...], at: NodePass, entries: tuple[Entry, ...]) -> Any:
+    def _through(
+        self, values: tuple[Any, ...], at: NodePass, entries: tuple[LocatedInsertion, ...]
+    ) -> Any:
         """Return the result of the outermost insertion."""
         args, kwargs = self.given or assemble(self.shape, list(values))
         call: Callable[..., Any] = self._node
@@ -1102,9 +1126,11 @@ class InsteadGate(Gate):
             _local.models_own = error  # for which the model may have a handler
             raise
 
-    def _around(self, entry: Entry, call: Callable[..., Any], at: NodePass) -> Callable[..., Any]:
+    def _around(
+        self, entry: LocatedInsertion, call: Callable[..., Any], at: NodePass
+    ) -> Callable[..., Any]:
         def instead(*args: Any, **kwargs: Any) -> Any:
-            node = Observed(call, Inputs(args, kwargs))
+            node = ObservedNode(call, Inputs(args, kwargs))
             result = entry.what.instead(at, node, node.given)
             entry.insertion.fired(at, not node.gave(result))
             return result
@@ -1125,5 +1151,5 @@ def as_inputs(value: Any) -> Inputs:
     return Inputs(tuple(args), kwargs)
 
 
-def _dug(at: NodePass, entry: Entry) -> NodePass:
+def _pass_of_part(at: NodePass, entry: LocatedInsertion) -> NodePass:
     return replace(at, path=entry.place.shown) if entry.dig else at

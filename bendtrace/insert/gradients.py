@@ -98,6 +98,8 @@ class CallGradients:
         self._receivers = receivers
         self._backwards = [what._backward_of_call() for what, _, _ in receivers]
         self._writes = writes
+        # Each thread numbers the nodes of autograd in the order in which it makes them: those of
+        # the call have this number or a later one.
         self._start: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         self._inputs = inputs
         self._originals = _needing_gradients(inputs)
@@ -108,7 +110,7 @@ class CallGradients:
         self._places = [places for _, places in self._originals]
         self._shapes = [meta_of(tensor).shape for tensor in inputs]
         self._entry: Node = None
-        self._aliases: list[Alias] = []
+        self._aliases: list[InputReplacement] = []
         self._watches: list[tuple[int, Watch]] = []
         self._size_out = 0
         self._exits = 0
@@ -123,7 +125,7 @@ class CallGradients:
         if not originals:
             return given
         inside, self._entry = enter(self, originals, self._writes)
-        self._aliases = [Alias(*pair) for pair in zip(originals, inside, strict=True)]
+        self._aliases = [InputReplacement(*pair) for pair in zip(originals, inside, strict=True)]
         for places, tensor in zip(self._places, inside, strict=True):
             for place in places:
                 given[place] = tensor
@@ -160,11 +162,11 @@ class CallGradients:
             same[id(alias.inside)] = original
         return same
 
-    def _is_shared(self, alias: Alias) -> bool:
+    def _is_shared(self, alias: InputReplacement) -> bool:
         key = storage(alias.inside)
         return sum(storage(other.inside) == key for other in self._aliases) > 1
 
-    def _is_used_otherwise(self, alias: Alias, outputs: list[Tensor]) -> bool:
+    def _is_used_otherwise(self, alias: InputReplacement, outputs: list[Tensor]) -> bool:
         """Return whether an op of the call has used an input itself, instead of its replacement."""
         tensors = [*outputs, *(one.inside for one in self._aliases)]
         seen = {tensor.grad_fn for tensor in tensors} - {None, self._entry}
@@ -372,7 +374,7 @@ def _has_cast(tensor: Tensor) -> bool:
     )
 
 
-class Alias:
+class InputReplacement:
     """An input, and its replacement during the call.
 
     Attributes:
@@ -423,7 +425,7 @@ class Watch:
         name: the name of the module, for messages.
     """
 
-    def __init__(self, alias: Alias, name: str) -> None:
+    def __init__(self, alias: InputReplacement, name: str) -> None:
         self._name = name
         # It shares the change counter with the original, but none of its memory.
         self._probe = alias.inside.detach()
@@ -475,7 +477,7 @@ NOT_WRITABLE = "created inside a custom Function"
 NOT_NUMBERED = 2**64 - 1  # the sequence number of what accumulates the gradients of leaves
 
 
-class Traffic(Protocol):
+class GradientReceiver(Protocol):
     """Receives gradients in backward passes."""
 
     def output_gradient(self, places: Sequence[int], gradient: Tensor | None) -> None:
@@ -486,7 +488,7 @@ class Traffic(Protocol):
 
 
 def enter(
-    traffic: Traffic, tensors: Sequence[Tensor], writable: bool
+    traffic: GradientReceiver, tensors: Sequence[Tensor], writable: bool
 ) -> tuple[tuple[Tensor, ...], Node]:
     """Return tensors that share values and storage with others, and the step's autograd node.
 
@@ -503,7 +505,7 @@ def enter(
     return inside, node
 
 
-def leave_in_place(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> bool:
+def leave_in_place(traffic: GradientReceiver, places: Sequence[int], tensor: Tensor) -> bool:
     """Add a step to a tensor's own history; return False if torch refuses that."""
     _creation.exits.append((traffic, places))
     try:
@@ -515,7 +517,7 @@ def leave_in_place(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> b
     return True
 
 
-def leave_as_view(traffic: Traffic, places: Sequence[int], tensor: Tensor) -> Tensor:
+def leave_as_view(traffic: GradientReceiver, places: Sequence[int], tensor: Tensor) -> Tensor:
     """Return a view that comes after a step; autograd refuses to change it in place."""
     _creation.exits.append((traffic, places))
     try:
@@ -538,7 +540,7 @@ class _StepCreation(threading.local):
     """Marks the step that is being created: as an argument, a recorder would record it."""
 
     def __init__(self) -> None:
-        self.exits: list[tuple[Traffic, Sequence[int]]] = []
+        self.exits: list[tuple[GradientReceiver, Sequence[int]]] = []
 
 
 _creation = _StepCreation()
@@ -555,7 +557,7 @@ class _Entry(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        traffic: Traffic | None = ctx.traffic()
+        traffic: GradientReceiver | None = ctx.traffic()
         return gradients if traffic is None else traffic.input_gradients(gradients)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 
-class _Handed(threading.local):
+class _FreeValues(threading.local):
     identities: set[int] = frozenset()  # type: ignore[assignment]
 
 
-_handed = _Handed()
+_handed = _FreeValues()
 
 
 def hand_over(values: Iterable[Tensor]) -> None:

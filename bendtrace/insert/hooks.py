@@ -19,8 +19,8 @@ from bendtrace.errors import HookNameError, InputError
 from bendtrace.insert.gradients import ChecksGradients, Gradients
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.native import Attached
-from bendtrace.insert.structure import tensors_of, with_tensors
+from bendtrace.insert.native import AttachedInterjection
+from bendtrace.insert.structure import all_tensors_in, with_tensors
 from bendtrace.python.checks import similar
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.functions import ScriptModule
@@ -32,7 +32,7 @@ _orders = itertools.count()
 
 
 @dataclass(eq=False)
-class Registered:
+class HookedModule:
     """A module that hooks are registered on.
 
     Attributes:
@@ -122,10 +122,10 @@ class HookFunction:
         return f"<HookFunction {self.name}: {self.hook_type} on {modules}>"
 
 
-class Owner(Protocol):
+class HookStore(Protocol):
     """The store of the handles."""
 
-    def place(self, handle: HookHandle) -> Insertion | Attached:
+    def place(self, handle: HookHandle) -> Insertion | AttachedInterjection:
         """Make the module call a hook."""
 
     def activate(self, handle: HookHandle) -> None:
@@ -157,13 +157,13 @@ class HookHandle:
         <HookHandle show[first]: inactive>
     """
 
-    def __init__(self, hook_fn: HookFunction, registered: Registered, owner: Owner) -> None:
+    def __init__(self, hook_fn: HookFunction, registered: HookedModule, owner: HookStore) -> None:
         self.hook_fn = hook_fn
         self.module: nn.Module = registered.module
         self.order: int = next(_orders)
         self._registered = registered
-        self.placed: Insertion | Attached = owner.place(self)
-        self._owner: Owner | None = owner
+        self.placed: Insertion | AttachedInterjection = owner.place(self)
+        self._owner: HookStore | None = owner
         self._active = False
         hook_fn._handles[id(self.module)] = self
 
@@ -283,7 +283,7 @@ class _Hook(Interjection):
             plural = "" if count == 1 else "s"
             raise InputError(
                 f"{self.handle.described} has to return None, or the {what} as a tuple of {count} "
-                f"tensor{plural}; it returned {_kind(returned)}"
+                f"tensor{plural}; it returned {_kind_text(returned)}"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
@@ -298,7 +298,7 @@ class _Hook(Interjection):
 class _PreHook(_Hook):
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         value = tuple(inputs), inputs.kwargs
-        tensors = tuple(tensors_of(value))
+        tensors = tuple(all_tensors_in(value))
         new = self._call(at, (), tensors, "inputs")
         return None if new is tensors else Inputs(*with_tensors(value, new))
 
@@ -308,7 +308,10 @@ class _ForwardHook(_Hook):
     _sees_writes = True
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        seen, tensors = tuple(tensors_of((inputs, inputs.kwargs))), tuple(tensors_of(output))
+        seen, tensors = (
+            tuple(all_tensors_in((inputs, inputs.kwargs))),
+            tuple(all_tensors_in(output)),
+        )
         new = self._call(at, (seen,), tensors, "outputs")
         return None if new is tensors else with_tensors(output, new)
 
@@ -361,7 +364,7 @@ def interjection_of(handle: HookHandle) -> Interjection:
     return _KINDS[handle.hook_fn.hook_type](handle)
 
 
-def _kind(value: Any) -> str:
+def _kind_text(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         inside = ", ".join(type(item).__name__ for item in value)
         return f"a {type(value).__name__} of {len(value)} ({inside})"
@@ -473,10 +476,10 @@ class named:
     def __exit__(self, *error: object) -> None:
         if self._names is not None:
             with _lock:
-                _leave(self._module, self._names, self._name)
+                _restore_name(self._module, self._names, self._name)
 
 
-def _leave(module: nn.Module, names: list[str], name: str) -> None:
+def _restore_name(module: nn.Module, names: list[str], name: str) -> None:
     attributes = vars(module)
     is_shown = any(attributes.get("name") is one for one in names)  # else a hook has set another
     names.reverse()

@@ -27,9 +27,9 @@ from bendtrace.insert.gates import (
 )
 from bendtrace.insert.gradients import NOT_WRITABLE
 from bendtrace.insert.interjection import NodePass
-from bendtrace.insert.plan import Entry, Plan, Slot
-from bendtrace.insert.structure import Leaf, refill_value, take_apart, version_of, with_values
-from bendtrace.insert.through import fits, is_shared, kind_of
+from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
+from bendtrace.insert.structure import LeafShape, refill_value, take_apart, with_values, write_count
+from bendtrace.insert.through import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.places import place_text
@@ -69,7 +69,7 @@ _UNNAMED = frozenset(
 )
 
 
-class Spliced(Protocol):
+class CodeSplicer(Protocol):
     """Splices insertions into known code (see `splicer.py`)."""
 
     is_apart: bool
@@ -78,7 +78,7 @@ class Spliced(Protocol):
         """Return the gate at a node."""
 
 
-class Spot:
+class NodeSlots:
     """A node of the run, and the slots at it."""
 
     __slots__ = (
@@ -86,26 +86,26 @@ class Spot:
         "slots",
     )  # fmt: skip
 
-    def __init__(self, candidate: Candidate, plan: Plan, scope: ModuleCall | None) -> None:
+    def __init__(self, candidate: Candidate, plan: InsertionPlan, scope: ModuleCall | None) -> None:
         self.candidate: Candidate = candidate
         self.place: str | ModuleCall | None = scope  # before anyone asks: the call around it
         self.number: int = 0  # passes that have begun
         self.seen: bool = False  # whether its output is known
         self.meet(plan)
 
-    def meet(self, plan: Plan) -> None:
+    def meet(self, plan: InsertionPlan) -> None:
         """Find the slots at the node."""
         candidate = self.candidate
         self.slots: tuple[Slot, ...] = plan.slots_at("node", candidate)
         self.inputs: tuple[Slot, ...] = (
             plan.slots_at("input", candidate) if candidate.function is None else ()
         )
-        receivers = _with(self.slots, "backward")
+        receivers = _slots_with(self.slots, "backward")
         self.receivers: tuple[Slot, ...] = () if candidate.function in OF_AUTOGRAD else receivers
-        self.before: tuple[Slot, ...] = _with(self.slots, "before")
-        self.instead: tuple[Slot, ...] = _with(self.slots, "instead")
+        self.before: tuple[Slot, ...] = _slots_with(self.slots, "before")
+        self.instead: tuple[Slot, ...] = _slots_with(self.slots, "instead")
         forms = ("after", "backward") if self.receivers else ("after",)
-        self.after: tuple[Slot, ...] = _with(self.slots, *forms)
+        self.after: tuple[Slot, ...] = _slots_with(self.slots, *forms)
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Return the tensor that the node works on in place, if the insertions need it."""
@@ -116,7 +116,7 @@ class Spot:
         return inplace_target(self.candidate, args, kwargs)
 
 
-def _with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
+def _slots_with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
     return tuple(slot for slot in slots if not slot.forms.isdisjoint(forms))
 
 
@@ -147,12 +147,12 @@ class LiveInserter:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: InsertionPlan,
         registry: Registry,
         function: Callable[..., Any],
         within: Within | None = None,
         path_of: Callable[[str], str] | None = None,
-        splicer: Spliced | None = None,
+        splicer: CodeSplicer | None = None,
     ) -> None:
         self._splicer = splicer
         self._has_spliced = False
@@ -161,13 +161,13 @@ class LiveInserter:
         self.plan = plan
         self._registry = registry
         self._function = function
-        self._spots: dict[str, Spot] = {}
+        self._spots: dict[str, NodeSlots] = {}
         self.pending: list[Sequence[Any]] = []
         self._raised: set[str] = set()
         self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
         self._model = function if within is None else within.model
-        self._states = States(plan, self._model, self)
+        self._states = StateInsertions(plan, self._model, self)
         self.pending.append(self._states.made)
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
@@ -270,7 +270,7 @@ class LiveInserter:
 
     # Where the calls of modules are met without a recorder (see `beside.py`)
 
-    def spot_of(self, scope: ModuleCall) -> Spot:
+    def spot_of(self, scope: ModuleCall) -> NodeSlots:
         """Return what is inserted at a call of a module that has its name."""
         path = self.names.path(scope)
         spot = self._spots.get(path)
@@ -280,8 +280,8 @@ class LiveInserter:
         return spot
 
     def take_output(
-        self, spot: Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any,
-        frame: FrameType, scope: ModuleCall,
+        self, spot: NodeSlots, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
+        output: Any, frame: FrameType, scope: ModuleCall,
     ) -> Any:  # fmt: skip
         """Replace the output of a module before which nothing is inserted."""
         return self._after(spot, number, args, kwargs, output, frame, None, scope)
@@ -316,9 +316,9 @@ class LiveInserter:
                 path, base, None, "", function, scope.module, self.qualified(scope), site
             )
             candidate.uses_parameter = any(
-                isinstance(tensor, nn.Parameter) for tensor in _tensors_in(given)
+                isinstance(tensor, nn.Parameter) for tensor in _tensors_among(given)
             )
-            spot = self._spots[path] = Spot(candidate, self.plan, scope)
+            spot = self._spots[path] = NodeSlots(candidate, self.plan, scope)
             if self.plan.lookup is not None:
                 self._meet(spot, self.plan.lookup.op(candidate))
         number = spot.number
@@ -476,13 +476,13 @@ class LiveInserter:
                 )
             )
 
-    def _meet(self, spot: Spot, entries: list[Entry]) -> None:
+    def _meet(self, spot: NodeSlots, entries: list[LocatedInsertion]) -> None:
         """Insert what names have turned out to mean at a node."""
         if entries:
             self.plan.add(entries)
             spot.meet(self.plan)
             if not self._states and self.plan.states():
-                self._states = States(self.plan, self._model, self)
+                self._states = StateInsertions(self.plan, self._model, self)
                 self.pending[0] = self._states.made  # not at the end, where nodes take theirs away
 
     def settle(self, recording: Recording) -> None:
@@ -499,17 +499,17 @@ class LiveInserter:
         else:
             lookup.require_names()
 
-    def _spot(self, path: str, base: str, scope: ModuleCall) -> Spot:
+    def _spot(self, path: str, base: str, scope: ModuleCall) -> NodeSlots:
         outer = scope.parent
         candidate = Candidate(
             path, base, scope.module, self.qualified(scope), None,
             None if outer is None else outer.module, self.qualified(outer),
             scope.site,
         )  # fmt: skip
-        spot = self._spots[path] = Spot(candidate, self.plan, outer)
+        spot = self._spots[path] = NodeSlots(candidate, self.plan, outer)
         return spot
 
-    def at(self, spot: Spot, number: int) -> NodePass:
+    def at(self, spot: NodeSlots, number: int) -> NodePass:
         """Return a pass of a node."""
         node = spot.candidate
         if not isinstance(spot.place, str):
@@ -521,7 +521,7 @@ class LiveInserter:
 
     def _before(
         self,
-        spot: Spot,
+        spot: NodeSlots,
         scope: ModuleCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -540,7 +540,7 @@ class LiveInserter:
 
     def _enter(
         self,
-        spot: Spot,
+        spot: NodeSlots,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         frame: FrameType,
@@ -582,7 +582,7 @@ class LiveInserter:
 
     def _after(
         self,
-        spot: Spot,
+        spot: NodeSlots,
         number: int,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -634,7 +634,7 @@ class LiveInserter:
         return put(output, shape, changed)
 
     def _spliced_output(
-        self, spot: Spot, number: int, output: Any, scope: ModuleCall | None
+        self, spot: NodeSlots, number: int, output: Any, scope: ModuleCall | None
     ) -> Any:
         """Let the insertions replace an output as a splice does; None where that is impossible."""
         if type(output) is not Tensor:
@@ -648,16 +648,16 @@ class LiveInserter:
 
         def through(value: Tensor) -> Any:
             nonlocal given, is_alike, may_be_op
-            kind, version = kind_of(value), version_of(value)
+            kind, version = tensor_kind(value), write_count(value)
             given = gate(value)
-            is_written = version_of(value) != version
+            is_written = write_count(value) != version
             if given is not value:
                 is_alike = fits(kind, given, True)
                 may_be_op = not is_written and not self._has_spliced
             elif is_written and is_shared(value):
                 is_alike = False
             else:
-                is_alike = kind is not None and kind_of(value) == kind
+                is_alike = kind is not None and tensor_kind(value) == kind
             return value if may_be_op and not is_alike else given
 
         passed = self.stage.pass_through(through, output, scope)
@@ -674,13 +674,15 @@ class LiveInserter:
         return given
 
     def _inputs_before(
-        self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+        self, spot: NodeSlots, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs that insertions are shown after a node: copies, if it may write."""
-        slots = _with(spot.after, "copies")
+        slots = _slots_with(spot.after, "copies")
         if self._has_output_slots:  # it is not known yet whether they are here
             waiting = (s for s in self.plan.slots if s.place.role == "node")
-            slots += _with(tuple(s for s in waiting if s.place.matcher.needs_output), "copies")
+            slots += _slots_with(
+                tuple(s for s in waiting if s.place.matcher.needs_output), "copies"
+            )
         node = spot.candidate
         if not slots or not may_write(node.module, node.function, args, kwargs):
             return args, kwargs
@@ -706,7 +708,7 @@ class LiveInserter:
         return exchanged
 
     def _needed_after(
-        self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
+        self, spot: NodeSlots, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> Sequence[Any]:
         """Return the values of a node's inputs that its gates need again after it."""
         if written is None and not self._wants_inputs:
@@ -714,7 +716,7 @@ class LiveInserter:
         return [*take_apart((args, kwargs), objects=False)[1], written]
 
     def _instead(
-        self, spot: Spot, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
+        self, spot: NodeSlots, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:  # fmt: skip
         """Call the insertion instead of a function."""
@@ -728,7 +730,7 @@ class LiveInserter:
         output = self.put(gate, values, frame)
         self.pending.append(output)
         try:
-            for tensor in _tensors_in(output):
+            for tensor in _tensors_among(output):
                 self.stage.guard_ownership(tensor, frame)
         finally:
             self.pending.pop()
@@ -773,19 +775,19 @@ class LiveInserter:
             return None
         return put, changed
 
-    def _see(self, spot: Spot, output: Any) -> None:
+    def _see(self, spot: NodeSlots, output: Any) -> None:
         """Show the output of a node to the insertions that select by it."""
         with torch._C.DisableTorchFunction():
             _, values = take_apart(output, objects=False)
             tensor = next((value for value in values if isinstance(value, Tensor)), None)
             if tensor is not None:
                 spot.candidate.shape, spot.candidate.dtype = meta_of(tensor)[:2]
-        spot.after += _with(self.plan.slots_after(spot.candidate), "after")
+        spot.after += _slots_with(self.plan.slots_after(spot.candidate), "after")
 
     # Inputs, parameters and buffers
 
     def _input_places(
-        self, spot: Spot, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, spot: NodeSlots, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[Slot, tuple[Any, ...]]:
         """Return the positions, in arguments and keywords, of the inputs with insertions."""
         if not spot.inputs:
@@ -807,7 +809,7 @@ class LiveInserter:
     def _labels(self, value: Any) -> list[str]:
         """Return the labels of the parameters and buffers in arguments."""
         found = []
-        for tensor in _tensors_in(value):
+        for tensor in _tensors_among(value):
             part = self.stage.state(tensor)
             if part is not None:
                 found.append(str(part.label))
@@ -862,17 +864,17 @@ def _resolve(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return None
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_among(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _tensors_in(item)
+            yield from _tensors_among(item)
     elif type(value) is slice:
-        yield from _tensors_in((value.start, value.stop, value.step))
+        yield from _tensors_among((value.start, value.stop, value.step))
     elif type(value) is dict:
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from _tensors_among(item)
 
 
 # Replacing the parameters and buffers of a model while it runs.
@@ -901,7 +903,7 @@ class Host(Protocol):
         """Return the qualified name of the module of a call, in the whole model."""
 
 
-class States:
+class StateInsertions:
     """The parameters and buffers with insertions.
 
     Args:
@@ -914,7 +916,7 @@ class States:
         made: what the run has replaced so far, and goes on using: names, grad modes and tensors.
     """
 
-    def __init__(self, plan: Plan, model: Callable[..., Any], host: Host) -> None:
+    def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: Host) -> None:
         self.slots: dict[str, tuple[Slot, ...]] = plan.states()
         self._plan = plan
         self._host = host
@@ -957,7 +959,7 @@ class States:
         if known is None:
             shown = next((slot.place.shown for slot in slots if slot.place.shown), "")
             at = NodePass(shown or slots[0].place.matcher.name)
-            gate = StateGate(at, slots, Leaf(Tensor, 0), self._plan)
+            gate = StateGate(at, slots, LeafShape(Tensor, 0), self._plan)
             with torch.set_grad_enabled(key[1].grad and not now.inference):
                 known = self._known[key] = self._host.put(gate, (value,), frame)
             self.made += at.path, key[1].grad, known
@@ -1078,7 +1080,7 @@ class Within(NamedTuple):
     path: str
 
 
-def refuse_reading(plan: Plan, method: MethodType) -> None:
+def refuse_reading(plan: InsertionPlan, method: MethodType) -> None:
     """Raise if a method of the model reads a weight itself at which something is inserted.
 
     Raises:
@@ -1097,7 +1099,7 @@ def refuse_reading(plan: Plan, method: MethodType) -> None:
             )
 
 
-def may_apply_within(plan: Plan, module: nn.Module, within: Within) -> bool:
+def may_apply_within(plan: InsertionPlan, module: nn.Module, within: Within) -> bool:
     """Return whether insertions of a plan may apply to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher

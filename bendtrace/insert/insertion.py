@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass, Passes, depends_on
-from bendtrace.insert.plan import State
+from bendtrace.insert.plan import StateTensor
 from bendtrace.insert.resolver import describe_where
 from bendtrace.insert.where import Target, Where
 from bendtrace.log.nodes import NodePath
@@ -33,7 +33,7 @@ else:
 What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass], Any]
 
 
-class Owner(Protocol):
+class InsertionStore(Protocol):
     """The store of a model's insertions."""
 
     def remove(self, insertion: Insertion) -> None:
@@ -116,11 +116,11 @@ def as_interjection(what: What) -> Interjection:
             )
         return what
     if isinstance(what, type) or not callable(what):
-        _refuse(what)
+        _refuse_object(what)
     return Function(what)
 
 
-def _refuse(what: Any) -> NoReturn:
+def _refuse_object(what: Any) -> NoReturn:
     """Raise for an object that cannot be inserted, with a suggestion."""
     hint = ""
     if isinstance(what, Tensor):
@@ -182,8 +182,8 @@ class Insertion:
 
     def __init__(
         self,
-        owner: Owner,
-        where: Where | State,
+        owner: InsertionStore,
+        where: Where | StateTensor,
         targets: tuple[Target, ...],
         what: Interjection,
         passes: Passes,
@@ -197,7 +197,7 @@ class Insertion:
         self.is_checked = True  # whether there are selected nodes
         self.runs: list[Recording] = []
         self._owner = owner
-        self._tally = Tally()
+        self._tally = CallTally()
         self._has_failed = False
 
     @property
@@ -252,7 +252,7 @@ class Insertion:
         self._tally.called(at, changed, times)
 
     def fires_later(self, settle: Callable[[], None]) -> None:
-        """Note what records calls that are not recorded so far (see `Tally.wait_for`)."""
+        """Note what records calls that are not recorded so far (see `CallTally.wait_for`)."""
         self._tally.wait_for(settle)
 
     def fired_backward(self, at: NodePass) -> None:
@@ -371,7 +371,7 @@ class Report:
             nodes = "1 node" if len(self.rows) == 1 else f"{len(self.rows)} nodes"
             lines = [head + f"called {_times(self.fired)} at {nodes}"]
         for row in self.rows:
-            passes = _passes(row.passes)
+            passes = _passes_text(row.passes)
             parts = [_times(row.fired) + passes]
             parts.append(f"changed the value {_times(row.changed)}" if row.changed else "no change")
             if row.backward:
@@ -385,7 +385,7 @@ class Report:
 _MOST_NOTED = 512  # calls, before they are counted
 
 
-class Tally:
+class CallTally:
     """Counts calls; thread-safe, since backward passes may run in several threads.
 
     Attributes:
@@ -462,7 +462,7 @@ class Tally:
         """Reset the counts."""
         self._settle()
         with self._lock:
-            Tally.latest_reset = object()
+            CallTally.latest_reset = object()
             self.noted.clear()
             self.changes.clear()
             self._rows.clear()
@@ -478,7 +478,7 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _passes(passes: dict[int, int]) -> str:
+def _passes_text(passes: dict[int, int]) -> str:
     numbers = sorted(passes)
     if numbers in ([], [0]):
         return ""

@@ -323,7 +323,7 @@ class Effect(NamedTuple):
         key: everything else that the function depends on: effects with equal keys do the same.
         keep: called after the run with the tensors to keep.
         kept: their number.
-        check: see `compiled.splices.Step`.
+        check: see `engine.splices.SpliceStep`.
     """
 
     function: Callable[..., Any]
@@ -405,7 +405,7 @@ def effect_of_value(
     return Effect(compute, (given,), (*key, "number" if type(value) is float else "tensor"))
 
 
-def as_number(number: Any, tensor: Tensor) -> Any:
+def number_operand(number: Any, tensor: Tensor) -> Any:
     """Return an operand of a tensor, which was a number before it became an input.
 
     Next to a tensor without dimensions it would influence the dtype of the result, unlike a number.

@@ -26,11 +26,11 @@ from bendtrace.insert.inserter import may_write
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.structure import (
-    Exchange,
-    Mismatch,
+    StructureMismatch,
+    TensorExchange,
+    all_tensors_in,
     collect,
     take_apart,
-    tensors_of,
     with_tensors,
 )
 from bendtrace.tape.watchers import current_watcher
@@ -59,7 +59,7 @@ class Counts:
         return number
 
 
-class Attached:
+class AttachedInterjection:
     """An interjection at the calls of one module.
 
     Args:
@@ -129,9 +129,9 @@ class Station:
 
     def __init__(self, module: nn.Module | None) -> None:
         self.module = module
-        self.entries: tuple[Attached, ...] = ()
+        self.entries: tuple[AttachedInterjection, ...] = ()
         self._stages: dict[Callable[..., Any], RemovableHandle] = {}
-        self._open: list[_Call] = []
+        self._open: list[_OpenCall] = []
 
     @property
     def pairs_calls(self) -> bool:
@@ -145,9 +145,9 @@ class Station:
         # The end of each call has to be recorded, except that of an interrupted one.
         self._forget_interrupted()
         ending = self.pairs_calls or bool(self._open)
-        self._install(_enter, self.pairs_calls or any(one.before for one in self.entries))
-        self._install(_close, ending)
-        self._install(_leave, ending or any(one.after for one in self.entries))
+        self._install(_enter_call, self.pairs_calls or any(one.before for one in self.entries))
+        self._install(_close_call, ending)
+        self._install(_leave_call, ending or any(one.after for one in self.entries))
 
     def _install(self, stage: Callable[..., Any], is_needed: bool) -> None:
         installed = self._stages.get(stage)
@@ -157,16 +157,16 @@ class Station:
             return
         assert self.module is not None
         hook = _Stage(self, stage)
-        if stage is _enter:
+        if stage is _enter_call:
             handle = self.module.register_forward_pre_hook(hook, with_kwargs=True)
         else:
-            is_first = stage is _close  # which has to be done after an error, too
+            is_first = stage is _close_call  # which has to be done after an error, too
             handle = self.module.register_forward_hook(
                 hook, with_kwargs=True, always_call=is_first, prepend=is_first
             )
         self._stages[stage] = handle
 
-    def begin(self, call: _Call) -> None:
+    def begin(self, call: _OpenCall) -> None:
         """Note that a call has begun."""
         with _lock:
             self._forget_interrupted()
@@ -178,12 +178,12 @@ class Station:
         while _local.calls and not _local.calls[-1].is_running():
             _local.calls.pop()
 
-    def call_of(self, module: nn.Module) -> _Call | None:
+    def call_of(self, module: nn.Module) -> _OpenCall | None:
         """The call of a module that is running on this thread."""
         calls = reversed(_local.calls)
         return next((one for one in calls if one.station is self and one.module is module), None)
 
-    def end(self, call: _Call) -> None:
+    def end(self, call: _OpenCall) -> None:
         """Note that a call has ended."""
         if call in _local.calls:
             _local.calls.remove(call)
@@ -222,7 +222,7 @@ class _Stage:
         return self._stage(self.station, module, *values)
 
 
-class _Call:
+class _OpenCall:
     """A call of a module, until it ends.
 
     Attributes:
@@ -239,7 +239,7 @@ class _Call:
         self.module = module
         self._at = {one.order: one.at(module) for one in station.entries if one.is_paired}
         self.gradients: CallGradients | None = None
-        self.exchange: Exchange = Exchange({})
+        self.exchange: TensorExchange = TensorExchange({})
         self.same: dict[int, Tensor] = {}
         self.copies: Any = None
         # To distinguish a normal end from an error, which torch reports in the same way.
@@ -263,7 +263,7 @@ class _Call:
         """Return whether the call is ending with an error."""
         return sys.exception() is not self._handled
 
-    def at(self, one: Attached) -> NodePass:
+    def at(self, one: AttachedInterjection) -> NodePass:
         """Return the call, as an attached interjection sees it."""
         return self._at.get(one.order) or one.at(self.module)
 
@@ -273,32 +273,32 @@ class _Call:
         receivers = [(one.what, self.at(one), None) for one in entries if one.backward]
         if not receivers or not torch.is_grad_enabled():
             return given
-        with _unseen():
-            inputs = tensors_of(given)
+        with _hidden_from_recorder():
+            inputs = all_tensors_in(given)
             self.gradients = CallGradients(receivers, inputs)
             inside = self.gradients.enter()
-            self.exchange = Exchange(dict(zip(map(id, inputs), inside, strict=True)))
+            self.exchange = TensorExchange(dict(zip(map(id, inputs), inside, strict=True)))
             watched: tuple[Any, ...] = self.exchange.into(given)
         return watched
 
 
-class _Local(threading.local):
+class _OpenCalls(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_OpenCall] = []
 
 
-_local = _Local()
+_local = _OpenCalls()
 
 
-def _unseen() -> AbstractContextManager[Any]:
+def _hidden_from_recorder() -> AbstractContextManager[Any]:
     """Hide this code from a recorded run, as far as possible."""
     return nullcontext() if current_watcher() is None else torch._C.DisableTorchFunction()
 
 
-def _enter(
+def _enter_call(
     station: Station, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
-    call = _Call(station, module)
+    call = _OpenCall(station, module)
     if station.pairs_calls:
         station.begin(call)
     given = args, kwargs
@@ -309,11 +309,11 @@ def _enter(
                 given = tuple(inputs), getattr(inputs, "kwargs", given[1])
     new = call.watch(given)
     if any(one.copies for one in station.entries):
-        call.copies = with_tensors(new, [tensor.clone() for tensor in tensors_of(new)])
+        call.copies = with_tensors(new, [tensor.clone() for tensor in all_tensors_in(new)])
     return None if new[0] is args and new[1] is kwargs else new
 
 
-def _close(
+def _close_call(
     station: Station, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> Any:
     call = station.call_of(module)
@@ -323,16 +323,16 @@ def _close(
         station.end(call)
     if call.gradients is None:
         return None
-    with _unseen():
+    with _hidden_from_recorder():
         call.exchange.undo()
-        outputs = tensors_of(output)
+        outputs = all_tensors_in(output)
         call.same = call.gradients.close(outputs)
         if not call.same:
             return None
         return with_tensors(output, [call.same.get(id(one), one) for one in outputs])
 
 
-def _leave(
+def _leave_call(
     station: Station, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> Any:
     call = station.call_of(module)
@@ -341,7 +341,7 @@ def _leave(
     if call is not None:
         station.end(call)
         if call.gradients is not None:
-            given = with_tensors(given, call.gradients.inside_of(tensors_of(given), call.same))
+            given = with_tensors(given, call.gradients.inside_of(all_tensors_in(given), call.same))
     value, gradients = output, None if call is None else call.gradients
     if gradients is not None and not gradients.of_hooks:
         value = _watch_outputs(gradients, value)
@@ -352,25 +352,25 @@ def _leave(
             inputs = Inputs(*copies) if one.what.wants_inputs else Inputs(())
             result = one.what.after(at, inputs, value)
             if result is not None and result is not value:
-                value = _check(one.what, at, value, result)
+                value = _accept_result(one.what, at, value, result)
     if gradients is not None and gradients.of_hooks:  # those of what forward hooks returned
         value = _watch_outputs(gradients, value)
     return None if value is output else value  # so that the containers are the module's own
 
 
 def _watch_outputs(gradients: CallGradients, value: Any) -> Any:
-    with _unseen():
-        return with_tensors(value, gradients.leave(tensors_of(value)))
+    with _hidden_from_recorder():
+        return with_tensors(value, gradients.leave(all_tensors_in(value)))
 
 
-def _check(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
+def _accept_result(what: Interjection, at: NodePass, value: Any, result: Any) -> Any:
     """Return the result of an interjection, if it can replace a module's value."""
     if getattr(what, "checks_itself", False):
         return result
     shape, found = take_apart(value)
     try:
         collect(shape, result, found)
-    except Mismatch as error:
+    except StructureMismatch as error:
         raise InterjectionError(
             f"{what.label} at {at.path or '<root>'} returned a value that cannot replace the "
             f"module's value: {error}",

@@ -23,14 +23,14 @@ from bendtrace.insert.interjection import (
     Inputs,
     Interjection,
     NodePass,
-    as_number,
     can_cast,
     depends_on,
     effect_of_value,
+    number_operand,
 )
 from bendtrace.insert.registry import InsertionRegistry
-from bendtrace.insert.resolver import Knowledge, describe_where, name_of, resolve_meaning
-from bendtrace.insert.structure import version_of
+from bendtrace.insert.resolver import Knowledge, describe_where, node_name_of, resolve_meaning
+from bendtrace.insert.structure import write_count
 from bendtrace.insert.where import OfRows, Rows, Where, alias_of
 from bendtrace.log.nodes import Chosen, NodePath, TreeNode
 from bendtrace.log.path_views import Node, NodeSelector, Tree, find, require_leaf
@@ -83,10 +83,10 @@ class Patch(Interjection, Generic[Target]):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Replace the value of a node by the result of `op`."""
         value = copy_tensors(output, Tensor.clone) if self.requires_clone else output
-        version = version_of(value)
+        version = write_count(value)
         try:
             made: Any = self.op(value)
-            if version_of(value) != version and (made is None or value is output):
+            if write_count(value) != version and (made is None or value is output):
                 self._refuse_write(value is output)
         except PatchError as error:
             if error.path:
@@ -205,10 +205,12 @@ class PatchContext(ContextDecorator):
         self._placed: list[tuple[Where, Interjection]] = []
         self._entered: list[list[Any]] = []
         self._was_entered = True  # until it is clear that it can be
-        wanted = [(where, list(_patches_of(where, given))) for where, given in _items(patches)]
-        _check(board, known, [where for where, _ in wanted])
+        wanted = [
+            (where, list(_patches_of(where, given))) for where, given in _patch_items(patches)
+        ]
+        _check_paths(board, known, [where for where, _ in wanted])
         for where, given in wanted:
-            place = _parameter(known, where)
+            place = _parameter_call(known, where)
             self._placed += [
                 (place, patch if rows is None else OfRows(patch, rows)) for patch in given
             ]
@@ -272,7 +274,7 @@ class PatchContext(ContextDecorator):
         return f"PatchContext({placed!r}, {state})"
 
 
-def _items(patches: Any) -> Iterator[tuple[Any, Any]]:
+def _patch_items(patches: Any) -> Iterator[tuple[Any, Any]]:
     if not isinstance(patches, Mapping):
         raise InputError(
             "patches have to be a dict from node paths to patches, as in "
@@ -296,7 +298,7 @@ def _patches_of(where: Any, given: Any) -> Iterator[Patch[Any]]:
         yield patch
 
 
-def _parameter(known: Knowledge, where: Where) -> Where:
+def _parameter_call(known: Knowledge, where: Where) -> Where:
     """Return the node for a path of a parameter: here it selects one call, not all uses."""
     if isinstance(where, str) and (resolution := resolve_meaning(where, known)) is not None:
         for tree in known.trees() if resolution.is_whole_state else ():
@@ -307,7 +309,7 @@ def _parameter(known: Knowledge, where: Where) -> Where:
     return where
 
 
-def _check(board: InsertionRegistry, known: Knowledge, places: list[Where]) -> None:
+def _check_paths(board: InsertionRegistry, known: Knowledge, places: list[Where]) -> None:
     """Raise, once for all, for paths that lead to nothing, or not to a single value."""
     errors: list[NodePathError] = []
     for where in places:
@@ -339,8 +341,8 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
     if alias_of(where, known.model) is not None:
         board.make(where, Patch())
         return
-    text = name_of(where, known)
-    places = _places(known, where, text)
+    text = node_name_of(where, known)
+    places = _selected_nodes(known, where, text)
     for root, node, chosen in places:
         name = describe_where(where).strip("'")
         output = node.children.get("output")
@@ -353,7 +355,7 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
         raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)
 
 
-def _places(
+def _selected_nodes(
     known: Knowledge, where: Where, text: str | None
 ) -> Sequence[tuple[TreeNode, TreeNode, Chosen]]:
     """Return the selected nodes: the root of a tree, the node, and its passes."""
@@ -551,7 +553,8 @@ def _part_of(original: Any, index: Index) -> Tensor:
         return original[_key(index)]
     except (IndexError, TypeError, ValueError) as error:
         raise PatchError(
-            f"{_of_shape(original.shape)} has no part [{_index_text(index)}]: {_first_line(error)}",
+            f"{_of_shape(original.shape)} has no part [{_bracket_text(index)}]: "
+            f"{_first_line_of_error(error)}",
             got=_of_shape(original.shape),
         ) from error
 
@@ -563,13 +566,13 @@ def _key(index: Index) -> Any:
     """
     if isinstance(index, (list, tuple)):
         items = [list(item) if isinstance(item, range) else item for item in index]
-        if isinstance(index, tuple) or not all(_is_plain(item) for item in items):
+        if isinstance(index, tuple) or not all(_is_plain_index(item) for item in items):
             return tuple(items)
         return items
     return list(index) if isinstance(index, range) else index
 
 
-def _is_plain(item: Any) -> bool:
+def _is_plain_index(item: Any) -> bool:
     return isinstance(item, int) or type(item).__module__ == "numpy"
 
 
@@ -629,7 +632,7 @@ def _of_shape(shape: torch.Size) -> str:
     return f"Tensor({', '.join(map(str, shape))})"
 
 
-def _index_text(index: Index) -> str:
+def _bracket_text(index: Index) -> str:
     """Return an index as users write it in brackets."""
     items = index if isinstance(index, tuple) else (index,)
     return ", ".join(_item_text(item) for item in items)
@@ -642,7 +645,7 @@ def _item_text(item: Any) -> str:
     return ":".join(parts[:2] + ([parts[2]] if parts[2] else []))
 
 
-def _first_line(error: Exception) -> str:
+def _first_line_of_error(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
@@ -670,7 +673,7 @@ class _PartPatch(Patch[Patchable]):
     @depends_on("value", "slice")
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return what it does to a tensor."""
-        return _effect(type(self).edit, self.slice, self.value, like)
+        return _edit_effect(type(self).edit, self.slice, self.value, like)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -741,7 +744,7 @@ class ReplacePatch(_PartPatch):
     edit: ClassVar[Callable[[Any, Any, Any], Any]] = staticmethod(replace_part)
 
 
-def _effect(
+def _edit_effect(
     edit: Callable[[Any, Any, Any], Any], index: Index, value: Any, like: TensorMeta
 ) -> Effect | str:
     if not is_constant_index(index):
@@ -760,8 +763,10 @@ def _with_number(edit: Any, tensor: Tensor, index: Index, value: Any) -> Any:
     if edit is not add_to_part:
         return edit(tensor, index, value)
     if index is None:
-        return add_to_part(tensor, None, as_number(value, tensor))
-    return edit_part(tensor, index, lambda part: add_to_part(part, None, as_number(value, part)))
+        return add_to_part(tensor, None, number_operand(value, tensor))
+    return edit_part(
+        tensor, index, lambda part: add_to_part(part, None, number_operand(value, part))
+    )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -804,10 +809,10 @@ class CustomPatch(Patch[Any]):
     def _part(self, part: Tensor) -> Tensor:
         """Return the result of the function for a part, which it may have changed in place."""
         given = part.clone()
-        version = version_of(given)
+        version = write_count(given)
         made = self.custom_op(given)
         if made is None:
-            if version_of(given) != version:
+            if write_count(given) != version:
                 raise PatchError("op changed its part of the value in place and returned nothing")
             return part
         if not isinstance(made, (Tensor, bool, int, float, complex)):
@@ -859,7 +864,7 @@ class ProbePatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
-        self.activation = _snapshot(original_output, self.detach)
+        self.activation = _copy_of_value(original_output, self.detach)
         return original_output
 
 
@@ -904,11 +909,11 @@ class RecordPatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
-        self.activations.append(_snapshot(original_output, self.detach))
+        self.activations.append(_copy_of_value(original_output, self.detach))
         return original_output
 
 
-def _snapshot(value: Any, detach: bool) -> Any:
+def _copy_of_value(value: Any, detach: bool) -> Any:
     return copy_tensors(value, _detach_copy if detach else Tensor.clone)
 
 
@@ -920,7 +925,7 @@ def _detach_copy(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def with_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
+def patched_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
     """Within it, numbers that modules have are patched, and another context is entered.
 
     Args:

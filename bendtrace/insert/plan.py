@@ -12,8 +12,8 @@ from bendtrace.log.path_views import Candidate
 from bendtrace.record.recorder import Recording
 
 if TYPE_CHECKING:
-    from bendtrace.insert.insertion import Tally
-    from bendtrace.insert.registry import Lookup
+    from bendtrace.insert.insertion import CallTally
+    from bendtrace.insert.registry import NameLookup
 
 
 class Matcher(Protocol):
@@ -26,7 +26,7 @@ class Matcher(Protocol):
         """Return whether it selects a node."""
 
 
-class Placed(Protocol):
+class PlacedInsertion(Protocol):
     """An insertion, as the gates see it."""
 
     allow_none: bool
@@ -36,7 +36,7 @@ class Placed(Protocol):
         """The passes of a node in which it is called."""
 
     @property
-    def _tally(self) -> Tally:
+    def _tally(self) -> CallTally:
         """The object that counts its calls."""
 
     def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
@@ -59,7 +59,7 @@ class Placed(Protocol):
 
 
 @dataclass(frozen=True)
-class State:
+class StateTensor:
     """A parameter or buffer.
 
     Attributes:
@@ -78,7 +78,7 @@ class Location:
     Attributes:
         role: whether it applies to outputs of nodes, to an input of a module, or to a parameter or
             buffer.
-        matcher: selects the nodes; for parameters and buffers a `State`.
+        matcher: selects the nodes; for parameters and buffers a `StateTensor`.
         argument: name of the input.
         dig: keys of the part inside the value.
         shown: the path as the user writes it; only for single paths.
@@ -118,7 +118,7 @@ class Slot(NamedTuple):
     forms: frozenset[str]
 
 
-class Entry:
+class LocatedInsertion:
     """An insertion at one of its locations.
 
     Attributes:
@@ -133,8 +133,8 @@ class Entry:
         "wants_inputs", "what",
     )  # fmt: skip
 
-    def __init__(self, insertion: Placed, what: Interjection, place: Location) -> None:
-        self.insertion: Placed = insertion
+    def __init__(self, insertion: PlacedInsertion, what: Interjection, place: Location) -> None:
+        self.insertion: PlacedInsertion = insertion
         self.what: Interjection = what
         self.place: Location = place
         self.dig: tuple[Hashable, ...] = place.dig
@@ -151,7 +151,7 @@ class Entry:
 
 # What a gate calls: the gate, the entries, whether only in some passes, and the entry if it is the
 # only one, at a node that returns one tensor.
-Called: TypeAlias = tuple[Any, tuple[Entry, ...], bool, Entry | None]
+Called: TypeAlias = tuple[Any, tuple[LocatedInsertion, ...], bool, LocatedInsertion | None]
 
 
 def forms_of(what: Interjection) -> frozenset[str]:
@@ -168,7 +168,7 @@ def forms_of(what: Interjection) -> frozenset[str]:
     return frozenset(forms)
 
 
-class Plan:
+class InsertionPlan:
     """The insertions of a run. A plan only changes while a run is recorded that resolves names.
 
     Args:
@@ -196,23 +196,25 @@ class Plan:
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Sequence[LocatedInsertion],
         totals: dict[str, int] | None = None,
-        lookup: Lookup | None = None,
+        lookup: NameLookup | None = None,
     ) -> None:
         self.totals: dict[str, int] = totals or {}
-        self.lookup: Lookup | None = lookup
+        self.lookup: NameLookup | None = lookup
         self.has_grown: bool = False
         self._set(entries)
 
-    def add(self, entries: Sequence[Entry]) -> None:
+    def add(self, entries: Sequence[LocatedInsertion]) -> None:
         """Add insertions whose names the run has just resolved."""
         assert self.lookup is not None
         self.has_grown = True
         self._set(sorted([*self.entries, *entries], key=self.lookup.order))
 
-    def _set(self, entries: Sequence[Entry]) -> None:
-        self.entries: tuple[Entry, ...] = tuple(sorted(entries, key=lambda entry: entry.what.late))
+    def _set(self, entries: Sequence[LocatedInsertion]) -> None:
+        self.entries: tuple[LocatedInsertion, ...] = tuple(
+            sorted(entries, key=lambda entry: entry.what.late)
+        )
         self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
         self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
         self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)
@@ -229,10 +231,10 @@ class Plan:
         self.splicer: Any = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
         self._looked_at: list[Recording] | None = None  # those of which none matters
-        self._entries_of: dict[tuple[Slot, ...], tuple[Entry, ...]] = {}
+        self._entries_of: dict[tuple[Slot, ...], tuple[LocatedInsertion, ...]] = {}
 
     def looks_at_changes(
-        self, recordings: list[Recording], looks: Callable[[Plan, Recording], object]
+        self, recordings: list[Recording], looks: Callable[[InsertionPlan, Recording], object]
     ) -> bool:
         """Return whether an insertion might read what one of some runs changes, or the reverse.
 
@@ -256,7 +258,7 @@ class Plan:
         for entry in self.entries:
             entry.insertion.ran(recording)
 
-    def entries_of(self, slots: tuple[Slot, ...]) -> tuple[Entry, ...]:
+    def entries_of(self, slots: tuple[Slot, ...]) -> tuple[LocatedInsertion, ...]:
         """Return the insertions that have some slots."""
         known = self._entries_of.get(slots)
         if known is None:
@@ -273,12 +275,12 @@ class Plan:
     def slots_at(self, role: str, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node, except those that depend on its output."""
         here = (slot for slot in self.slots if slot.place.role == role)
-        return slots_of((s for s in here if not s.place.matcher.needs_output), role, node)
+        return slots_at_node((s for s in here if not s.place.matcher.needs_output), role, node)
 
     def slots_after(self, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node that depend on its output."""
         here = (slot for slot in self.slots if slot.place.role == "node")
-        return slots_of((s for s in here if s.place.matcher.needs_output), "node", node)
+        return slots_at_node((s for s in here if s.place.matcher.needs_output), "node", node)
 
     def states(self) -> dict[str, tuple[Slot, ...]]:
         """Return the slots at parameters and buffers, by their qualified names."""
@@ -293,7 +295,7 @@ class Plan:
 _INPUTS = frozenset({"before", "instead", "inputs", "backward"})
 
 
-def slots_of(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, ...]:
+def slots_at_node(slots: Iterable[Slot], role: str, node: Candidate) -> tuple[Slot, ...]:
     """Return the slots that are at a node."""
     return tuple(s for s in slots if s.place.role == role and s.place.matcher.matches(node))
 

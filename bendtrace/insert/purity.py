@@ -21,22 +21,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace.engine.compile_probing import Refusal, why_not_op
-from bendtrace.insert.facts import Facts
+from bendtrace.engine.compile_probing import CompileRefusal, why_not_op
+from bendtrace.insert.facts import IdentityFacts
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, reads_of
 from bendtrace.record.run import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import IdentityGuard, LengthGuard
 from bendtrace.tape.tape import Use
 from bendtrace.watch.functions import is_torchs_function
-from bendtrace.watch.owners import parts_of, states_of
+from bendtrace.watch.owners import module_tree, states_of
 
 
 class _Impure(Exception):
     """The reason why something may not be a function of tensors."""
 
 
-class Lifted(NamedTuple):
+class LiftedCallable(NamedTuple):
     """A callable, separated into its tensors and the rest.
 
     Attributes:
@@ -86,13 +86,13 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
     return Effect(after, tuple(lifting.tensors), key)
 
 
-def facts_on(whats: Iterable[Interjection]) -> Facts | None:
+def facts_on(whats: Iterable[Interjection]) -> IdentityFacts | None:
     """Return the facts that the effects of some interjections depend on; None if they are unknown.
 
     As long as they hold, each of them has the effect that it has now, but for the content of its
     tensors.
     """
-    facts = Facts()
+    facts = IdentityFacts()
     try:
         for what in whats:
             _follow(what, facts)
@@ -101,7 +101,7 @@ def facts_on(whats: Iterable[Interjection]) -> Facts | None:
     return facts
 
 
-def _follow(thing: Any, facts: Facts) -> None:
+def _follow(thing: Any, facts: IdentityFacts) -> None:
     """Add the facts on everything in a thing that can change.
 
     Raises:
@@ -130,7 +130,7 @@ def _follow(thing: Any, facts: Facts) -> None:
         _Lifting(trusted=False, facts=facts).of(thing)
 
 
-def lift_tensors(function: Any, trusted: bool = False) -> Lifted | str:
+def lift_tensors(function: Any, trusted: bool = False) -> LiftedCallable | str:
     """Separate a callable into its tensors and the rest, or return why that is impossible.
 
     Args:
@@ -142,7 +142,7 @@ def lift_tensors(function: Any, trusted: bool = False) -> Lifted | str:
         spec, key = lifting.of(function)
     except _Impure as reason:
         return str(reason)
-    return Lifted(spec, tuple(lifting.tensors), key)
+    return LiftedCallable(spec, tuple(lifting.tensors), key)
 
 
 def build_callable(spec: Any, tensors: Sequence[Tensor]) -> Any:
@@ -183,10 +183,10 @@ class _Lifting:
         tensors: the tensors found.
     """
 
-    def __init__(self, trusted: bool, facts: Facts | None = None) -> None:
+    def __init__(self, trusted: bool, facts: IdentityFacts | None = None) -> None:
         self.tensors: list[Tensor] = []
         self._trusted = trusted
-        self._facts = Facts() if facts is None else facts
+        self._facts = IdentityFacts() if facts is None else facts
         self._inside: list[Any] = []
         self._objects = 0  # that were looked into
 
@@ -238,7 +238,7 @@ class _Lifting:
         if kind is list and self._trusted:
             items = [self.of(item) for item in thing]
             return ("list", tuple(s for s, _ in items)), (kind, tuple(k for _, k in items))
-        if kind is dict and self._trusted and all(map(_is_plain, thing)):
+        if kind is dict and self._trusted and all(map(_is_plain_value, thing)):
             held = [(name, *self.of(item)) for name, item in thing.items()]
             keys = tuple((self.of(name)[1], k) for name, _, k in held)
             return ("dict", tuple((name, s) for name, s, _ in held)), (kind, keys)
@@ -313,7 +313,7 @@ class _Lifting:
         keys: list[Hashable] = []
         found = {id(t): t for t in [tensor for _, tensor in states_of(module)]}
         numbers = {key: number for number, key in enumerate(found)}
-        for inner in parts_of(module):
+        for inner in module_tree(module):
             if any(getattr(inner, table) for table in _HOOKS):
                 raise _Impure(f"it calls a {type(inner).__name__} with hooks")
             is_torchs = type(inner).__module__.startswith("torch.nn.")
@@ -325,7 +325,9 @@ class _Lifting:
             for name, value in vars(inner).items():
                 if name in _TABLES:
                     continue
-                if type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value))):
+                if type(value) in _PLAIN or (
+                    type(value) is tuple and all(map(_is_plain_value, value))
+                ):
                     plain.append((name, repr(value)))
                 elif (self._trusted or is_torchs) and _is_plain_list(value):
                     self._facts.content(value)
@@ -362,7 +364,7 @@ class _Lifting:
                 function = getattr(member, "__func__", member)
                 if isinstance(function, types.FunctionType):
                     keys.append((name, self._of_function(function)[1]))
-                elif _is_plain(member) or _is_trusted(member):
+                elif _is_plain_value(member) or _is_trusted(member):
                     keys.append((name, self.of(member)[1]))
                 else:
                     raise _Impure(f"{base.__name__}.{name} is a {type(member).__name__}")
@@ -371,7 +373,7 @@ class _Lifting:
     def _of_trusted_class(self, cls: type) -> Hashable:
         """Return the key of a class whose methods are not inspected."""
         return tuple(
-            (name, self.of(member)[1] if _is_plain(member) else _ById(member))
+            (name, self.of(member)[1] if _is_plain_value(member) else _ById(member))
             for base in self._bases(cls)
             for name, member in vars(base).items()
             if name not in _UNCALLED
@@ -411,10 +413,10 @@ class _ById:
 
 
 def _is_plain_list(value: Any) -> bool:
-    return type(value) is list and all(map(_is_plain, value))
+    return type(value) is list and all(map(_is_plain_value, value))
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
@@ -487,7 +489,7 @@ def why_not_pure(function: Callable[..., Any], value: Tensor) -> str | None:
     given = value.detach().clone()
     try:
         recording = record(function, (given,), {}, Signature(function))
-    except Refusal as refusal:  # of what watches the check
+    except CompileRefusal as refusal:  # of what watches the check
         return f"in what is inserted, {refusal}"
     except Exception as error:
         return f"what is inserted raised {type(error).__name__}"

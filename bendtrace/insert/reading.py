@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from bendtrace.insert.insertion import Function
 from bendtrace.insert.interjection import Interjection
-from bendtrace.insert.plan import Plan
+from bendtrace.insert.plan import InsertionPlan
 from bendtrace.record.one_op import assigned_in
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, Change
+from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, EnvironmentChange
 from bendtrace.watch.code_facts import cells_of, codes_in, functions_of, names_in
 from bendtrace.watch.functions import OpOverload
-from bendtrace.watch.owners import parts_of
-from bendtrace.watch.provenance import is_installed, is_installed_file
+from bendtrace.watch.owners import module_tree
+from bendtrace.watch.provenance import is_installed_file, is_installed_module
 
 
-def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
+def read_and_changed(plan: InsertionPlan, recording: Recording) -> frozenset[str]:
     """Return the attributes that a run changes and an insertion might read: `self.count`.
 
     A replay changes attributes at its end, the model's own Python when it reaches the assignment;
@@ -44,13 +44,13 @@ def read_and_changed(plan: Plan, recording: Recording) -> frozenset[str]:
     assert isinstance(plan.reaches, list)
     if not plan.reaches:
         return frozenset()
-    run = _Run(recording)
+    run = _ModelStateAccess(recording)
     found = {label for reach in plan.reaches for label in run.shared_with(reach)}
     paths = {label.rpartition(".")[2] for label in found if "." in label}
     return frozenset(found - paths)  # a name alone says less than the path that ends in it
 
 
-class _Run:
+class _ModelStateAccess:
     """The state of the model that a run reads and changes.
 
     Args:
@@ -69,9 +69,9 @@ class _Run:
             for part in self._parts
             if part.kind in (CaptureKind.MODULE, CaptureKind.OBJECT)
         ]
-        self._members = _members_of(kinds)
+        self._members = _methods_of_kinds(kinds)
 
-    def shared_with(self, reach: Reached) -> set[str]:
+    def shared_with(self, reach: ReachedObjects) -> set[str]:
         """Return what the run changes and an insertion might read, and the reverse."""
         models = {code for several in self._members.values() for code in several}
         codes = {code: helps or code in models for code, helps in reach.codes.items()}
@@ -83,7 +83,7 @@ class _Run:
                         waiting.append(code)
                     codes[code] = True
         aliases = {  # of what it holds under names of its own
-            _name_of(part)
+            _part_name(part)
             for part in self._parts
             if self._is_container(part) and id(_now(part)) in reach.held
         }
@@ -124,7 +124,7 @@ class _Run:
             return set()
         found = set()
         for part in self._parts:
-            name = _name_of(part)
+            name = _part_name(part)
             if name in names or (name in used and self._is_container(part)):
                 found.add(part.label)
             elif part.access is Access.CELL and name in cells:
@@ -134,7 +134,7 @@ class _Run:
         return found
 
     def _read_by(
-        self, reach: Reached, codes: Iterable[types.CodeType], aliases: set[str]
+        self, reach: ReachedObjects, codes: Iterable[types.CodeType], aliases: set[str]
     ) -> set[str]:
         """Return what the run changes, or changes for a while, and an insertion might read."""
         found: set[str] = set()
@@ -154,18 +154,18 @@ class _Run:
             is_held = id(module) in reach.held
             if is_held and type(module).__module__.startswith("torch.nn."):
                 read |= vars(module).keys()
-            elif not reach.is_contained and (is_held or _name_of(part) in named):
+            elif not reach.is_contained and (is_held or _part_name(part) in named):
                 read.update(_names_in_forward(type(module)))
         is_any = not (reach.is_contained or named.isdisjoint(ANY))
         for part in self._parts:
-            name = _name_of(part)
+            name = _part_name(part)
             if (name in assigned or (name in changed and self._is_itemized(part))) and (
                 name in read or is_any
             ):
                 found.add(part.label)
         return found | (read & assigned)
 
-    def _changes_held(self, reach: Reached) -> bool:
+    def _changes_held(self, reach: ReachedObjects) -> bool:
         """Return whether the run changes something that an insertion holds itself."""
         held = {*reach.held, *(id(vars(t)) for t in reach.held.values() if hasattr(t, "__dict__"))}
         return any(
@@ -176,7 +176,7 @@ class _Run:
         )
 
     @staticmethod
-    def _is_held_argument(change: Change, reach: Reached) -> bool:
+    def _is_held_argument(change: EnvironmentChange, reach: ReachedObjects) -> bool:
         return any(type(thing) is change.part.type for thing in reach.held.values())
 
     @functools.cached_property
@@ -200,12 +200,12 @@ class _Run:
 _facts_of = functools.lru_cache(4096)(assigned_in)
 
 
-def _members_of(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
+def _methods_of_kinds(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
     """Return the users' code of the methods of some classes, by name."""
     found: dict[str, list[types.CodeType]] = {}
     bases = dict.fromkeys(base for kind in dict.fromkeys(kinds) for base in kind.__mro__)
     for cls in bases:
-        if not is_users(cls) or is_installed(cls.__module__):
+        if not has_users_code(cls) or is_installed_module(cls.__module__):
             continue
         for name, member in vars(cls).items():
             for function in functions_of(member):
@@ -215,13 +215,13 @@ def _members_of(kinds: Iterable[type]) -> dict[str, list[types.CodeType]]:
 
 
 def _names_in_forward(cls: type) -> Iterator[str]:
-    for base in filter(is_users, cls.__mro__):
+    for base in filter(has_users_code, cls.__mro__):
         for function in functions_of(vars(base).get("forward")):
             if not is_installed_file(function.__code__.co_filename):
                 yield from names_in(function.__code__)
 
 
-def _name_of(part: Captured) -> str:
+def _part_name(part: Captured) -> str:
     return _last_name(part.label)
 
 
@@ -260,7 +260,7 @@ _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # assign to new o
 # What the code of an insertion names, and what it holds under names of its own.
 
 
-class Reached(NamedTuple):
+class ReachedObjects(NamedTuple):
     """The objects that the code of one insertion reaches.
 
     Attributes:
@@ -279,7 +279,7 @@ class Reached(NamedTuple):
     is_contained: bool
 
 
-def reach_of_insertion(what: Interjection, own: Container[int]) -> Reached:
+def reach_of_insertion(what: Interjection, own: Container[int]) -> ReachedObjects:
     """Return what an insertion reaches.
 
     Args:
@@ -291,7 +291,7 @@ def reach_of_insertion(what: Interjection, own: Container[int]) -> Reached:
     holding = _Holding(own)
     holding.add(what, _DEPTH + 1)
     contained = isinstance(what, Function) and is_contained(what.function, own)
-    return Reached(what, codes, holding.found, frozenset(holding.numbers), contained)
+    return ReachedObjects(what, codes, holding.found, frozenset(holding.numbers), contained)
 
 
 class _Holding:
@@ -309,7 +309,7 @@ class _Holding:
             return
         inner: list[Any]
         if isinstance(thing, types.FunctionType):
-            if is_installed_file(thing.__code__.co_filename) or not is_users(thing):
+            if is_installed_file(thing.__code__.co_filename) or not has_users_code(thing):
                 return
             space, names = thing.__globals__, names_in(thing.__code__) & thing.__globals__.keys()
             self.numbers.update(name for name in names if type(space[name]) in PLAIN_TYPES)
@@ -329,7 +329,7 @@ class _Holding:
             hook = getattr(getattr(thing, "handle", None), "hook_fn", None)
             inner = list(getattr(thing, "__dict__", {}).values())
             inner += [] if hook is None else [hook.function]
-            for base in filter(is_users, type(thing).__mro__):
+            for base in filter(has_users_code, type(thing).__mro__):
                 inner += [v for name, v in vars(base).items() if name not in UNCALLED]
         for item in inner:
             self.add(item, depth - 1)
@@ -365,7 +365,7 @@ def _add_codes(
         for item in (thing.func, *thing.args, *thing.keywords.values()):
             _add_codes(item, codes, seen, own, depth - 1)
     elif isinstance(thing, types.FunctionType):
-        if is_installed_file(thing.__code__.co_filename) or not is_users(thing):
+        if is_installed_file(thing.__code__.co_filename) or not has_users_code(thing):
             return
         codes[thing.__code__] = is_helper
         space = thing.__globals__
@@ -378,7 +378,7 @@ def _add_codes(
                     _add_codes(cell.cell_contents, codes, seen, own, depth - 1, True)
     elif isinstance(thing, type):
         for base in thing.__mro__:
-            if is_users(base):
+            if has_users_code(base):
                 for name, member in vars(base).items():
                     member = getattr(member, "__func__", member)
                     if name in UNCALLED:
@@ -398,7 +398,7 @@ def _add_codes(
                     _add_codes(item, codes, seen, own, depth - 1)
 
 
-def is_users(thing: Any) -> bool:
+def has_users_code(thing: Any) -> bool:
     """Return whether no package that is known to keep to its arguments has a function or class."""
     package = str(getattr(thing, "__module__", "")).split(".")[0]
     ours = package == __name__.partition(".")[0]
@@ -449,10 +449,10 @@ def is_contained(function: Any, own: Container[int] | None = None) -> bool:
         function: the function.
         own: identities of the model's own modules; None if unknown.
     """
-    return _is_plain(function, _Search(own))
+    return _holds_only_plain(function, _PlainScan(own))
 
 
-class _Search:
+class _PlainScan:
     """The objects that a search has scanned, and the model's own modules."""
 
     def __init__(self, own: Container[int] | None) -> None:
@@ -460,7 +460,7 @@ class _Search:
         self.own = own
 
 
-def _is_plain(thing: Any, search: _Search) -> bool:
+def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:
     """Return whether an object leads only to tensors, numbers and torch's own functions."""
     if id(thing) in search.seen:
         return True
@@ -472,15 +472,18 @@ def _is_plain(thing: Any, search: _Search) -> bool:
     if isinstance(thing, type):
         return thing.__module__.split(".")[0] in KNOWN
     if isinstance(thing, nn.Module):
-        return all(_is_plain_module(inner, search) for inner in parts_of(thing))
+        return all(_is_plain_module(inner, search) for inner in module_tree(thing))
     if isinstance(thing, types.MethodType):
-        return _is_plain(thing.__func__, search) and _is_plain(thing.__self__, search)
+        return _holds_only_plain(thing.__func__, search) and _holds_only_plain(
+            thing.__self__, search
+        )
     if isinstance(thing, functools.partial):
         return all(
-            _is_plain(t, search) for t in (thing.func, *thing.args, *thing.keywords.values())
+            _holds_only_plain(t, search)
+            for t in (thing.func, *thing.args, *thing.keywords.values())
         )
     if isinstance(thing, (tuple, list)):
-        return all(_is_plain(item, search) for item in thing)
+        return all(_holds_only_plain(item, search) for item in thing)
     if isinstance(thing, types.FunctionType):
         if (thing.__module__ or "").split(".")[0] in KNOWN:
             return True
@@ -494,11 +497,11 @@ def _is_plain(thing: Any, search: _Search) -> bool:
         except ValueError:  # a name that is assigned only later
             return False
         found += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
-        return all(_is_plain(item, search) for item in found)
+        return all(_holds_only_plain(item, search) for item in found)
     return isinstance(thing, (types.BuiltinFunctionType, OpOverload))
 
 
-def _is_plain_module(module: nn.Module, search: _Search) -> bool:
+def _is_plain_module(module: nn.Module, search: _PlainScan) -> bool:
     """Return the same for a module itself: its methods, and attributes other than its parts."""
     if module._forward_hooks or module._forward_pre_hooks:
         return False
@@ -518,7 +521,7 @@ def _is_plain_module(module: nn.Module, search: _Search) -> bool:
                 continue
             if name not in UNCALLED:
                 held.append(member)
-    return all(_is_plain(value, search) for value in held)
+    return all(_holds_only_plain(value, search) for value in held)
 
 
 _TABLES = frozenset(vars(nn.Module()))

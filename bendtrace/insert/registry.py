@@ -19,8 +19,8 @@ from bendtrace.errors import InputError, InterjectionError, NodePathError
 from bendtrace.insert import gates, through
 from bendtrace.insert.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.insert.interjection import Interjection, Passes, PassNumbers
-from bendtrace.insert.plan import Entry, Location, Plan, State, forms_of
-from bendtrace.insert.resolver import Knowledge, describe_where, name_of
+from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Location, StateTensor, forms_of
+from bendtrace.insert.resolver import Knowledge, describe_where, node_name_of
 from bendtrace.insert.where import (
     AtPath,
     AtPaths,
@@ -69,7 +69,7 @@ class InsertionRegistry:
         self._calls = calls
         self._lock = threading.RLock()
         self._insertions: tuple[Insertion, ...] = ()
-        self._plan: tuple[tuple[Insertion, ...], Plan] | None = None
+        self._plan: tuple[tuple[Insertion, ...], InsertionPlan] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._insertions)
@@ -81,7 +81,7 @@ class InsertionRegistry:
 
     def insert(
         self,
-        where: Where | State,
+        where: Where | StateTensor,
         what: What,
         *,
         passes: PassNumbers | Passes = None,
@@ -98,7 +98,7 @@ class InsertionRegistry:
 
     def make(
         self,
-        where: Where | State,
+        where: Where | StateTensor,
         what: What,
         *,
         passes: PassNumbers | Passes = None,
@@ -193,7 +193,7 @@ class InsertionRegistry:
 
     # What runs need
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InsertionPlan | None:
         """Return the insertions of a call; None if there are none.
 
         Raises:
@@ -262,7 +262,7 @@ class InsertionRegistry:
                     insertion, self._model.candidates()
                 )
 
-    def plan_of_parts(self) -> tuple[Plan, bool]:
+    def plan_of_parts(self) -> tuple[InsertionPlan, bool]:
         """Return the insertions with known locations, and whether there are others."""
         entries = []
         unknown = False
@@ -278,8 +278,8 @@ class InsertionRegistry:
                 if place is None:
                     unknown = True
                 else:
-                    entries.append(Entry(insertion, insertion.what, place))
-        return Plan(entries), unknown
+                    entries.append(LocatedInsertion(insertion, insertion.what, place))
+        return InsertionPlan(entries), unknown
 
     def notes_on(self, insertion: Insertion) -> tuple[str, ...]:
         """Return notes on why an insertion was not called."""
@@ -301,7 +301,7 @@ class InsertionRegistry:
     def _module_of(self, target: Target) -> nn.Module | None:
         """Return the module whose calls are selected, or that has the selected parameter."""
         matcher = None if target.place is None else target.place.matcher
-        if isinstance(matcher, State):
+        if isinstance(matcher, StateTensor):
             holder = matcher.name.rpartition(".")[0]
             return next((n.module for n in self._model.modules() if n.module_path == holder), None)
         return matcher.module if isinstance(matcher, OfModule) else None
@@ -315,7 +315,7 @@ class InsertionRegistry:
             return sorted(matcher.paths)
         if (module := self._module_of(target)) is not None:
             return self._model.paths_of(module)
-        if matcher is None or isinstance(matcher, State):
+        if matcher is None or isinstance(matcher, StateTensor):
             return ()
         return [node.path for node in self._model.candidates() or () if matcher.matches(node)]
 
@@ -341,7 +341,7 @@ class InsertionRegistry:
 
     def _build_plan(
         self, insertions: tuple[Insertion, ...], run: Run | None, is_open: bool
-    ) -> Plan:  # fmt: skip
+    ) -> InsertionPlan:  # fmt: skip
         entries = []
         for insertion in insertions:
             for target in insertion.targets:
@@ -356,14 +356,14 @@ class InsertionRegistry:
                             repr(target.original),
                         )
                 if place is not None:
-                    entries.append(Entry(insertion, insertion.what, place))
+                    entries.append(LocatedInsertion(insertion, insertion.what, place))
         lookup = None
         if is_open:
-            lookup = Lookup(self._model, insertions, _check, self._is_matched)
+            lookup = NameLookup(self._model, insertions, _check_location, self._is_matched)
         totals = None
         if run is not None:
             totals = {node.path: len(node.passes) for node in run.tree.data.walk()}
-        return Plan(entries, totals, lookup)
+        return InsertionPlan(entries, totals, lookup)
 
     def _find_targets(self, insertion: Insertion, target: Target) -> tuple[Target, ...]:
         """Look a name up in the known runs; return it as it is if there are none."""
@@ -371,7 +371,7 @@ class InsertionRegistry:
             return (target,)
         targets = targets_of(target.original, self._model, lenient=insertion.allow_none)
         for found in targets:
-            _check(insertion, found)
+            _check_location(insertion, found)
             if found.passes is not None:
                 insertion.passes = Passes(found.passes)
         return targets
@@ -416,7 +416,7 @@ _AHEAD = (
 )
 
 
-def _check(insertion: Insertion, target: Target) -> None:
+def _check_location(insertion: Insertion, target: Target) -> None:
     """Raise for an interjection that is not possible at its location."""
     if target.place is not None:
         _require_possible(target.place, insertion.what)
@@ -519,7 +519,7 @@ class _Name:
     found: tuple[Target, ...] = ()
 
 
-class Lookup:
+class NameLookup:
     """The names that a run has to resolve.
 
     Args:
@@ -545,7 +545,7 @@ class Lookup:
         self._order = {id(insertion): number for number, insertion in enumerate(insertions)}
         self._unchecked = [insertion for insertion in insertions if not insertion.is_checked]
         self._names = [
-            _name_of(insertion, target, known)
+            _insertion_name(insertion, target, known)
             for insertion in insertions
             for target in insertion.targets
             if target.is_open
@@ -555,7 +555,7 @@ class Lookup:
         self._root = TreeNode("", "graph", "Graph", "call", path=NodePath())
         self._graphs: dict[str, TreeNode] = {"": self._root}
 
-    def order(self, entry: Entry) -> int:
+    def order(self, entry: LocatedInsertion) -> int:
         """Return the position of an entry among the insertions."""
         return self._order[id(entry.insertion)]
 
@@ -573,7 +573,7 @@ class Lookup:
     def call(
         self, path: str, relative: str, module: str, arguments: Mapping[str, Any],
         states: Iterable[str] = (),
-    ) -> list[Entry]:  # fmt: skip
+    ) -> list[LocatedInsertion]:  # fmt: skip
         """Look names up where a call begins; return what is inserted there.
 
         Args:
@@ -592,7 +592,7 @@ class Lookup:
             self._add(node, identifier(name), name, "tensor", "state").key = name
         return self._resolve(path, relative)
 
-    def op(self, node: Candidate) -> list[Entry]:
+    def op(self, node: Candidate) -> list[LocatedInsertion]:
         """Look names up where an op begins; return what is inserted there."""
         self._ops.append(node)
         path, base = node.path, node.base
@@ -614,7 +614,7 @@ class Lookup:
             self._add(parent, name, base, "tensor", "op")
         return made + self._resolve(path, base)
 
-    def output(self, path: str, base: str, value: Any, *, is_call: bool) -> list[Entry]:
+    def output(self, path: str, base: str, value: Any, *, is_call: bool) -> list[LocatedInsertion]:
         """Look names up where a node ends; return what is inserted there.
 
         Args:
@@ -643,8 +643,8 @@ class Lookup:
             if not name.found and (_begins(name.words, words) or _begins(name.words, others)):
                 yield name
 
-    def _resolve(self, path: str, base: str) -> list[Entry]:
-        made: list[Entry] = []
+    def _resolve(self, path: str, base: str) -> list[LocatedInsertion]:
+        made: list[LocatedInsertion] = []
         tree = Tree(self._root)
         known = OneRun(self._known, tree, Names(tree, None))
         for name in self._lead_to(path, base):
@@ -655,7 +655,7 @@ class Lookup:
             made += self._place_insertions(name, targets)
         return made
 
-    def _place_insertions(self, name: _Name, targets: Sequence[Target]) -> list[Entry]:
+    def _place_insertions(self, name: _Name, targets: Sequence[Target]) -> list[LocatedInsertion]:
         """Take what a name has turned out to mean; return what is inserted there."""
         for target in targets:
             self._check(name.insertion, target)
@@ -663,7 +663,7 @@ class Lookup:
             name.insertion.passes = Passes(name.chosen)
         name.found = tuple(Target(name.target.original, t.place, name.chosen) for t in targets)
         places = [target.place for target in targets if target.place is not None]
-        return [Entry(name.insertion, name.insertion.what, place) for place in places]
+        return [LocatedInsertion(name.insertion, name.insertion.what, place) for place in places]
 
     # The tree so far
 
@@ -687,7 +687,7 @@ class Lookup:
         return node
 
     def _value(self, parent: TreeNode, name: str, label: str, value: Any, role: Role) -> None:
-        items = _items_of(value)
+        items = _named_items(value)
         kind: Kind = "other" if items is None else "container"
         if isinstance(value, Tensor):
             kind, items = "tensor", None
@@ -721,7 +721,7 @@ class Lookup:
                     if not name.found or targets_named(name.text, known):
                         raise
                     targets = name.found  # another function ran instead of this one
-            if _places(targets, name.chosen) != _places(name.found):
+            if _target_places(targets, name.chosen) != _target_places(name.found):
                 listed = " and ".join(repr(t.place.shown) for t in targets if t.place is not None)
                 raise NodePathError(
                     f"only a complete run shows that {name.text!r} means {listed}: nothing was "
@@ -750,8 +750,8 @@ class Lookup:
                 raise NodePathError(f"this run has no node {name.text!r}", name.text)
 
 
-def _name_of(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
-    text = name_of(target.original, known)
+def _insertion_name(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
+    text = node_name_of(target.original, known)
     assert text is not None
     named = _PASS.fullmatch(text)
     stem, chosen = text, None
@@ -769,7 +769,7 @@ def _name_of(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
     return _Name(insertion, target, text, stem, chosen, _words(stem), layer)
 
 
-def _places(
+def _target_places(
     targets: Iterable[Target], chosen: tuple[int, ...] | None = None
 ) -> set[tuple[Any, Any]]:  # fmt: skip
     # A layer with one pass is the same as its first pass.
@@ -785,7 +785,7 @@ def _begins(words: tuple[str, ...], start: tuple[str, ...]) -> bool:
     return words[: len(start)] == start
 
 
-def _items_of(value: Any) -> list[tuple[str | int, str, Any]] | None:
+def _named_items(value: Any) -> list[tuple[str | int, str, Any]] | None:
     """Return the key, the preferred name and the value of each item of a container, or None."""
     if isinstance(value, dict):
         return [(key if isinstance(key, (str, int)) else repr(key), str(key), value[key])

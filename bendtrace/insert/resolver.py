@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NameOrderWarning, NodePathError
-from bendtrace.insert.plan import State
-from bendtrace.insert.structure import Leaf, describe, part_of, take_apart
+from bendtrace.insert.plan import StateTensor
+from bendtrace.insert.structure import LeafShape, describe, shape_at, take_apart
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import Meaning, Names, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
@@ -50,7 +50,7 @@ else:
     naming = LazyModule("bendtrace.insert.selector_naming")
 
 
-class Runs(Protocol):
+class NamedRuns(Protocol):
     """The runs of a model that names are looked up in."""
 
     @property
@@ -64,7 +64,7 @@ class Runs(Protocol):
         """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
 
-def name_of(where: Any, known: Runs) -> str | None:
+def node_name_of(where: Any, known: NamedRuns) -> str | None:
     """Return the name for a node or an entry of a run; None if `where` is neither.
 
     Args:
@@ -124,7 +124,7 @@ class Resolution:
         return list(dict.fromkeys(found))
 
 
-def resolve_meaning(text: str, known: Runs) -> Resolution | None:
+def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
     """Resolve a string in a model; return None if nothing known has this name.
 
     Raises:
@@ -134,7 +134,7 @@ def resolve_meaning(text: str, known: Runs) -> Resolution | None:
     for names in known.names():
         meanings = names.meanings(text)
         if len(meanings) > 1:
-            raise _refusal(text, [(names, meaning) for meaning in meanings])
+            raise _path_error(text, [(names, meaning) for meaning in meanings])
         found += [(names, meaning) for meaning in meanings]
     owned = None if is_path_only(text) else _own_part(text, known)
     if owned is not None:
@@ -143,8 +143,8 @@ def resolve_meaning(text: str, known: Runs) -> Resolution | None:
         others = [row for row in found if not _is_of(owned, *row)]
         if others:
             mine = Meaning(owned.kind, text, (), frozenset(), owned.name)
-            raise _refusal(text, [(others[0][0], mine), others[0]], owned)
-        return replace(owned, places=tuple(_places(found)))
+            raise _path_error(text, [(others[0][0], mine), others[0]], owned)
+        return replace(owned, places=tuple(_meaning_places(found)))
     if any(meaning.is_exact for _, meaning in found):
         # Another run may have a node for which the path is an alias, as `fc` for `fc_1`.
         found = [row for row in found if not row[1].is_alias]
@@ -153,15 +153,21 @@ def resolve_meaning(text: str, known: Runs) -> Resolution | None:
         by_paths.setdefault("alias" if meaning.is_alias else meaning.paths, (names, meaning))
     chosen = list(by_paths.values())
     if len(chosen) > 1:
-        raise _refusal(text, chosen)
+        raise _path_error(text, chosen)
     if not isinstance(text, NodePath):
         for _, meaning in chosen:
             if meaning.kind == "node":
-                _require_same(text, meaning.places[0][0], [names.tree for names in known.names()])
-    return Resolution(chosen[0][1].kind, text, None, tuple(_places(chosen))) if chosen else None
+                _require_same_node(
+                    text, meaning.places[0][0], [names.tree for names in known.names()]
+                )
+    return (
+        Resolution(chosen[0][1].kind, text, None, tuple(_meaning_places(chosen)))
+        if chosen
+        else None
+    )
 
 
-def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
+def _require_same_node(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
     """Raise for a name that another known run would give to another node, and warn of others.
 
     Nodes of one name are numbered in the order in which runs reach them. A name may therefore
@@ -180,8 +186,9 @@ def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
             counts[base] += 1
             if own == name and child.name != name:
                 raise NodePathError(
-                    f"{text!r} depends on which path came first: it is {_place(node)}, but would "
-                    f"be {_place(child)} if another known run had come before. {_STABLE}",
+                    f"{text!r} depends on which path came first: it is "
+                    f"{_node_place_text(node)}, but would "
+                    f"be {_node_place_text(child)} if another known run had come before. {_STABLE}",
                     text,
                     (node.path, child.path),
                 )
@@ -195,7 +202,8 @@ def _require_same(text: str, node: TreeNode, trees: Sequence[Tree]) -> None:
             f"`{step.text}` at {place_text(step.file, step.line)} before"
         )
     if otherwise:
-        text = f"{text!r} depends on which path came first: it is {_place(node)}, but {otherwise}."
+        place = _node_place_text(node)
+        text = f"{text!r} depends on which path came first: it is {place}, but {otherwise}."
         warnings.warn(NameOrderWarning(f"{text} {_STABLE}"), stacklevel=users_level())
 
 
@@ -213,14 +221,14 @@ def _parents(node: TreeNode, trees: Iterable[Tree]) -> Iterator[TreeNode]:
             yield parent
 
 
-def _place(node: TreeNode) -> str:
+def _node_place_text(node: TreeNode) -> str:
     if not node.places:
         return f"{node.path!r}"
     place = node.places[0]
     return f"`{place.text}` at {place_text(place.file, place.line)}"
 
 
-def _own_part(text: str, known: Runs) -> Resolution | None:
+def _own_part(text: str, known: NamedRuns) -> Resolution | None:
     """Return the parameter, buffer or module with a name, which can have underscores for dots."""
     if not text:
         return None
@@ -243,7 +251,9 @@ def _is_of(owned: Resolution, names: Names, meaning: Meaning) -> bool:
     return any(mine.covers(meaning) for mine in calls)
 
 
-def _places(found: Iterable[tuple[Names, Meaning]]) -> Iterator[tuple[TreeNode, TreeNode, Chosen]]:
+def _meaning_places(
+    found: Iterable[tuple[Names, Meaning]],
+) -> Iterator[tuple[TreeNode, TreeNode, Chosen]]:
     seen = set()
     for names, meaning in found:
         for node, chosen in meaning.places:
@@ -252,7 +262,7 @@ def _places(found: Iterable[tuple[Names, Meaning]]) -> Iterator[tuple[TreeNode, 
                 yield names.tree.data, node, chosen
 
 
-def _refusal(
+def _path_error(
     text: str, meanings: list[tuple[Names, Meaning]], owned: Resolution | None = None
 ) -> NodePathError:
     message, clear = ambiguity(text, meanings)
@@ -261,7 +271,7 @@ def _refusal(
     return NodePathError(message, text, clear)
 
 
-def text_of(where: Any) -> str:
+def text_of_place(where: Any) -> str:
     """Return the path for a key: a path or a node.
 
     Raises:
@@ -288,7 +298,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
     for where, value in activations.items():
-        label, path = describe_where(where), _path_of(model, where)
+        label, path = describe_where(where), _selected_path(model, where)
         if path in found:
             raise InputError(f"{label} is given twice, as a path and as a node or by another name")
         found[path] = value
@@ -313,7 +323,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _path_of(model: Any, where: Any) -> str:
+def _selected_path(model: Any, where: Any) -> str:
     """Return the path of the one selected node; a name is returned as it is if no run has it yet.
 
     Raises:
@@ -321,7 +331,7 @@ def _path_of(model: Any, where: Any) -> str:
     """
     known, label = model._known, describe_where(where)
     try:
-        text = name_of(where, known)
+        text = node_name_of(where, known)
         if isinstance(text, NodePath):
             return text
         if text is None:
@@ -428,7 +438,7 @@ def describe_where(where: Any) -> str:
         return where.__name__
     if isinstance(where, (LayerEntry, ModuleEntry)):
         return repr(where.label)
-    if isinstance(where, State):
+    if isinstance(where, StateTensor):
         return repr(where.name)
     if callable(where) and not isinstance(where, NodeSelector):
         name = getattr(where, "__qualname__", repr(where))
@@ -449,7 +459,7 @@ def flat(where: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Spot:
+class ReplacementPoint:
     """A position on a tape from which a given value, or a part of it, replaces a recorded one.
 
     Attributes:
@@ -488,7 +498,9 @@ def is_named(node: TreeNode, text: str) -> bool:
     return plain_path(node.path) in (plain_path(text), plain_path(text).removesuffix(".output"))
 
 
-def spots_of(recording: Recording, tree: Tree, text: str, *, bended: bool) -> tuple[Spot, ...]:
+def spots_of(
+    recording: Recording, tree: Tree, text: str, *, bended: bool
+) -> tuple[ReplacementPoint, ...]:
     """Return where on the tape of a run the value of a node is defined.
 
     Args:
@@ -537,7 +549,7 @@ class _Spots:
         self._tape = recording.tape
         self._bended = bended
 
-    def of(self, node: TreeNode, number: int, text: str) -> Iterator[Spot]:
+    def of(self, node: TreeNode, number: int, text: str) -> Iterator[ReplacementPoint]:
         if node.role == "state":
             raise InputError(
                 f"{text!r} is a parameter or buffer, not an activation: bend or patch it"
@@ -558,14 +570,14 @@ class _Spots:
                     "computes it"
                 )
             for index, _, inner, below in self._leaves(node, number):
-                yield Spot(index, index + 1, None, below, inner)
+                yield ReplacementPoint(index, index + 1, None, below, inner)
         else:
             whole, number_of_whole = chain[-2]
             yield from self._of_op(node, number, keys, self._gate(whole.path, number_of_whole))
 
     def _of_op(
         self, node: TreeNode, number: int, keys: tuple[Any, ...], gate: Op | None
-    ) -> Iterator[Spot]:
+    ) -> Iterator[ReplacementPoint]:
         """Yield the spots of a function's result, or of a part of it."""
         made = node.passes[number]
         assert made.index is not None
@@ -581,7 +593,7 @@ class _Spots:
         node: TreeNode,
         within: int,
         keys: tuple[Any, ...],
-    ) -> Iterator[Spot]:
+    ) -> Iterator[ReplacementPoint]:
         """Yield the spots of a call's output, or of a part of it."""
         made = holder.passes[number].index
         call = self._recording.root if made is None else self._tape.calls[made]
@@ -601,22 +613,22 @@ class _Spots:
         keys: tuple[Any, ...],
         node: TreeNode,
         gate: Op | None,
-    ) -> Iterator[Spot]:
+    ) -> Iterator[ReplacementPoint]:
         if gate is None:
-            yield Spot(index, start, call, below, node)
+            yield ReplacementPoint(index, start, call, below, node)
             return
         # Users of the value after the insertions there read it from the gate; unless the insertions
         # changed nothing, as for parts of containers, which then keep their own name.
         after = gate.index + 1
-        yield Spot(index, max(after, index + 1), call, below, node)
-        found = part_of(gate.target.shape, keys)
-        leaf = found if type(found) is Leaf else None
+        yield ReplacementPoint(index, max(after, index + 1), call, below, node)
+        found = shape_at(gate.target.shape, keys)
+        leaf = found if type(found) is LeafShape else None
         if leaf is None or leaf.number not in gate.target.exchanged:
             return
         element = (gate.target.exchanged.index(leaf.number),)
         given = self._op_of(gate.index, element if len(gate.target.exchanged) > 1 else ())
         if given is not None:
-            yield Spot(given, given + 1, call, below, node)
+            yield ReplacementPoint(given, given + 1, call, below, node)
 
     def _leaves(
         self, node: TreeNode, number: int, keys: tuple[Any, ...] = ()
@@ -674,13 +686,13 @@ class _Spots:
         return None
 
 
-def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:
+def values_for(text: str, value: Any, spots: tuple[ReplacementPoint, ...]) -> list[Any]:
     """Return what a given value defines at each of the spots of a node.
 
     Raises:
         InputError: its structure differs from the structure of the node's value.
     """
-    found = [_dug(text, value, spot) for spot in spots]
+    found = [_part_of_value(text, value, spot) for spot in spots]
     tensors = [item for item in take_apart(value)[1] if isinstance(item, Tensor)]
     wanted = {spot.keys for spot in spots}
     if wanted and len(tensors) > len(wanted) and () not in wanted:
@@ -691,10 +703,10 @@ def values_for(text: str, value: Any, spots: tuple[Spot, ...]) -> list[Any]:
     return found
 
 
-def _dug(text: str, value: Any, spot: Spot) -> Any:
+def _part_of_value(text: str, value: Any, spot: ReplacementPoint) -> Any:
     whole = value
     for key in spot.keys:
-        value = _item(value, key)
+        value = _item_at_key(value, key)
     kind = spot.node.kind
     is_right = isinstance(value, Tensor)
     if kind == "number":
@@ -714,7 +726,7 @@ def _dug(text: str, value: Any, spot: Spot) -> Any:
 _MISSING = object()
 
 
-def _item(value: Any, key: Any) -> Any:
+def _item_at_key(value: Any, key: Any) -> Any:
     if isinstance(value, dict):
         found = {k if isinstance(k, (str, int)) else repr(k): item for k, item in value.items()}
         return found.get(key, _MISSING)
@@ -869,7 +881,9 @@ class Knowledge:
         found = [
             branch
             for branch in self._coverage()
-            if any(re.search(rf"\b{re.escape(base)}\b", text) for text in source.unseen(branch))
+            if any(
+                re.search(rf"\b{re.escape(base)}\b", text) for text in source.unseen_sides(branch)
+            )
         ]
         if not base or not found:
             return ""

@@ -18,7 +18,14 @@ from bendtrace.engine.explain import explain_check, explain_divergence
 from bendtrace.engine.program import Program, departure_by, values_in
 from bendtrace.engine.schedule import may_be_caught
 from bendtrace.engine.source import Code, Departure, gives_nothing
-from bendtrace.engine.suffix import Cut, Lack, Rest, Suffix, argument_of, write_rest
+from bendtrace.engine.suffix import (
+    Cut,
+    MissingArgument,
+    Suffix,
+    SuffixCode,
+    argument_of,
+    write_rest,
+)
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import (
     BendtraceError,
@@ -28,20 +35,20 @@ from bendtrace.errors import (
     NondeterminismError,
     NotReplayableError,
 )
-from bendtrace.insert.gates import running
+from bendtrace.insert.gates import applying
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.plan import Plan
+from bendtrace.insert.plan import InsertionPlan
 from bendtrace.insert.reading import read_and_changed
 from bendtrace.insert.registry import Bended
 from bendtrace.insert.resolver import (
-    Spot,
+    ReplacementPoint,
     by_path,
     is_named,
     node_of_name,
     path_in,
     spots_of,
-    text_of,
+    text_of_place,
     values_for,
 )
 from bendtrace.insert.splicer import record_with_insertions
@@ -73,7 +80,7 @@ class Deviation:
     """
 
     run: KnownRun
-    prepared: Prepared
+    prepared: PreparedSuffix
     number: Stop
     outcome: Any
     values: dict[str, Any]
@@ -230,7 +237,7 @@ def from_activations(
     if not given:
         raise InputError("no activations are given")
     try:
-        return _Run(model, given, args, kwargs, bended).output()
+        return _SuffixRun(model, given, args, kwargs, bended).output()
     except (RuntimeError, TypeError, ValueError) as error:
         if not isinstance(error, BendtraceError):
             shapes = ", ".join(
@@ -273,7 +280,7 @@ def parse_replacements(
             "arguments; or only the names of activations, with all values as keyword "
             "arguments"
         )
-    names = list(map(text_of, args))
+    names = list(map(text_of_place, args))
     absent = [name for name in names if name not in kwargs]
     if absent:
         raise InputError(f"no value is given for {', '.join(map(repr, absent))}")
@@ -281,7 +288,7 @@ def parse_replacements(
     return {name: kwargs[name] for name in names}, (), rest
 
 
-class _Run:
+class _SuffixRun:
     def __init__(
         self,
         model: Bended,
@@ -303,7 +310,7 @@ class _Run:
         """Run the rest, and return the output of the model."""
         plan = self._plan()
         tree: TraceTree = self._model._trees.of(plan)
-        with nullcontext() if plan is None else running(plan):
+        with nullcontext() if plan is None else applying(plan):
             chosen = self._chosen(tree, plan)
             if chosen is not None:
                 run, prepared = chosen
@@ -322,7 +329,7 @@ class _Run:
                         hold.release()
         return self._live()
 
-    def _plan(self) -> Plan | None:
+    def _plan(self) -> InsertionPlan | None:
         board = self._model._board
         if not self._bound:
             for insertion in board.insertions:
@@ -333,10 +340,12 @@ class _Run:
                         f"the location of {insertion!r} depends on the inputs of the model: "
                         "pass the model's arguments as well"
                     )
-        plan: Plan | None = board.plan(self._args, self._kwargs)
+        plan: InsertionPlan | None = board.plan(self._args, self._kwargs)
         return plan
 
-    def _chosen(self, tree: TraceTree, plan: Plan | None) -> tuple[KnownRun, Prepared] | None:
+    def _chosen(
+        self, tree: TraceTree, plan: InsertionPlan | None
+    ) -> tuple[KnownRun, PreparedSuffix] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
         plain = self._model._trees.plain
         if tree is not plain and not any(tree.programs()):
@@ -357,7 +366,7 @@ class _Run:
             raise error
         return None  # there may be another path
 
-    def _form(self, plan: Plan | None) -> tuple[str, ...]:
+    def _form(self, plan: InsertionPlan | None) -> tuple[str, ...]:
         is_seen = plan is not None and plan.sees_inputs
         form: tuple[str, ...] = self._model._signature.form(self._args, self._kwargs, is_seen)
         return form
@@ -371,7 +380,7 @@ class _Run:
                 "first, or pass all arguments of the model"
             )
 
-    def _require_possible(self, prepared: Prepared) -> None:
+    def _require_possible(self, prepared: PreparedSuffix) -> None:
         rest = prepared.rest
         if rest.unclear and not self._is_whole:
             raise InputError(
@@ -386,7 +395,7 @@ class _Run:
             )
 
     @staticmethod
-    def _looks_at_changes(run: KnownRun, plan: Plan | None) -> bool:
+    def _looks_at_changes(run: KnownRun, plan: InsertionPlan | None) -> bool:
         return plan is not None and plan.looks_at_changes(
             run.program.recordings(), read_and_changed
         )
@@ -396,10 +405,10 @@ class _Run:
     def _follow_paths(
         self,
         run: KnownRun,
-        prepared: Prepared,
+        prepared: PreparedSuffix,
         hold: Hold,
         tree: TraceTree,
-        plan: Plan | None,
+        plan: InsertionPlan | None,
     ) -> Any:
         """Follow known paths as far as possible, and continue from there."""
         slots = self._rests.values_for(prepared)
@@ -428,7 +437,7 @@ class _Run:
             run, prepared, values = other, following, {**slots, **left.values}
 
     def _carry_out(
-        self, run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold
+        self, run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
     ) -> Any:
         """Run a rest; return its result, or a `Deviation` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
@@ -445,7 +454,7 @@ class _Run:
             return result
 
     @staticmethod
-    def _result(run: KnownRun, prepared: Prepared, values: dict[str, Any], hold: Hold) -> Any:
+    def _result(run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold) -> Any:
         rest = prepared.code
         assert rest is not None
         if rest.casts:
@@ -467,7 +476,7 @@ class _Run:
 
     def _following(
         self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
-    ) -> Prepared | None:
+    ) -> PreparedSuffix | None:
         """Return the rest of another known run, from where both diverge; None if it is too late."""
         try:
             prepared = self._rests.of(run, start, done, passed)
@@ -486,7 +495,7 @@ class _Run:
         random: RandomStates | None,
         hold: Hold,
         tree: TraceTree,
-        plan: Plan | None,
+        plan: InsertionPlan | None,
     ) -> Any:
         """Continue where no recorded run went, or none that can be continued."""
         why = explain_divergence(left.prepared.recording, left.number, left.outcome)()
@@ -518,7 +527,9 @@ class _Run:
             )
         return self._live()
 
-    def _resumed(self, left: Deviation, hold: Hold, tree: TraceTree, plan: Plan | None) -> Any:
+    def _resumed(
+        self, left: Deviation, hold: Hold, tree: TraceTree, plan: InsertionPlan | None
+    ) -> Any:
         """Continue with the model's own Python, and keep the path that it takes."""
         model, script = self._model, left.script(hold)
         try:
@@ -560,7 +571,7 @@ class _Run:
         return call_with(self._model, self._given, self._args, self._kwargs, bended=self._bended)
 
 
-ENDS.add(_Run._carry_out.__code__)
+ENDS.add(_SuffixRun._carry_out.__code__)
 
 
 # Calls a model with given values instead of the outputs of some nodes.
@@ -682,7 +693,7 @@ class KnownRun:
 
 
 @dataclass
-class Prepared:
+class PreparedSuffix:
     """The rest of a recorded run, ready to run.
 
     Attributes:
@@ -694,10 +705,10 @@ class Prepared:
     """
 
     recording: Recording
-    spots: dict[str, tuple[Spot, ...]]
+    spots: dict[str, tuple[ReplacementPoint, ...]]
     cuts: list[Cut]
     rest: Suffix
-    code: Rest | None = None
+    code: SuffixCode | None = None
 
 
 class Suffixes:
@@ -725,7 +736,7 @@ class Suffixes:
         start: int = 0,
         available: frozenset[int] = frozenset(),
         passed: frozenset[Any] = frozenset(),
-    ) -> Prepared:
+    ) -> PreparedSuffix:
         """Return the rest of a run.
 
         Args:
@@ -742,14 +753,14 @@ class Suffixes:
             "rest", id(run.recording), run.missing, tuple(self._given), self._bended, start,
             available, passed,
         )  # fmt: skip
-        prepared: Prepared = cached_for_model(
+        prepared: PreparedSuffix = cached_for_model(
             self._model, key, lambda: self._prepared(run, start, available, passed)
         )
         return prepared
 
     def _prepared(
         self, run: KnownRun, start: int, available: frozenset[int], passed: frozenset[Any]
-    ) -> Prepared:
+    ) -> PreparedSuffix:
         program, recording = run.program, run.recording
         tree = self.tree_of(recording)
         for text in self._given:
@@ -766,7 +777,7 @@ class Suffixes:
             recording, analysis, cuts, run.missing, is_checked=is_first and not run.missing,
             start=start, available=available, passed=passed,
         )  # fmt: skip
-        prepared = Prepared(recording, spots, cuts, rest)
+        prepared = PreparedSuffix(recording, spots, cuts, rest)
         if not (rest.unclear or rest.lacks or rest.is_too_late()):
             prepared.code = write_rest(rest, analysis, program.global_state.context)
         return prepared
@@ -784,12 +795,12 @@ class Suffixes:
                 (found.path,),
             )
 
-    def _slot(self, text: str, spot: Spot) -> int:
+    def _slot(self, text: str, spot: ReplacementPoint) -> int:
         """Return the number of a given value: the same for all runs of the model."""
         numbers: dict[Any, int] = cached_for_model(self._model, "slots", dict)
         return numbers.setdefault((text, spot.keys), len(numbers))
 
-    def values_for(self, prepared: Prepared) -> dict[str, Any]:
+    def values_for(self, prepared: PreparedSuffix) -> dict[str, Any]:
         """Return the given values in the form that the code of a rest takes.
 
         Raises:
@@ -806,7 +817,7 @@ class Suffixes:
                 values.setdefault(f"s{slot}", own(value) if is_written else value)
         return values
 
-    def explained(self, prepared: Prepared, lack: Lack) -> str:
+    def explained(self, prepared: PreparedSuffix, lack: MissingArgument) -> str:
         """Return what is missing, and what needs it."""
         recording = prepared.recording
         ops, tree = recording.tape.ops, self.tree_of(recording)
@@ -820,7 +831,9 @@ class Suffixes:
                 user = index
                 break
             source = index
-        texts = [_op_text(tree, recording, index) for index in (user, source) if index is not None]
+        texts = [
+            _path_and_place(tree, recording, index) for index in (user, source) if index is not None
+        ]
         if not texts:
             need = "the output of the model, or a condition, depends on it"
         elif user is None:
@@ -844,7 +857,7 @@ def _argument(part: Captured) -> Captured:
     return part
 
 
-def _op_text(tree: Tree, recording: Recording, index: int) -> str:
+def _path_and_place(tree: Tree, recording: Recording, index: int) -> str:
     """Return the path and the place of an op."""
     path, site = tree.path_of(index), recording.tape.ops[index].site
     where = ""
@@ -897,7 +910,7 @@ class KnownRuns:
         names = tuple(bound)
         programs = sorted(tree.programs(), key=lambda program: program.serial, reverse=True)
         self._same = list(tree.programs((*names, *form)))
-        self._wider = [p for p in programs if set(names) < set(_names_of(p))]
+        self._wider = [p for p in programs if set(names) < set(_argument_names(p))]
         self.is_whole: bool = bool(self._same) or (bool(names) and not self._wider)
         if not (self.is_whole or self._wider):
             raise InputError(
@@ -928,7 +941,7 @@ class KnownRuns:
         found: list[KnownRun] = []
         reasons: list[str] = []
         for program in self._wider:
-            names = _names_of(program)
+            names = _argument_names(program)
             missing = frozenset(i for i, name in enumerate(names) if name not in self._bound)
             arguments = tuple(self._bound.get(name) for name in names)
             reason = self._misfit(program, arguments, missing)
@@ -987,7 +1000,7 @@ class KnownRuns:
         return explain_check(checks[number], program, arguments)().reason
 
 
-def _names_of(program: Program) -> tuple[str, ...]:
+def _argument_names(program: Program) -> tuple[str, ...]:
     """Return the names of the arguments that a program was recorded with."""
     parts = program.recording.environment.parts
     return tuple(p.label for p in parts if p.is_argument and p.access is Access.ROOT)

@@ -224,7 +224,7 @@ class Combined(Selector):
         return found
 
     def __repr__(self) -> str:
-        return f" {self.sign} ".join(_inside(part, self.sign) for part in self.parts)
+        return f" {self.sign} ".join(_text_in_brackets(part, self.sign) for part in self.parts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -248,7 +248,7 @@ class Not(Selector):
         return others - select_nodes(self.selector, graph, others)
 
     def __repr__(self) -> str:
-        return f"~{_inside(self.selector, '~')}"
+        return f"~{_text_in_brackets(self.selector, '~')}"
 
 
 class _Ahead(Selector):
@@ -334,7 +334,7 @@ def _inherit(made: Selector, *parts: NodeSelector) -> None:
         object.__setattr__(made, name, any(getattr(part, name) for part in parts))
 
 
-def _inside(part: NodeSelector, sign: str) -> str:
+def _text_in_brackets(part: NodeSelector, sign: str) -> str:
     """Return a part as text, in brackets if necessary."""
     weaker = isinstance(part, Combined) and _STRENGTH[part.sign] <= _STRENGTH[sign]
     return f"({part!r})" if weaker else repr(part)
@@ -359,7 +359,7 @@ def has_following(selector: Selectable, *, within: int | None = 1) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.has_following("sum", within=None), trace)
         [<node relu: relu>, <node exp: exp>]
     """
-    return Near(as_selector(selector), _steps(within), forward=True)
+    return Near(as_selector(selector), _checked_distance(within), forward=True)
 
 
 def has_preceding(selector: Selectable, *, within: int | None = 1) -> Selector:
@@ -381,7 +381,7 @@ def has_preceding(selector: Selectable, *, within: int | None = 1) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.has_preceding("relu", within=None), trace)
         [<node exp: exp>, <node sum: sum>]
     """
-    return Near(as_selector(selector), _steps(within), forward=False)
+    return Near(as_selector(selector), _checked_distance(within), forward=False)
 
 
 def between(start: Selectable, end: Selectable) -> Selector:
@@ -402,7 +402,7 @@ def between(start: Selectable, end: Selectable) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.between("relu", "sum"), trace)
         [<node exp: exp>, <node add: add>]
     """
-    return Between(as_selector(start), as_selector(end))
+    return BetweenSelector(as_selector(start), as_selector(end))
 
 
 @dataclass(frozen=True, repr=False)
@@ -421,7 +421,7 @@ class Near(_Ahead):
         """Return the paths of the selected nodes of a graph."""
         ends = select_nodes(self.selector, graph, set(graph.nodes))
         edges = graph.edges.predecessors if self.forward else graph.edges.successors
-        return _reachable(graph, ends, edges, self.within)
+        return _reachable_nodes(graph, ends, edges, self.within)
 
     def __repr__(self) -> str:
         made = "has_following" if self.forward else "has_preceding"
@@ -430,7 +430,7 @@ class Near(_Ahead):
 
 
 @dataclass(frozen=True, repr=False)
-class Between(_Ahead):
+class BetweenSelector(_Ahead):
     """Nodes on paths from some nodes to others."""
 
     start: NodeSelector
@@ -445,15 +445,15 @@ class Between(_Ahead):
         """Return the paths of the selected nodes of a graph."""
         everything = set(graph.nodes)
         starts, ends = (select_nodes(one, graph, everything) for one in (self.start, self.end))
-        after = _reachable(graph, starts, graph.edges.successors)
-        before = _reachable(graph, ends, graph.edges.predecessors)
+        after = _reachable_nodes(graph, starts, graph.edges.successors)
+        before = _reachable_nodes(graph, ends, graph.edges.predecessors)
         return {path for path in after & before if not is_inside(path, starts | ends)}
 
     def __repr__(self) -> str:
         return f"between({self.start!r}, {self.end!r})"
 
 
-def _reachable(
+def _reachable_nodes(
     graph: CandidateGraph,
     ends: set[str],
     edges: Callable[[str], Iterable[str]],
@@ -474,7 +474,7 @@ def _reachable(
     return found
 
 
-def _steps(within: Any) -> int | None:
+def _checked_distance(within: Any) -> int | None:
     if within is not None and (type(within) is not int or within < 1):
         raise InputError(
             f"within= takes a positive number of steps, or None for any number, not {within!r}"
@@ -681,29 +681,29 @@ class Layers(Selector):
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node, judged by the node alone."""
         if node.module is not None:
-            return isinstance(node.module, _classes(self.family, self.members))
+            return isinstance(node.module, _layer_classes(self.family, self.members))
         if node.function is None:
             return False
-        names = functions_named(node.function) & _names(self.family, self.members)
+        names = functions_named(node.function) & _family_names(self.family, self.members)
         return bool(names) and not isinstance(node.scope, _consisting_of(names))
 
     @property
     def classes(self) -> tuple[type[nn.Module], ...]:
         """The selected classes of modules; their subclasses are selected, too."""
-        return _classes(self.family, self.members)
+        return _layer_classes(self.family, self.members)
 
     @property
     def functions(self) -> frozenset[Callable[..., Any]]:
         """The selected functions and methods; operators of `torch.ops` are selected, too."""
-        names = _names(self.family, self.members)
-        return frozenset(found for found, of in _spellings().items() if of & names)
+        names = _family_names(self.family, self.members)
+        return frozenset(found for found, of in _family_functions().items() if of & names)
 
     def __repr__(self) -> str:
         if self.members == tuple(FAMILIES[self.family]):
             return self.family
         if len(self.members) == 1:
             return f"{self.family}.{self.members[0]}"
-        for name, members in _groups(self.family).items():
+        for name, members in _torchwatcher_groups(self.family).items():
             if members == self.members:
                 return f"{self.family}.{name}"
         return " | ".join(f"{self.family}.{member}" for member in self.members)
@@ -741,21 +741,23 @@ class Family(Layers):
         member = ALIASES.get(name, name)
         if member in FAMILIES[self.family]:
             return Layers(self.family, (member,))
-        members = _groups(self.family).get(name)
+        members = _torchwatcher_groups(self.family).get(name)
         if members is None:
-            raise NoLayerError(_unknown(self.family, name))
+            raise NoLayerError(_unknown_layer_text(self.family, name))
         return self if members == self.members else Layers(self.family, members)
 
     def __dir__(self) -> list[str]:
         lazy = [name for name, member in ALIASES.items() if member in self.members]
-        return sorted({*super().__dir__(), *self.members, *lazy, *_groups(self.family)})
+        return sorted(
+            {*super().__dir__(), *self.members, *lazy, *_torchwatcher_groups(self.family)}
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Family, (self.family,)
 
 
 @functools.cache
-def _groups(family: str) -> dict[str, tuple[str, ...]]:
+def _torchwatcher_groups(family: str) -> dict[str, tuple[str, ...]]:
     """Return the members of a family with a common name in TorchWatcher."""
     groups: dict[str, list[str]] = {}
     for member, functions in FAMILIES[family].items():
@@ -768,13 +770,13 @@ def _groups(family: str) -> dict[str, tuple[str, ...]]:
 
 
 @functools.cache
-def _classes(family: str, members: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
+def _layer_classes(family: str, members: tuple[str, ...]) -> tuple[type[nn.Module], ...]:
     # Some are newer than the oldest supported torch, some have no class.
     return tuple(cls for cls in (getattr(nn, name, None) for name in members) if cls is not None)
 
 
 @functools.cache
-def _names(family: str, members: tuple[str, ...]) -> frozenset[str]:
+def _family_names(family: str, members: tuple[str, ...]) -> frozenset[str]:
     return frozenset(name for member in members for name in FAMILIES[family][member].split())
 
 
@@ -786,7 +788,7 @@ def _consisting_of(names: frozenset[str]) -> tuple[type[nn.Module], ...]:
         for family, members in FAMILIES.items()
         for member, functions in members.items()
         if names & {*functions.split(), *PARTS.get(member, "").split()}
-        for cls in _classes(family, (member,))
+        for cls in _layer_classes(family, (member,))
     )
 
 
@@ -803,18 +805,20 @@ def functions_named(function: Callable[..., Any]) -> frozenset[str]:
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return _all_names() & {owner.__name__}
     try:
-        return _spellings().get(function, _NOTHING)
+        return _family_functions().get(function, _NOTHING)
     except TypeError:  # not hashable, so none of torch's
         return _NOTHING
 
 
 @functools.cache
 def _all_names() -> frozenset[str]:
-    return frozenset().union(*(_names(family, tuple(FAMILIES[family])) for family in FAMILIES))
+    return frozenset().union(
+        *(_family_names(family, tuple(FAMILIES[family])) for family in FAMILIES)
+    )
 
 
 @functools.cache
-def _spellings() -> dict[Callable[..., Any], frozenset[str]]:
+def _family_functions() -> dict[Callable[..., Any], frozenset[str]]:
     """Return the functions and methods that the families name."""
     found: dict[Callable[..., Any], frozenset[str]] = {}
     for name in _all_names():
@@ -846,12 +850,12 @@ def _operators() -> dict[str, frozenset[str]]:
     return found
 
 
-def _unknown(family: str, name: str) -> str:
+def _unknown_layer_text(family: str, name: str) -> str:
     others = [other for other, members in FAMILIES.items() if ALIASES.get(name, name) in members]
-    others += [other for other in FAMILIES if name in _groups(other)]
+    others += [other for other in FAMILIES if name in _torchwatcher_groups(other)]
     if others:
         return f"{family} has no {name}; {others[0]} has: {others[0]}.{name}"
-    known = [*FAMILIES[family], *_groups(family)]
+    known = [*FAMILIES[family], *_torchwatcher_groups(family)]
     folded = {other.lower(): other for other in reversed(known)}
     near = [folded[one] for one in similar(name.lower(), folded)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(FAMILIES[family])}"

@@ -43,7 +43,7 @@ def matches_name(name: str | re.Pattern[str]) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.matches_name(re.compile("^relu|tanh")), trace)
         [<node relu: relu>, <node relu_1: relu>, <node tanh: tanh>]
     """
-    return Text("name", _text_or_pattern(name))
+    return TextSelector("name", _text_or_pattern(name))
 
 
 def matches_path(path: str | re.Pattern[str]) -> Selector:
@@ -72,7 +72,7 @@ def matches_path(path: str | re.Pattern[str]) -> Selector:
             "their passes, by the paths that the tree prints, such as `layers_0.mlp` or "
             "`features.sub_6`"
         )
-    return Text("path", path)
+    return TextSelector("path", path)
 
 
 def matches_qualified_name(name: str | re.Pattern[str]) -> Selector:
@@ -95,7 +95,7 @@ def matches_qualified_name(name: str | re.Pattern[str]) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.matches_qualified_name("1.relu"), trace)
         [<node sub_1.relu: relu>]
     """
-    return Text("qualified_name", _text_or_pattern(name))
+    return TextSelector("qualified_name", _text_or_pattern(name))
 
 
 def source_text(text: str | re.Pattern[str]) -> Selector:
@@ -116,7 +116,7 @@ def source_text(text: str | re.Pattern[str]) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.source_text(re.compile("[*] [23]$")), trace)
         [<node mul: mul>, <node mul_1: mul>, <node add: add>]
     """
-    return Text("text", _text_or_pattern(text))
+    return TextSelector("text", _text_or_pattern(text))
 
 
 def matches_module_class(*classes: type[nn.Module]) -> Selector:
@@ -227,11 +227,11 @@ def matches_function(*functions: Callable[..., Any] | str) -> Selector:
     for function in functions:
         if not callable(function) and not isinstance(function, str):
             raise InputError(f"matches_function() takes functions and names, not {function!r}")
-    return Functions(_some(functions, "matches_function() takes one function or several"))
+    return FunctionSelector(_some(functions, "matches_function() takes one function or several"))
 
 
 @dataclass(frozen=True, repr=False)
-class Text(Selector):
+class TextSelector(Selector):
     """Nodes with an attribute that equals or contains some text."""
 
     attribute: Literal["name", "path", "qualified_name", "text"]
@@ -280,7 +280,7 @@ class Modules(Selector):
 
 
 @dataclass(frozen=True, repr=False)
-class Functions(Selector):
+class FunctionSelector(Selector):
     """Calls of some functions."""
 
     functions: tuple[Callable[..., Any] | str, ...]
@@ -323,7 +323,7 @@ class Predicate(Selector):
 
 
 @dataclass(frozen=True, repr=False)
-class _Kind(Selector):
+class _KindSelector(Selector):
     """Nodes of one kind. The model as a whole has no kind."""
 
     name: str
@@ -337,7 +337,7 @@ class _Kind(Selector):
         return self.name
 
 
-def _is_module(node: Candidate) -> bool:
+def _is_module_node(node: Candidate) -> bool:
     return node.is_module and node.path != ""
 
 
@@ -356,9 +356,9 @@ def _has_parameters(node: Candidate) -> bool:
     return next(own, None) is not None or _is_parametrized(node.module)
 
 
-is_module: Selector = _Kind("is_module", _is_module)
-is_parametrized: Selector = _Kind("is_parametrized", _has_parametrizations)
-has_parameters: Selector = _Kind("has_parameters", _has_parameters)
+is_module: Selector = _KindSelector("is_module", _is_module_node)
+is_parametrized: Selector = _KindSelector("is_parametrized", _has_parametrizations)
+has_parameters: Selector = _KindSelector("has_parameters", _has_parameters)
 
 
 def _text_or_pattern(text: Any) -> str | re.Pattern[str]:
@@ -446,7 +446,7 @@ def with_shape(*sizes: Size | tuple[Size, ...] | Callable[[tuple[int, ...]], Any
         if isinstance(only, (tuple, list)):
             given = tuple(only)
         elif callable(only):
-            return Shape(only)
+            return ShapeSelector(only)
     for size in given:
         if size is not None and size is not ... and (type(size) is not int or size < 0):
             raise InputError(
@@ -457,7 +457,7 @@ def with_shape(*sizes: Size | tuple[Size, ...] | Callable[[tuple[int, ...]], Any
         raise InputError(
             "with_shape() takes only one `...`: otherwise the positions of the sizes are ambiguous"
         )
-    return Shape(given)
+    return ShapeSelector(given)
 
 
 def with_dtype(*dtypes: torch.dtype | Callable[[torch.dtype], Any]) -> Selector:
@@ -491,7 +491,7 @@ def with_dtype(*dtypes: torch.dtype | Callable[[torch.dtype], Any]) -> Selector:
 
 
 @dataclass(frozen=True, repr=False)
-class Shape(Selector):
+class ShapeSelector(Selector):
     """Nodes that output a tensor of a certain shape. The model as a whole is not among them."""
 
     sizes: tuple[Any, ...] | Callable[[tuple[int, ...]], Any]
@@ -503,7 +503,7 @@ class Shape(Selector):
             return False
         if not isinstance(self.sizes, tuple):
             return bool(self.sizes(tuple(node.shape)))
-        return _fits(self.sizes, tuple(node.shape))
+        return _shape_fits(self.sizes, tuple(node.shape))
 
     def __repr__(self) -> str:
         return f"with_shape({_name_text(self.sizes)})"
@@ -528,7 +528,7 @@ class Dtype(Selector):
         return f"with_dtype({_name_text(self.dtypes)})"
 
 
-def _fits(sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+def _shape_fits(sizes: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
     if ... in sizes:
         before = sizes.index(...)
         after = len(sizes) - before - 1
@@ -555,7 +555,7 @@ def _name_text(what: Any) -> str:
 _MOST = 1000  # items of a container
 
 
-class _Unknown(Exception):
+class _UnknownValue(Exception):
     """Raised if a function reads values that may change or are not known."""
 
 
@@ -566,34 +566,34 @@ def meaning_of(function: Any) -> Hashable:
     """
     itself: Hashable = function
     try:
-        return _function(function, ()) if type(function) is types.FunctionType else itself
-    except _Unknown:
+        return _function_key(function, ()) if type(function) is types.FunctionType else itself
+    except _UnknownValue:
         return itself
 
 
-def _function(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
+def _function_key(function: types.FunctionType, around: tuple[Any, ...]) -> Hashable:
     is_constant = bool(around) and not function.__closure__ and is_finished(function)
     if is_constant or any(function is other for other in around):
         return function
     around = (*around, function)
     if vars(function):
-        raise _Unknown
+        raise _UnknownValue
     read = dict(_globals(function))
     return (
         function.__code__,
-        tuple(_value(cell, around) for cell in _contents(function)),
-        _value(function.__defaults__, around),
-        _value(function.__kwdefaults__, around),
-        tuple((name, _value(value, around)) for name, value in sorted(read.items())),
+        tuple(_value_key(cell, around) for cell in _closure_contents(function)),
+        _value_key(function.__defaults__, around),
+        _value_key(function.__kwdefaults__, around),
+        tuple((name, _value_key(value, around)) for name, value in sorted(read.items())),
     )
 
 
-def _contents(function: types.FunctionType) -> Iterator[Any]:
+def _closure_contents(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:
-            raise _Unknown from None
+            raise _UnknownValue from None
 
 
 def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -603,30 +603,30 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             if name in space:
                 yield name, space[name]
             elif name in ("eval", "exec", "globals", "next", "open", "input"):
-                raise _Unknown
+                raise _UnknownValue
 
 
-def _value(value: Any, around: tuple[Any, ...]) -> Hashable:
+def _value_key(value: Any, around: tuple[Any, ...]) -> Hashable:
     kind = type(value)
     if kind in PLAIN_TYPES:
         return kind, value
     if kind is types.FunctionType:
-        return _function(value, around)
+        return _function_key(value, around)
     if kind in (tuple, list, set, frozenset, dict) and len(value) <= _MOST:
         items = [*value.items()] if kind is dict else value
-        held = [_value(item, around) for item in items]
+        held = [_value_key(item, around) for item in items]
         return kind, frozenset(held) if kind in (set, frozenset) else tuple(held)
     if kind is types.ModuleType and is_installed_space(vars(value)):
         return str(value.__name__)
     if isinstance(value, type) and not is_users_class(value):
         return value
-    if kind in _CONSTANT or (kind is types.BuiltinFunctionType and _is_of_python(value)):
+    if kind in _CONSTANT or (kind is types.BuiltinFunctionType and _is_builtin(value)):
         constant: Hashable = value
         return constant
-    raise _Unknown
+    raise _UnknownValue
 
 
-def _is_of_python(function: Any) -> bool:
+def _is_builtin(function: Any) -> bool:
     return vars(builtins).get(function.__name__) is function
 
 
@@ -691,7 +691,7 @@ def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> Node
     Raises:
         InputError: one of the leaves is invalid.
     """
-    selector = _by_name(what) if isinstance(what, str) else as_selector(what)
+    selector = _selector_by_name(what) if isinstance(what, str) else as_selector(what)
     names = leaf_names(model, leaves)
     return Outside(selector, names) if names else selector
 
@@ -703,11 +703,13 @@ def leaf_names(model: Callable[..., Any], leaves: Iterable[Any]) -> frozenset[st
         InputError: one of the leaves is invalid.
     """
     modules = list(modules_in(model).items())
-    found = (name for leaf in leaves for name, module in modules if _is_leaf(leaf, name, module))
+    found = (
+        name for leaf in leaves for name, module in modules if _matches_leaf(leaf, name, module)
+    )
     return frozenset(found)
 
 
-def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
+def leaf_modules_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
     """Return the `leaf_modules` of `tracer_kwargs`.
 
     Raises:
@@ -723,14 +725,14 @@ def leaves_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
     return list(leaves)
 
 
-def _by_name(name: str) -> NodeSelector:
+def _selector_by_name(name: str) -> NodeSelector:
     try:
         return matches_qualified_name(name) | matches_path(name)
     except InputError:  # it can only be a qualified name: `layers.0`
         return matches_qualified_name(name)
 
 
-def _is_leaf(leaf: Any, name: str, module: nn.Module) -> bool:
+def _matches_leaf(leaf: Any, name: str, module: nn.Module) -> bool:
     if isinstance(leaf, type) and issubclass(leaf, nn.Module):
         return isinstance(module, leaf)
     if isinstance(leaf, nn.Module):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Mark:
+class SourcePattern:
     """A user's description of a condition or a loop.
 
     Attributes:
@@ -63,7 +63,7 @@ class Mark:
             return False
         if isinstance(self.text, re.Pattern):
             return self.text.search(text) is not None
-        return self.text is None or _plain(self.text) == _plain(text)
+        return self.text is None or _normalized_source(self.text) == _normalized_source(text)
 
     def __str__(self) -> str:
         given = self.text if self.line is None else self.line
@@ -71,7 +71,7 @@ class Mark:
         return ", ".join(filter(None, ["" if given is None else repr(given), file]))
 
 
-def mark(where: Any, file: str | None, asked: str) -> Mark:
+def mark(where: Any, file: str | None, asked: str) -> SourcePattern:
     """Return a checked description of a place in the source.
 
     Args:
@@ -87,12 +87,12 @@ def mark(where: Any, file: str | None, asked: str) -> Mark:
     if isinstance(where, str):
         at = read_place(where)
         if at is not None:
-            return Mark(None, at[1], at[0])
-        return Mark(where, None, file)
+            return SourcePattern(None, at[1], at[0])
+        return SourcePattern(where, None, file)
     if type(where) is int and where > 0:
-        return Mark(None, where, file)
+        return SourcePattern(None, where, file)
     if where is None or (isinstance(where, re.Pattern) and isinstance(where.pattern, str)):
-        return Mark(where, None, file)
+        return SourcePattern(where, None, file)
     raise InputError(
         f"{asked}() takes text of the source, a regular expression, a line counted from 1, or "
         f"'file.py:41'; not {where!r}"
@@ -100,7 +100,7 @@ def mark(where: Any, file: str | None, asked: str) -> Mark:
 
 
 @functools.cache
-def _plain(text: str) -> str:
+def _normalized_source(text: str) -> str:
     """Return an expression normalised without regard to blanks, quotes and brackets."""
     try:
         return ast.unparse(ast.parse(text.strip(), mode="eval"))
@@ -220,7 +220,7 @@ def at_line(line: int | str, file: str | None = None) -> Selector:
 class UnderBranch(Selector):
     """Nodes under a condition."""
 
-    test: Mark
+    test: SourcePattern
     side: bool | None = None
 
     def matches(self, node: Candidate) -> bool:
@@ -228,7 +228,7 @@ class UnderBranch(Selector):
         return any(
             self.side in (None, branch.side)
             and self.test.means(branch.text, branch.lines, place.file)
-            for place in _places(node)
+            for place in _outside_places(node)
             for branch in branches_around(place)
         )
 
@@ -241,13 +241,13 @@ class UnderBranch(Selector):
 class InLoop(Selector):
     """Nodes in a loop."""
 
-    loop: Mark
+    loop: SourcePattern
 
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node, judged by the node alone."""
         return any(
             self.loop.means(text, lines, place.file)
-            for place in _places(node)
+            for place in _outside_places(node)
             for text, lines in _loops_around(place)
         )
 
@@ -259,13 +259,13 @@ class InLoop(Selector):
 class AtLine(Selector):
     """Nodes at a line."""
 
-    line: Mark
+    line: SourcePattern
 
     def matches(self, node: Candidate) -> bool:
         """Return whether the selector selects a node, judged by the node alone."""
         return any(
             self.line.means("", range(line, line + 1), place.file)
-            for place in _places(node)
+            for place in _outside_places(node)
             for line in (place.span.line, place.span.end_line)
         )
 
@@ -273,7 +273,7 @@ class AtLine(Selector):
         return f"at_line({self.line})"
 
 
-class Branch(NamedTuple):
+class ConditionSide(NamedTuple):
     """A condition, as seen from code that depends on it.
 
     Attributes:
@@ -287,7 +287,7 @@ class Branch(NamedTuple):
     side: bool
 
 
-def _places(node: Candidate) -> Iterator[Place]:
+def _outside_places(node: Candidate) -> Iterator[Place]:
     """Yield the places outside torch that led to a node, innermost first."""
     if node.site is not None:
         yield from (place for place in node.site.places if not place.in_torch)
@@ -320,14 +320,14 @@ def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
 
 
 @functools.cache
-def branches_around(place: Place) -> tuple[Branch, ...]:
+def branches_around(place: Place) -> tuple[ConditionSide, ...]:
     """Return the conditions around something in the source, innermost first."""
     file = source_file(place.file)
     node = _node_at(file, place)
-    return () if node is None else tuple(_branches(file, node))
+    return () if node is None else tuple(_condition_sides(file, node))
 
 
-def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
+def _condition_sides(file: SourceFile, node: ast.AST) -> Iterator[ConditionSide]:
     for child, parent in file.ancestors(node):
         if isinstance(child, ast.stmt):
             yield from _exits_before(file, child, parent)
@@ -335,19 +335,19 @@ def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
             return
         if isinstance(parent, BRANCHES) and child is not parent.test:
             body = parent.body if isinstance(parent.body, list) else [parent.body]
-            yield _branch(file, parent.test, child in body)
+            yield _condition_side(file, parent.test, child in body)
         elif isinstance(parent, ast.BoolOp):
             for operand in parent.values[: parent.values.index(child)]:  # type: ignore[arg-type]
-                yield _branch(file, operand, isinstance(parent.op, ast.And))
+                yield _condition_side(file, operand, isinstance(parent.op, ast.And))
         elif isinstance(parent, ast.comprehension) and child in parent.ifs:
             for test in parent.ifs[: parent.ifs.index(child)]:
-                yield _branch(file, test, True)
+                yield _condition_side(file, test, True)
         elif isinstance(parent, COMPREHENSIONS):
             walked = parent.generators
             if isinstance(child, ast.comprehension):
                 walked = walked[: walked.index(child)]
             for test in (test for generator in walked for test in generator.ifs):
-                yield _branch(file, test, True)
+                yield _condition_side(file, test, True)
         elif isinstance(parent, ast.Match) and isinstance(child, ast.match_case):
             yield from (
                 _case(file, case, False) for case in parent.cases[: parent.cases.index(child)]
@@ -355,36 +355,36 @@ def _branches(file: SourceFile, node: ast.AST) -> Iterator[Branch]:
             yield _case(file, child, True)
 
 
-def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[Branch]:
+def _exits_before(file: SourceFile, child: ast.stmt, parent: ast.AST) -> Iterator[ConditionSide]:
     """Yield the conditions under which the code before a statement has not left its block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:
             for statement in block[: block.index(child)]:
-                yield from _conditions(file, statement)
+                yield from _statement_conditions(file, statement)
 
 
-def _conditions(file: SourceFile, statement: ast.stmt) -> Iterator[Branch]:
+def _statement_conditions(file: SourceFile, statement: ast.stmt) -> Iterator[ConditionSide]:
     if isinstance(statement, ast.If):
         for block, other, side in (
             (statement.body, statement.orelse, False),
             (statement.orelse, statement.body, True),
         ):
             if closes_block(block):
-                yield _branch(file, statement.test, side)
+                yield _condition_side(file, statement.test, side)
                 if other:
-                    yield from _conditions(file, other[-1])
+                    yield from _statement_conditions(file, other[-1])
 
 
-def _branch(file: SourceFile, test: ast.expr, side: bool) -> Branch:
+def _condition_side(file: SourceFile, test: ast.expr, side: bool) -> ConditionSide:
     span = span_of(test)
-    return Branch(file.text(test), range(span.line, span.end_line + 1), side)
+    return ConditionSide(file.text(test), range(span.line, span.end_line + 1), side)
 
 
-def _case(file: SourceFile, case: ast.match_case, side: bool) -> Branch:
+def _case(file: SourceFile, case: ast.match_case, side: bool) -> ConditionSide:
     guard = "" if case.guard is None else f" if {file.text(case.guard)}"
     span = span_of(case.pattern)
-    return Branch(
+    return ConditionSide(
         f"case {file.text(case.pattern)}{guard}", range(span.line, span.end_line + 1), side
     )
 
@@ -418,7 +418,7 @@ def why_past(
         if denied is not None:
             return _step_text(denied)
         for other in others:
-            depth, guard = _parting(other, run)
+            depth, guard = _common_decisions(other, run)
             step = next((s for s in steps if s.guard is not None and s.guard == guard), None)
             if step is not None and depth > furthest:
                 furthest, found = depth, _step_text(step)
@@ -431,14 +431,14 @@ def _denial(path: str, nodes: Mapping[str, Candidate], steps: FlowSteps) -> Flow
         node = nodes.get(path)
         for place in () if node is None or node.site is None else node.site.places:
             for branch in () if place.in_torch else branches_around(place):
-                asked = [step for step in steps if _asks(step, branch, place.file)]
+                asked = [step for step in steps if _is_test_of(step, branch, place.file)]
                 if asked and all(bool(step.value) is not branch.side for step in asked):
                     return asked[-1]
         path = path.rpartition(".")[0]  # the call that it is in
     return None
 
 
-def _asks(step: FlowStep, branch: Branch, file: str) -> bool:
+def _is_test_of(step: FlowStep, branch: ConditionSide, file: str) -> bool:
     return (
         (step.file, step.text) == (file, branch.text)
         and step.line in branch.lines
@@ -446,10 +446,12 @@ def _asks(step: FlowStep, branch: Branch, file: str) -> bool:
     )
 
 
-def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
+def _common_decisions(one: Recording, other: Recording) -> tuple[int, int | None]:
     """Return the number of decisions that two runs have in common, and the second's next guard."""
     depth = 0
-    for (_, mine), (number, theirs) in zip(_decisions(one), _decisions(other), strict=False):
+    for (_, mine), (number, theirs) in zip(
+        _deciding_guards(one), _deciding_guards(other), strict=False
+    ):
         own_site = None if mine.site is None else mine.site.identity
         other_site = None if theirs.site is None else theirs.site.identity
         if own_site != other_site:
@@ -460,7 +462,7 @@ def _parting(one: Recording, other: Recording) -> tuple[int, int | None]:
     return depth, None
 
 
-def _decisions(recording: Recording) -> list[tuple[int, Guard]]:
+def _deciding_guards(recording: Recording) -> list[tuple[int, Guard]]:
     return [
         (number, guard)
         for number, guard in enumerate(recording.tape.guards)
@@ -475,7 +477,7 @@ def _step_text(step: FlowStep) -> str:
     return f"{step.kind} at {where} was {step.value!r} for this input"
 
 
-def unseen(branch: BranchCoverage) -> Iterator[str]:
+def unseen_sides(branch: BranchCoverage) -> Iterator[str]:
     """Yield the source of the branch sides that were not seen."""
     file = source_file(branch.file)
     for side in branch.missing:
@@ -492,13 +494,13 @@ def branch_before(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
         node: the node.
         parents: the graph around it, in each known run that has reached this graph.
     """
-    base, seen = _base(node), defaultdict[tuple[str, int], set[str]](set)
+    base, seen = _node_identifier(node), defaultdict[tuple[str, int], set[str]](set)
     for parent in parents:
         for step in parent.steps:
             seen[step.file, step.line].update(outcome for _, outcome, _ in step.outcomes)
     for parent in parents:
         order = list(parent.children)
-        rivals = [child for child in parent.children.values() if _base(child) == base]
+        rivals = [child for child in parent.children.values() if _node_identifier(child) == base]
         names = [rival.name for rival in rivals]
         for step in parent.steps if node.name in names else ():
             outcomes = seen[step.file, step.line]
@@ -524,7 +526,7 @@ def branch_before(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
     return None
 
 
-def _base(node: TreeNode) -> str:
+def _node_identifier(node: TreeNode) -> str:
     return identifier(node.label or node.name).rstrip("_")
 
 

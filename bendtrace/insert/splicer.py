@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from bendtrace.engine.analysis import Analysis, is_read
-from bendtrace.engine.graph import Graph
+from bendtrace.engine.graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
-from bendtrace.engine.source import Code, Splice, Unfit
-from bendtrace.engine.stretches import Exit, Piece
+from bendtrace.engine.source import Code, Unfit, ValueSplice
+from bendtrace.engine.stretches import Exit, RunPiece
 from bendtrace.insert.gates import AfterGate, Gate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
-from bendtrace.insert.plan import Plan, Slot, slots_of
+from bendtrace.insert.plan import InsertionPlan, Slot, slots_at_node
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.structure import Leaf
+from bendtrace.insert.structure import LeafShape
 from bendtrace.insert.through import Through
 from bendtrace.log.path_views import Candidate, RunNodes
 from bendtrace.python.lazy import LazyModule
@@ -71,7 +71,9 @@ class Splicer:
         writes: whether a known run writes to tensors in place.
     """
 
-    def __init__(self, plan: Plan, known: Knowledge, exits: Callable[[], Iterable[Exit]]) -> None:
+    def __init__(
+        self, plan: InsertionPlan, known: Knowledge, exits: Callable[[], Iterable[Exit]]
+    ) -> None:
         self.is_apart: bool = not plan.can_be_spliced
         self.calls: int = 0
         self.writes: bool = False
@@ -82,7 +84,7 @@ class Splicer:
         self._exits = exits
         self._most = _PRUNED
         self._gates: dict[tuple[str, tuple[Slot, ...]], AfterGate] = {}
-        self._splices: dict[int, tuple[Recording, tuple[Splice, ...]]] = {}
+        self._splices: dict[int, tuple[Recording, tuple[ValueSplice, ...]]] = {}
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
     def __call__(self, exit: Exit) -> Code:
@@ -116,12 +118,12 @@ class Splicer:
         self._codes[exit] = exit.rewrites, code
         return code
 
-    def serves(self, plan: Plan) -> Self:
+    def serves(self, plan: InsertionPlan) -> Self:
         """Note the insertions of the call that comes next, which are not kept alive."""
         self._plan = weakref.ref(plan)
         return self
 
-    def goes_along(self, graph: Graph) -> None:
+    def goes_along(self, graph: ProgramGraph) -> None:
         """Note along which paths a call is going to be served."""
         self.writes = self.writes or graph.writes
         self._has_unread = self._has_unread or graph.has_unread
@@ -131,7 +133,7 @@ class Splicer:
         """Return whether a call may have to begin again although it went well so far."""
         return self._has_unread or self.calls < _FIRST
 
-    def _splices_in(self, piece: Piece) -> tuple[Splice, ...]:
+    def _splices_in(self, piece: RunPiece) -> tuple[ValueSplice, ...]:
         recording = piece.recording
         known = self._splices.get(id(recording))
         if known is None:
@@ -146,7 +148,7 @@ class Splicer:
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node; None if nothing is inserted there."""
         unseen = replace(node, shape=None, dtype=None)  # as a run has it at that time
-        slots, plan = slots_of(self._slots, "node", unseen), self._plan()
+        slots, plan = slots_at_node(self._slots, "node", unseen), self._plan()
         if not slots:
             return None
         gate = self._gates.get((path, slots))
@@ -156,7 +158,7 @@ class Splicer:
                 path, 0, node.module, node.function, node.scope_path, place_of_node(site, scope),
                 node.qualified_name,
             )  # fmt: skip
-            gate = self._gates[path, slots] = AfterGate(at, slots, Leaf(Tensor, 0), plan)
+            gate = self._gates[path, slots] = AfterGate(at, slots, LeafShape(Tensor, 0), plan)
             gate.counts = True
         return gate
 
@@ -177,7 +179,7 @@ class _Places:
         is_open: whether gates reach all modules that it calls.
     """
 
-    def __init__(self, splicer: Splicer, nodes: RunNodes, piece: Piece) -> None:
+    def __init__(self, splicer: Splicer, nodes: RunNodes, piece: RunPiece) -> None:
         self._splicer = splicer
         self._nodes = nodes
         self._piece = piece
@@ -187,9 +189,9 @@ class _Places:
         self._positions = [guard.position for guard in self._tape.guards]
         self.is_open: bool = not self._tape.is_closed
 
-    def find(self) -> tuple[Splice, ...]:
+    def find(self) -> tuple[ValueSplice, ...]:
         """Return the splices in order."""
-        found: list[tuple[int, int, float, Splice]] = []
+        found: list[tuple[int, int, float, ValueSplice]] = []
         nodes, ops = self._nodes, self._tape.ops
         for index, path in nodes.of_op.items():
             op = ops[index]
@@ -247,7 +249,7 @@ class _Places:
         context: Context | None,
         gate: AfterGate,
         is_fit: bool,
-    ) -> Splice:
+    ) -> ValueSplice:
         asked = any(
             guard.index == index and not guard.is_of_result for guard in self._tape.guards[:guards]
         )
@@ -260,12 +262,12 @@ class _Places:
             and not is_read(self._tape.ops[index])
         )
         through = Through(gate, self._splicer, self._is_part, (position, guards))
-        return Splice(index, position, guards, context, through, gate.at.path, is_fit)
+        return ValueSplice(index, position, guards, context, through, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, and compare it with others."""
         environment = self._recording.environment
-        return environment.compares_identity and environment.owned(tensor)
+        return environment.compares_identity and environment.ownership_test(tensor)
 
     def _guards_until(self, position: int, precedes: Callable[[Guard], bool]) -> int:
         """Return how many guards come before the end of a node at a position."""
@@ -309,7 +311,7 @@ def record_with_insertions(
     signature: Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    plan: Plan | None,
+    plan: InsertionPlan | None,
     script: Script | None = None,
     reads_states: bool = False,
     lifting: Lifting | None = None,

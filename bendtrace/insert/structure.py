@@ -17,13 +17,13 @@ from bendtrace.python.compare import is_uneven, same_bits
 from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES, attributes_of, identical
 from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.scalars import TRACED, plain
-from bendtrace.tape.structure import build, can_build
+from bendtrace.tape.structure import build_instance, can_build
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.mode_queries import unseen
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class LeafShape:
     """A placeholder in a structure: for a tensor, a number, or an object that stays the same.
 
     Attributes:
@@ -36,7 +36,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ContainerShape:
     """A container: its type and its items.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Constant:
         return hash(type(self.value))
 
 
-class Mismatch(Exception):
+class StructureMismatch(Exception):
     """A value does not have the expected structure: where, and how."""
 
 
@@ -81,35 +81,35 @@ def take_apart(value: Any, objects: bool = True) -> tuple[Any, list[Any]]:
         objects: whether to pass other objects on, or leave them out.
     """
     found: list[Any] = []
-    return _shape(value, found, objects), found
+    return _shape_of(value, found, objects), found
 
 
-def _shape(value: Any, found: list[Any], objects: bool) -> Any:
+def _shape_of(value: Any, found: list[Any], objects: bool) -> Any:
     kind = type(value)
     if kind in TRACED:
         found.append(value)
-        return Leaf(type(plain(value)), len(found) - 1)
+        return LeafShape(type(plain(value)), len(found) - 1)
     if isinstance(value, Tensor):
         found.append(value)
-        return Leaf(Tensor, len(found) - 1)
+        return LeafShape(Tensor, len(found) - 1)
     if kind in PLAIN_TYPES:
         return _Constant(value)
     if _is_container(value):
-        items = tuple(_items(value))
-        inner = tuple(_shape(item, found, objects) for _, item in items)
+        items = tuple(_container_items(value))
+        inner = tuple(_shape_of(item, found, objects) for _, item in items)
         keys = tuple(key for key, _ in items)
         if kind in (tuple, list, dict):
-            return Shape(kind, keys, inner)
+            return ContainerShape(kind, keys, inner)
         held = dict(items)
         attributes = attributes_of(value)
         mirrored = tuple(n for n in attributes if n in held and held[n] is attributes[n])
         own = {name: item for name, item in attributes.items() if name not in mirrored}
-        below = tuple(_shape(item, found, objects) for item in own.values())
-        return Shape(kind, keys, inner, tuple(own), below, mirrored, tuple(attributes))
+        below = tuple(_shape_of(item, found, objects) for item in own.values())
+        return ContainerShape(kind, keys, inner, tuple(own), below, mirrored, tuple(attributes))
     if not objects:
-        return Leaf(kind, -1)
+        return LeafShape(kind, -1)
     found.append(value)
-    return Leaf(kind, len(found) - 1)
+    return LeafShape(kind, len(found) - 1)
 
 
 def _is_container(value: Any) -> bool:
@@ -121,7 +121,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (tuple, list, dict)) or dataclasses.is_dataclass(value)
 
 
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+def _container_items(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from dict.items(value)
     elif isinstance(value, (tuple, list)):
@@ -130,8 +130,8 @@ def _items(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def assemble(shape: Any, values: list[Any]) -> Any:
     """Build a value from its structure and contents."""
-    if type(shape) is Leaf:
-        return values[shape.number] if shape.number >= 0 else Missing(shape.kind)
+    if type(shape) is LeafShape:
+        return values[shape.number] if shape.number >= 0 else OmittedObject(shape.kind)
     if type(shape) is _Constant:
         return shape.value
     items = [assemble(item, values) for item in shape.items]
@@ -158,11 +158,11 @@ def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
         shape: its structure.
         values: its new contents.
     """
-    if type(shape) is Leaf:
+    if type(shape) is LeafShape:
         return values[shape.number] if shape.number >= 0 else value
-    if type(shape) is not Shape:
+    if type(shape) is not ContainerShape:
         return value
-    held = dict(_items(value))
+    held = dict(_container_items(value))
     items = [
         with_values(held[key], item, values)
         for key, item in zip(shape.keys, shape.items, strict=True)
@@ -195,9 +195,9 @@ def refill_value(
         values: its new contents.
         undo: receives functions that put the former contents back where the new ones still are.
     """
-    if type(shape) is not Shape:
+    if type(shape) is not ContainerShape:
         return with_values(value, shape, values)
-    held = dict(_items(value))
+    held = dict(_container_items(value))
     items = [
         refill_value(held[key], item, values, undo)
         for key, item in zip(shape.keys, shape.items, strict=True)
@@ -213,36 +213,38 @@ def refill_value(
                 undo.append(functools.partial(_exchange_item, value, item, held[key]))
     own = attributes_of(value) if shape.kind not in (list, dict) else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
-        _put(value, name, own[name], refill_value(own[name], item, values, undo), undo)
+        _put_attribute(value, name, own[name], refill_value(own[name], item, values, undo), undo)
     for name in shape.mirrored:
-        _put(value, name, own[name], items[shape.keys.index(name)], undo)
+        _put_attribute(value, name, own[name], items[shape.keys.index(name)], undo)
     return value
 
 
-def _put(value: Any, name: Any, old: Any, new: Any, undo: list[Callable[[], None]] | None) -> None:
+def _put_attribute(
+    value: Any, name: Any, old: Any, new: Any, undo: list[Callable[[], None]] | None
+) -> None:
     if new is not old:
         name.put(value, new)
         if undo is not None:
-            undo.append(functools.partial(_put_back, value, name, old, new))
+            undo.append(functools.partial(_restore_attribute, value, name, old, new))
 
 
-def _put_back(value: Any, name: Any, old: Any, new: Any) -> None:
+def _restore_attribute(value: Any, name: Any, old: Any, new: Any) -> None:
     if attributes_of(value).get(name) is new:
         name.put(value, old)
 
 
 def _exchange_item(container: Any, old: Any, new: Any) -> None:
     """Put something else into a list or dict, wherever something is in it by now."""
-    for key, item in [*_items(container)]:
+    for key, item in [*_container_items(container)]:
         if item is old:
             (dict if isinstance(container, dict) else list).__setitem__(container, key, new)
 
 
-def leaves_of_shape(shape: Any) -> Iterator[Leaf]:
+def leaves_of_shape(shape: Any) -> Iterator[LeafShape]:
     """Yield what is in a shape."""
-    if type(shape) is Leaf:
+    if type(shape) is LeafShape:
         yield shape
-    elif type(shape) is Shape:
+    elif type(shape) is ContainerShape:
         for item in (*shape.items, *shape.attributes):
             yield from leaves_of_shape(item)
 
@@ -255,7 +257,7 @@ def count_of(shape: Any) -> int:
 def has_mutable(shapes: Any) -> bool:
     """Return whether a structure contains mutable containers."""
     return any(
-        type(shape) is Shape
+        type(shape) is ContainerShape
         and (not issubclass(shape.kind, tuple) or has_mutable((*shape.items, *shape.attributes)))
         for shape in shapes
     )
@@ -263,7 +265,7 @@ def has_mutable(shapes: Any) -> bool:
 
 def holds_same(shape: Any, value: Any, other: Any) -> bool:
     """Return whether all lists, dicts and objects in one value are those of another value."""
-    if value is other or type(shape) is not Shape:
+    if value is other or type(shape) is not ContainerShape:
         return True
     if not issubclass(shape.kind, tuple) or type(other) is not shape.kind:
         return False
@@ -279,10 +281,10 @@ def exchangeable(
     )
 
 
-def part_of(shape: Any, dig: tuple[Any, ...]) -> Any:
+def shape_at(shape: Any, dig: tuple[Any, ...]) -> Any:
     """Return the shape of what some keys lead to; None if there is no such thing."""
     for key in dig:
-        if type(shape) is not Shape:
+        if type(shape) is not ContainerShape:
             return None
         if key in shape.keys:
             shape = shape.items[shape.keys.index(key)]
@@ -301,12 +303,14 @@ def _field(kind: type, key: Any) -> int | None:
     return fields.index(key) if key in fields else None
 
 
-def _build(shape: Shape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]) -> Any:
+def _build(
+    shape: ContainerShape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]
+) -> Any:
     ordered = {name: attributes[name] for name in shape.order}
-    return build(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
+    return build_instance(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
 
 
-class Missing:
+class OmittedObject:
     """A placeholder for an object that is not passed on."""
 
     def __init__(self, kind: type) -> None:
@@ -328,58 +332,74 @@ def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
     Raises:
         Mismatch: the value has another structure.
     """
-    if type(shape) is Leaf:
+    if type(shape) is LeafShape:
         _collect_leaf(shape, value, found, where)
     elif type(shape) is _Constant:
         if not identical(value, shape.value):
-            raise Mismatch(f"{_at(where)}{shape.value!r} became {describe(value)}")
+            raise StructureMismatch(
+                f"{_place_prefix(where)}{shape.value!r} became {describe(value)}"
+            )
     else:
         _collect_items(shape, value, found, where)
 
 
-def _collect_leaf(leaf: Leaf, value: Any, found: list[Any], where: str) -> None:
+def _collect_leaf(leaf: LeafShape, value: Any, found: list[Any], where: str) -> None:
     if leaf.kind is Tensor:
         if not isinstance(value, Tensor):
-            raise Mismatch(f"{_at(where)}expected a tensor, got {describe(value)}")
+            raise StructureMismatch(
+                f"{_place_prefix(where)}expected a tensor, got {describe(value)}"
+            )
     elif leaf.kind in (int, float, bool):
         if type(value) is not leaf.kind:
-            raise Mismatch(f"{_at(where)}expected a {leaf.kind.__name__}, got {describe(value)}")
+            raise StructureMismatch(
+                f"{_place_prefix(where)}expected a {leaf.kind.__name__}, got {describe(value)}"
+            )
     elif leaf.number < 0:
-        if not isinstance(value, Missing):
-            raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be replaced")
+        if not isinstance(value, OmittedObject):
+            raise StructureMismatch(
+                f"{_place_prefix(where)}a {leaf.kind.__qualname__} cannot be replaced"
+            )
         return
     elif value is not found[leaf.number]:
-        raise Mismatch(f"{_at(where)}a {leaf.kind.__qualname__} cannot be replaced")
+        raise StructureMismatch(
+            f"{_place_prefix(where)}a {leaf.kind.__qualname__} cannot be replaced"
+        )
     found[leaf.number] = value
 
 
-def _collect_items(shape: Shape, value: Any, found: list[Any], where: str) -> None:
+def _collect_items(shape: ContainerShape, value: Any, found: list[Any], where: str) -> None:
     if type(value) is not shape.kind:
-        raise Mismatch(f"{_at(where)}expected a {_shape_text(shape)}, got {describe(value)}")
-    items = dict(_items(value))
+        raise StructureMismatch(
+            f"{_place_prefix(where)}expected a {_shape_text(shape)}, got {describe(value)}"
+        )
+    items = dict(_container_items(value))
     if len(items) == len(shape.keys) and tuple(items) != shape.keys:
         if all(key in items for key in shape.keys):  # what the model does next may depend on it
-            raise Mismatch(f"{_at(where)}expected the keys in the order {_key_text(shape)}")
+            raise StructureMismatch(
+                f"{_place_prefix(where)}expected the keys in the order {_key_text(shape)}"
+            )
     if len(items) != len(shape.keys) or any(key not in items for key in shape.keys):
-        raise Mismatch(f"{_at(where)}expected a {_shape_text(shape)}, got {describe(value)}")
+        raise StructureMismatch(
+            f"{_place_prefix(where)}expected a {_shape_text(shape)}, got {describe(value)}"
+        )
     for key, item in zip(shape.keys, shape.items, strict=True):
         collect(item, items[key], found, f"{where}[{key!r}]")
     attributes = attributes_of(value) if shape.names else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
         if name not in attributes:
-            raise Mismatch(f"{_at(where)}the attribute {name} is missing")
+            raise StructureMismatch(f"{_place_prefix(where)}the attribute {name} is missing")
         collect(item, attributes[name], found, f"{where}.{name}")
 
 
-def _at(where: str) -> str:
+def _place_prefix(where: str) -> str:
     return f"at {where}: " if where else ""
 
 
-def _key_text(shape: Shape) -> str:
+def _key_text(shape: ContainerShape) -> str:
     return ", ".join(map(repr, shape.keys))
 
 
-def _shape_text(shape: Shape) -> str:
+def _shape_text(shape: ContainerShape) -> str:
     if issubclass(shape.kind, dict):
         return f"{shape.kind.__name__} with the keys {_key_text(shape)}"
     if shape.names:
@@ -406,7 +426,7 @@ def describe(value: Any) -> str:
 # their order of iteration; everything else is left as it is.
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def all_tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in a value, in order, with repetitions.
 
     Example:
@@ -425,7 +445,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
-    """Return a value with other tensors instead of its own, in the order of `tensors_of`.
+    """Return a value with other tensors instead of its own, in the order of `all_tensors_in`.
 
     Containers with changes are copied; the others stay the same objects.
 
@@ -438,7 +458,7 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     return _map_tensors(value, lambda tensor: next(given), copy.copy)
 
 
-class Exchange:
+class TensorExchange:
     """Tensors that temporarily replace others.
 
     Lists, dicts and dataclasses are changed in place, not copied: the receiver may append to them,
@@ -477,7 +497,7 @@ class Exchange:
             for key, item in list(contents(container)):
                 found = self._originals.get(id(item))
                 if found is not None:
-                    _set(container, key, found[1])
+                    _set_item(container, key, found[1])
         self._touched.clear()
 
 
@@ -532,7 +552,7 @@ def with_items(
         return _tuple_with(value, dict(changed))
     made = changeable(value)
     for key, other in changed:
-        _set(made, key, other)
+        _set_item(made, key, other)
     return made
 
 
@@ -556,14 +576,14 @@ def _tuple_with(value: tuple[Any, ...], changed: dict[int, Any]) -> Any:
     return kind(items)  # what torch.max and the like return takes a sequence as well
 
 
-def _set(container: Any, key: Any, item: Any) -> None:
+def _set_item(container: Any, key: Any, item: Any) -> None:
     if isinstance(container, (list, dict)):
         container[key] = item
     else:
         object.__setattr__(container, key, item)  # also of a frozen dataclass
 
 
-def version_of(value: Any) -> int:
+def write_count(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
     if not isinstance(value, Tensor):
         return 0
@@ -578,10 +598,10 @@ def differ(old: Any, new: Any) -> bool:
     if not isinstance(old, Tensor) or not isinstance(new, Tensor):
         return bool(old != new) if type(old) is type(new) else True
     with unseen():
-        return _differ(old, new)
+        return _tensors_differ(old, new)
 
 
-def _differ(old: Tensor, new: Tensor) -> bool:
+def _tensors_differ(old: Tensor, new: Tensor) -> bool:
     if is_uneven(old) or is_uneven(new):  # torch compares them in parts only
         with torch.no_grad():
             return not same_bits(old.detach(), new.detach())

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from bendtrace.engine.source import Interrupted, Unfit
-from bendtrace.insert.gates import AfterGate, attempt, is_repeated, of_call, passes_of
+from bendtrace.insert.gates import AfterGate, attempt, gate_passes, is_repeated, of_call
 from bendtrace.insert.interjection import NO_INPUTS
-from bendtrace.insert.structure import version_of
+from bendtrace.insert.structure import write_count
 from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import internal
+from bendtrace.record.scopes import REFERENCES_OF_LOCAL
 from bendtrace.tape.captured import is_leaf, requires_grad
 
 
@@ -71,11 +72,11 @@ class Through:
         plan, passes, current = now["plan"], now["passes"], now["attempt"]
         _, _, selects, entry = plan.called_at.get(id(gate)) or gate.called_by(plan)
         if entry is None or current.answers or now.get("is_repeated"):
-            return self._slowly(value, kind_of(value))
+            return self._slowly(value, tensor_kind(value))
         if selects and not gate.is_due(entry, now):
             gate.begin(passes)
             return value
-        kind = kind_of(value)
+        kind = tensor_kind(value)
         if kind is None or kind[0]:
             return self._slowly(value, kind)
         # The usual case: what `AfterGate` does, in a third of the instructions.
@@ -84,14 +85,14 @@ class Through:
             given = entry.what.after(at, NO_INPUTS, value)
             if value._version == version:
                 if given is None or given is value:
-                    if kind_of(value) == kind:
+                    if tensor_kind(value) == kind:
                         entry.insertion.fired(at, False)
                         current.note_unchanged(self._path, at.number)
                         return value
                 elif (
                     type(given) is Tensor
-                    and sys.getrefcount(given) <= _ALONE
-                    and kind_of(given) == kind
+                    and sys.getrefcount(given) <= REFERENCES_OF_LOCAL
+                    and tensor_kind(given) == kind
                     and not entry.what.observes
                     and self._path in entry.insertion._tally.changes
                 ):
@@ -105,19 +106,19 @@ class Through:
             gate.failed(error, (entry,))
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        is_held = sys.getrefcount(given) > _ALONE
+        is_held = sys.getrefcount(given) > REFERENCES_OF_LOCAL
         return self._weighed(value, given, is_held, at.number, kind, version)
 
     def _slowly(self, value: Any, kind: tuple[Any, ...] | None) -> Any:
         if is_repeated():
             return self._gate(value)
-        number, version = passes_of(self._gate), version_of(value)
+        number, version = gate_passes(self._gate), write_count(value)
         try:
             given = self._gate(value)
         except Exception as error:
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        is_held = sys.getrefcount(given) > _ALONE
+        is_held = sys.getrefcount(given) > REFERENCES_OF_LOCAL
         return self._weighed(value, given, is_held, number, kind, version)
 
     def _weighed(
@@ -152,8 +153,8 @@ class Through:
                 return given
             current.note(path, number, given, True, False)
         else:
-            is_fit = kind is not None and kind_of(value) == kind
-            is_untouched = version_of(value) == version and not value.is_inference()
+            is_fit = kind is not None and tensor_kind(value) == kind
+            is_untouched = write_count(value) == version and not value.is_inference()
             # Another kind tells whether the data were exchanged.
             if is_untouched and (is_fit or kind is None):
                 current.note_unchanged(path, number)
@@ -177,15 +178,6 @@ class Through:
         attempt().hands_on(self.gates, given)
 
 
-def _count_alone() -> int:
-    thing = object()
-    return sys.getrefcount(thing)
-
-
-# The references to what only a variable holds, as they are counted from there.
-_ALONE = _count_alone()
-
-
 def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
     """Return whether a tensor can take the place of another in a known run.
 
@@ -194,12 +186,12 @@ def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
         given: what takes its place.
         writes: whether the run writes to tensors in place.
     """
-    if kind is None or type(given) is not Tensor or kind_of(given) != kind:
+    if kind is None or type(given) is not Tensor or tensor_kind(given) != kind:
         return False
     return not (writes and is_shared(given))
 
 
-def kind_of(tensor: Any) -> tuple[Any, ...] | None:
+def tensor_kind(tensor: Any) -> tuple[Any, ...] | None:
     """Return what code may rely on about a tensor, whatever is in it; None if that is not known."""
     if type(tensor) is not Tensor or is_uneven(tensor) or tensor.__dict__:
         return None
@@ -224,10 +216,10 @@ _history = operator.attrgetter("requires_grad", "is_leaf")
 
 def is_shared(tensor: Tensor) -> bool:
     """Return whether other tensors may have the same memory."""
-    return is_uneven(tensor) or tensor._is_view() or _uses_of(tensor) > _ONE
+    return is_uneven(tensor) or tensor._is_view() or _storage_uses(tensor) > _ONE
 
 
-def _uses_of(tensor: Tensor) -> int:
+def _storage_uses(tensor: Tensor) -> int:
     return _uses(tensor.untyped_storage()._cdata)
 
 
@@ -235,4 +227,4 @@ def _uses_of(tensor: Tensor) -> int:
 # the same memory. Without the count of torch (2.13), all memory is taken to be shared.
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
 _probe = torch.empty(1, device="cpu")
-_ONE = _uses_of(_probe)
+_ONE = _storage_uses(_probe)

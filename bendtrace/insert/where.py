@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from bendtrace.errors import InputError, NodePathError, PatchError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
-from bendtrace.insert.plan import Location, State
-from bendtrace.insert.resolver import Resolution, Runs, name_of, resolve_meaning
+from bendtrace.insert.plan import Location, StateTensor
+from bendtrace.insert.resolver import NamedRuns, Resolution, node_name_of, resolve_meaning
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode, dotted
@@ -38,7 +38,7 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
 from bendtrace.record.names import NodeRef
 from bendtrace.watch.functions import SHAPES, VALUES
-from bendtrace.watch.owners import module_of, modules_in, parts_of
+from bendtrace.watch.owners import module_of, module_tree, modules_in
 
 if TYPE_CHECKING:
     from bendtrace.insert import selector_naming as naming
@@ -399,7 +399,7 @@ def transformer_lens_aliases(model: Any) -> Aliases:
             if found and all(f"{name}.{part}" in modules for part in family.parts):
                 shape = family.heads(modules, f"{name}.{family.attention}")
                 if shape is not None:
-                    return _aliases(family, modules, found[1], shape)
+                    return _family_aliases(family, modules, found[1], shape)
     return Aliases()
 
 
@@ -489,7 +489,7 @@ class _Family(NamedTuple):
     unequal: Mapping[str, str]
 
 
-def _aliases(
+def _family_aliases(
     family: _Family, modules: Mapping[str, nn.Module], prefix: str, shape: tuple[int, int]
 ) -> Aliases:
     def split(value: Any) -> Any:
@@ -749,7 +749,7 @@ class Selected:
         return repr(self.selector)
 
 
-class ModelRuns(Runs, Protocol):
+class ModelRuns(NamedRuns, Protocol):
     """The runs of a model that insertions are placed in."""
 
     def trees(self) -> Iterable[Tree]:
@@ -804,7 +804,7 @@ class Target:
 
 
 def targets_of(
-    where: Where | State, known: ModelRuns, *, lenient: bool = False
+    where: Where | StateTensor, known: ModelRuns, *, lenient: bool = False
 ) -> tuple[Target, ...]:
     """Parse a location.
 
@@ -834,14 +834,14 @@ def targets_of(
 def _targets(where: Any, known: ModelRuns) -> tuple[Target, ...]:
     if isinstance(where, Node):
         _require_own(where, known)
-    name = name_of(where, known)
+    name = node_name_of(where, known)
     if name is not None:
         return _resolve_name(name, known, where)
-    if isinstance(where, State):
+    if isinstance(where, StateTensor):
         return (Target(where, Location("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
         owner = module_of(known.model)
-        if owner is not None and all(where is not module for module in parts_of(owner)):
+        if owner is not None and all(where is not module for module in module_tree(owner)):
             raise InputError(
                 f"the module {type(where).__name__} is not a submodule of the model: pass one "
                 "of its own submodules, a path or a class"
@@ -884,7 +884,7 @@ def _require_own(node: Node, known: ModelRuns) -> None:
             other = find(tree.data, data.path)[0]
         except NodePathError:
             continue
-        if not other.places or _where(other) == _where(data):
+        if not other.places or _source_key(other) == _source_key(data):
             return
         others.append(other)
     if others:
@@ -895,7 +895,7 @@ def _require_own(node: Node, known: ModelRuns) -> None:
         )
 
 
-def _where(node: TreeNode) -> tuple[Any, ...]:
+def _source_key(node: TreeNode) -> tuple[Any, ...]:
     place = node.places[0]
     return place.file, place.function, place.line, place.text
 
@@ -946,7 +946,11 @@ def targets_named(text: str, known: ModelRuns) -> tuple[Target, ...]:
 
 def _resolved_targets(resolution: Resolution, text: str, original: Any) -> tuple[Target, ...]:
     if resolution.is_whole_state:
-        return (Target(original, Location("state", State(resolution.name), shown=resolution.name)),)
+        return (
+            Target(
+                original, Location("state", StateTensor(resolution.name), shown=resolution.name)
+            ),
+        )
     if resolution.module is not None:
         return (Target(original, Location("node", OfModule(resolution.module))),)
     if not resolution.places:
@@ -957,7 +961,7 @@ def _resolved_targets(resolution: Resolution, text: str, original: Any) -> tuple
         )
     return tuple(
         Target(
-            original, _place(root, node),
+            original, _node_location(root, node),
             None if chosen is None or node.role == "state" else tuple(chosen),
         )
         for root, node, chosen in resolution.places
@@ -1006,7 +1010,7 @@ def _nearness(error: NodePathError) -> tuple[int, float]:
     return max(map(len, names), default=0), max(alike, default=0.0)
 
 
-def _place(root: TreeNode, node: TreeNode) -> Location:
+def _node_location(root: TreeNode, node: TreeNode) -> Location:
     shown = dug(root, node)
     if node.role == "call":
         return Location("node", AtPath(node.path), shown=shown)
@@ -1023,7 +1027,7 @@ def _place(root: TreeNode, node: TreeNode) -> Location:
     if whole.role == "state":
         key = str(whole.key)
         name = f"{holder.module}.{key}" if holder.module else key
-        return Location("state", State(dotted(name), holder.path), shown=shown)
+        return Location("state", StateTensor(dotted(name), holder.path), shown=shown)
     if whole.kind == "number" and _is_taken(whole):
         raise NodePathError(
             f"{shown!r} is a Python number, which cannot be replaced; choose the tensor that "

@@ -36,7 +36,14 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import KINDS, ErrorGuard
-from bendtrace.tape.structure import Construction, Existing, Fixed, Instance, Opaque, build
+from bendtrace.tape.structure import (
+    Construction,
+    Existing,
+    FixedObject,
+    Instance,
+    Opaque,
+    build_instance,
+)
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, map_refs, refs_in
 from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.owners import is_leaf_module
@@ -213,7 +220,7 @@ class _Writer:
             return self.nodes[value.name]
         if isinstance(value, Instance):
             return self._built(value)
-        if isinstance(value, (Existing, Fixed, Construction, Opaque)):
+        if isinstance(value, (Existing, FixedObject, Construction, Opaque)):
             raise ConversionError(f"{value} is an object of the model, not a value of the graph")
         return value
 
@@ -221,7 +228,7 @@ class _Writer:
         cls, names = instance.cls, tuple(instance.attributes)
 
         def make(items: Any, *values: Any) -> Any:
-            return build(cls, items, dict(zip(names, values, strict=True)))
+            return build_instance(cls, items, dict(zip(names, values, strict=True)))
 
         make.__name__ = f"make_{cls.__name__}"
         make.__module__ = __name__

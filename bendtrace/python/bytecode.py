@@ -35,7 +35,7 @@ _NUMBERS = frozenset(dis.opmap[name] for name in _NAMED)
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]  # its lowest bit says whether it also pushes a null
 
 
-def steps_of(code: CodeType) -> Iterator[tuple[str, int]]:
+def instructions_of(code: CodeType) -> Iterator[tuple[str, int]]:
     """Yield the name of each instruction, and its argument."""
     extended = 0
     raw = code.co_code
@@ -170,18 +170,18 @@ def catches_all(code: CodeType) -> bool:
     """Return whether code has a handler that names no class of errors; not code inside it."""
     return any(
         current == "POP_TOP" and before == "PUSH_EXC_INFO"
-        for (before, _), (current, _) in itertools.pairwise(steps_of(code))
+        for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
     )
 
 
 def branches(code: CodeType) -> bool:
     """Return whether code has branches."""
     return bool(code.co_exceptiontable) or any(
-        "JUMP" in name or name == "FOR_ITER" for name, _ in steps_of(code)
+        "JUMP" in name or name == "FOR_ITER" for name, _ in instructions_of(code)
     )
 
 
-class Step(NamedTuple):
+class InstructionStep(NamedTuple):
     """An instruction in a form common to all Python versions.
 
     Attributes:
@@ -206,7 +206,7 @@ _IDLE = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAK
 _LOADS = frozenset({"LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 
 
-def single_steps(code: CodeType) -> tuple[Step, ...]:
+def single_steps(code: CodeType) -> tuple[InstructionStep, ...]:
     """Return the effective instructions, with combined ones as two steps.
 
     Since Python 3.13, `STORE_FAST_LOAD_FAST` and similar ones name two local variables; since 3.14,
@@ -217,11 +217,11 @@ def single_steps(code: CodeType) -> tuple[Step, ...]:
 
 
 @functools.lru_cache(maxsize=1024)  # `dis` is slow, and the same code is read for several reasons
-def _single_steps(code: CodeType, file: str) -> tuple[Step, ...]:
+def _single_steps(code: CodeType, file: str) -> tuple[InstructionStep, ...]:
     return tuple(_decoded(code))
 
 
-def _decoded(code: CodeType) -> Iterator[Step]:
+def _decoded(code: CodeType) -> Iterator[InstructionStep]:
     for step in dis.get_instructions(code):
         name = step.opname
         if name in _IDLE:
@@ -230,10 +230,12 @@ def _decoded(code: CodeType) -> Iterator[Step]:
             first = "STORE_FAST" if name.startswith("STORE") else "LOAD_FAST"
             other = "STORE_FAST" if name.count("STORE") == 2 else "LOAD_FAST"
             for part, value in zip((first, other), step.argval, strict=True):
-                yield Step(step.offset, part, None, value, value, None)
+                yield InstructionStep(step.offset, part, None, value, value, None)
             continue
         name = "LOAD_FAST" if name in _LOADS else name
-        yield Step(step.offset, name, step.arg, step.argval, step.argrepr, step.positions)
+        yield InstructionStep(
+            step.offset, name, step.arg, step.argval, step.argrepr, step.positions
+        )
 
 
 # Which local variables of some code can still be read from an instruction on.
@@ -264,12 +266,12 @@ def read_later(code: CodeType, offset: int) -> int:
     Returns:
         One bit for each slot of the frame.
     """
-    alive = _alive(code).get(offset)
+    alive = _live_variables(code).get(offset)
     return -1 if alive is None else alive | -1 << len(code.co_varnames)
 
 
 @functools.lru_cache(maxsize=4096)
-def _alive(code: CodeType) -> dict[int, int]:
+def _live_variables(code: CodeType) -> dict[int, int]:
     """Return the variables that are alive at each instruction, one bit for each.
 
     It is empty where that cannot be said.
@@ -278,7 +280,7 @@ def _alive(code: CodeType) -> dict[int, int]:
         return {}
     steps = list(dis.get_instructions(code))
     position = {step.offset: number for number, step in enumerate(steps)}
-    shared = _bits(code, code.co_cellvars)  # functions inside may read these
+    shared = _variable_bits(code, code.co_cellvars)  # functions inside may read these
     effects, following = [], []
     for number, step in enumerate(steps):
         found = _effects(code, step)
@@ -330,11 +332,11 @@ def _effects(code: CodeType, step: dis.Instruction) -> list[tuple[str, int]] | N
         return None
     does = [_DOES[part] for part in step.opname.split("_") if part in _DOES]
     if "CLEAR" in step.opname or len(does) != len(named):
-        return [(_READS, _bits(code, named))]  # whatever else it does
-    return [(how, _bits(code, (name,))) for how, name in zip(does, named, strict=True)]
+        return [(_READS, _variable_bits(code, named))]  # whatever else it does
+    return [(how, _variable_bits(code, (name,))) for how, name in zip(does, named, strict=True)]
 
 
-def _bits(code: CodeType, names: tuple[str, ...]) -> int:
+def _variable_bits(code: CodeType, names: tuple[str, ...]) -> int:
     return sum(1 << k for k, name in enumerate(code.co_varnames) if name in names)
 
 

@@ -70,11 +70,11 @@ def _same(a: Any, b: Any, seen: _Seen) -> bool:
 
 
 def _same_states(a: Any, b: Any, seen: _Seen) -> bool:
-    mine, theirs = _state(a), _state(b)
+    mine, theirs = _own_attributes(a), _own_attributes(b)
     return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k], seen) for k in mine)
 
 
-def _state(value: Any) -> dict[str, Any]:
+def _own_attributes(value: Any) -> dict[str, Any]:
     """Return the attributes that an object itself has."""
     state = dict(getattr(value, "__dict__", {}))
     for name in _slots(value):

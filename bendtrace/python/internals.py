@@ -17,7 +17,7 @@ from bendtrace.errors import BendtraceError
 from bendtrace.python import features
 
 
-class Missing:
+class MissingInternal:
     """Replaces a part of torch that is missing, and raises an error where it is used."""
 
     def __init__(self, path: str) -> None:
@@ -62,7 +62,7 @@ def internal(path: str, instead: Any = _RAISES, part: str = "", *names: str) -> 
     except (ImportError, AttributeError):
         if part:
             features.miss(part, path, frozenset(names))
-        return Missing(path) if instead is _RAISES else instead
+        return MissingInternal(path) if instead is _RAISES else instead
 
 
 # What several modules use. Seen in torch 2.13 to 2.15.
@@ -87,7 +87,7 @@ else:
         """Raises an error where a mode that sees each op would be entered."""
 
         def __enter__(self):
-            Missing("torch.utils._python_dispatch.TorchDispatchMode")()
+            MissingInternal("torch.utils._python_dispatch.TorchDispatchMode")()
 
         def __exit__(self, *_):
             pass

@@ -55,6 +55,9 @@ def instructions(code: CodeType) -> dict[int, Instruction]:
         offsets, begins = begins, []
         if step.offset not in depths or name in _TAKES_NOTHING:
             continue
+        # A call has two words below its arguments: NULL and the function, or a method and its
+        # object. CPython 3.11 carries it out as PRECALL and CALL, with the same operands for both,
+        # of which the first is enough.
         if name == "PRECALL":
             count = argument + 2
         elif name == "CALL_FUNCTION_EX":
@@ -72,18 +75,19 @@ def instructions(code: CodeType) -> dict[int, Instruction]:
     return found
 
 
-def addresses(frame: FrameType, instruction: Instruction, places: stacks.Layout) -> list[int]:
+def addresses(frame: FrameType, instruction: Instruction, places: stacks.FrameLayout) -> list[int]:
     """Return where the operands of an instruction are in memory, from the lowest up."""
     first = stacks.word_at(id(frame) + places.inner) + places.slots
     return [first + _WORD * (instruction.first + k) for k in range(instruction.size)]
 
 
-def called_by(frame: FrameType) -> Any:
+def c_function_called_by(frame: FrameType) -> Any:
     """Return the function that a frame's current instruction calls, if C carries it out."""
-    places = stacks.layout()
+    places = stacks.frame_layout()
     address = None if places is None else stacks.address_of_result(frame, places)
     if address is None:
         return None
+    # A method has its object above it; another function has NULL below it, which reads as None.
     first, second = (object_at(stacks.word_at(address + _WORD * k)) for k in range(2))
     return second if first is None else first
 
@@ -93,9 +97,10 @@ def object_at(word: int) -> Any:
     return ctypes.cast(word, ctypes.py_object).value if word else None
 
 
-def put(address: int, value: Any) -> None:
+def put_on_stack(address: int, value: Any) -> None:
     """Let an object take the place of another one on the stack."""
     before = stacks.word_at(address)
+    # The old object is released last: that may run a `__del__`, which has to find a whole stack.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     ctypes.c_size_t.from_address(address).value = id(value)
     if before:
@@ -118,14 +123,15 @@ def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
     if not _has_table():
         return False
     found = {id(old): new for old, new in zip(members, others, strict=True) if old is not new}
-    for address in _entries(members):
+    for address in _set_entry_addresses(members):
         if (new := found.get(stacks.word_at(address))) is not None:
-            put(address, new)
+            put_on_stack(address, new)
     return True
 
 
-def _entries(members: AbstractSet[Any]) -> range:
+def _set_entry_addresses(members: AbstractSet[Any]) -> range:
     """Return the addresses of what is in a set: its count, a mask and a table follow its type."""
+    # `fill`, `used`, `mask` and `table` of CPython's set; an entry is an object and its hash.
     head = id(members) + object.__basicsize__
     mask, first = stacks.word_at(head + 2 * _WORD), stacks.word_at(head + 3 * _WORD)
     return range(first, first + 2 * _WORD * (mask + 1), 2 * _WORD)
@@ -136,6 +142,7 @@ def _has_table() -> bool:
     """Return whether sets lie in memory as in CPython 3.11 to 3.14, with a lock for all threads."""
     if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
         return False
+    # A table of up to eight entries is inside of the set, a longer one apart from it.
     objects = [object() for _ in range(20)]
     for some in ({*objects}, frozenset(objects[:3]), {objects[0]}):
         head = id(some) + object.__basicsize__
@@ -143,7 +150,9 @@ def _has_table() -> bool:
         mask = stacks.word_at(head + 2 * _WORD)
         if counts != (len(some), len(some)) or not len(some) <= mask < 1 << 12 or mask & mask + 1:
             return False
-        words = [word for address in _entries(some) if (word := stacks.word_at(address))]
+        words = [
+            word for address in _set_entry_addresses(some) if (word := stacks.word_at(address))
+        ]
         if words != [*map(id, some)]:
             return False
     return True
@@ -174,4 +183,4 @@ _TAKES_NOTHING = frozenset(
 
 def can_exchange_operands() -> bool:
     """Return whether this is a Python whose stack is laid out as this file expects."""
-    return sys.version_info[:2] == (3, 11) and stacks.layout() is not None
+    return sys.version_info[:2] == (3, 11) and stacks.frame_layout() is not None

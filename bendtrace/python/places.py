@@ -13,7 +13,7 @@ _loaded: dict[str, str] = {}
 _WRITTEN = re.compile(r"(.+\.\w+|(?:Cell )?In\[\d+\]|<.+>):(\d+)", re.DOTALL)
 
 
-def _cell(file: str) -> str:
+def _notebook_cell(file: str) -> str:
     """Return the cell of a notebook that IPython compiled under a file name; "" if none."""
     # IPython is not imported for this: whoever runs in it has imported it. `format_code_name` is
     # public since IPython 8.0; `test_places.py` would notice a change.
@@ -25,12 +25,12 @@ def _cell(file: str) -> str:
 
 def path_text(file: str) -> str:
     """Return the path of a file, or the cell of a notebook: `Cell In[3]`."""
-    return _cell(file) or file
+    return _notebook_cell(file) or file
 
 
 def file_text(file: str) -> str:
     """Return the name of a file without its folder, or the cell of a notebook: `Cell In[3]`."""
-    return _cell(file) or os.path.basename(file)
+    return _notebook_cell(file) or os.path.basename(file)
 
 
 def place_text(file: str, line: int | None) -> str:
@@ -59,7 +59,7 @@ def read_place(text: str) -> tuple[str, int] | None:
 
 def is_file(file: str, asked: str) -> bool:
     """Return whether a file is meant by its path, the end of its path, or its cell."""
-    if asked == _cell(file):
+    if asked == _notebook_cell(file):
         return True
     file, asked = os.path.normpath(file), os.path.normpath(asked)
     return file == asked or file.endswith(os.sep + asked)
@@ -77,7 +77,7 @@ def is_installed(file: str) -> bool:
 
 def cells_among(files: Iterable[str]) -> dict[str, str]:
     """Return the files among some that are cells of a notebook, with their names."""
-    found = {file: _cell(file) for file in files}
+    found = {file: _notebook_cell(file) for file in files}
     return {file: cell for file, cell in found.items() if cell}
 
 

@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from bendtrace.python.bytecode import single_steps
-from bendtrace.python.stacks import address_of_result, layout, word_at
+from bendtrace.python.stacks import address_of_result, frame_layout, word_at
 
 _LINE_OF_C = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
@@ -33,7 +33,7 @@ _RAISES, _STEPS = 1, 7  # PyTrace_EXCEPTION, PyTrace_OPCODE
 _MARKS = 3
 
 
-class _Awaited(NamedTuple):
+class _PendingExchange(NamedTuple):
     """A result that is going to be exchanged.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Awaited(NamedTuple):
     ended: Callable[[bool], object]
 
 
-_awaited: list[_Awaited] = []
+_awaited: list[_PendingExchange] = []
 
 
 class _Thread(threading.local):
@@ -74,13 +74,13 @@ def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> b
     Returns:
         Whether it will: not if somebody else traces the thread, or awaits another result.
     """
-    places = layout()
+    places = frame_layout()
     if places is None or sys.gettrace() is not None or _awaited:
         return False
     address = address_of_result(frame, places)
     if address is None:
         return False
-    _awaited.append(_Awaited(frame, frame.f_lasti, address, value, ended))
+    _awaited.append(_PendingExchange(frame, frame.f_lasti, address, value, ended))
     frame.f_trace_opcodes = True
     _set_trace(_callback, None)
     return True
@@ -90,7 +90,7 @@ def call_after(frame: FrameType, ended: Callable[[bool], object]) -> bool:
     """Have a function called when the instruction of a frame has ended, as `exchange` does."""
     if sys.gettrace() is not None or _awaited:
         return False
-    _awaited.append(_Awaited(frame, frame.f_lasti, 0, None, ended))
+    _awaited.append(_PendingExchange(frame, frame.f_lasti, 0, None, ended))
     frame.f_trace_opcodes = True
     _set_trace(_callback, None)
     return True
@@ -136,7 +136,7 @@ def is_awaited(frame: FrameType) -> bool:
     return any(one.frame is frame and one.offset == frame.f_lasti for one in _awaited)
 
 
-def _step(_: object, frame: int, what: int, __: object) -> int:
+def _on_instruction(_: object, frame: int, what: int, __: object) -> int:
     if _awaited and frame == id(_awaited[0].frame) and what in (_RAISES, _STEPS):
         _put_result(what)
     if _own.watch is not None:  # it looks at what the next instruction really receives
@@ -150,6 +150,8 @@ def _put_result(what: int) -> None:
         one.frame.f_trace_opcodes = False
         _set_trace(None, None)
     if what == _STEPS and one.address:
+        # The old result is released last: that may run a `__del__`, which has to find a whole
+        # stack. Where tags (of 3.14) say that it is not counted, nothing is released.
         before = word_at(one.address)
         _api.Py_IncRef(ctypes.py_object(one.value))
         ctypes.c_size_t.from_address(one.address).value = id(one.value)
@@ -159,14 +161,15 @@ def _put_result(what: int) -> None:
 
 
 _api: Any = ctypes.pythonapi
+# `PYFUNCTYPE` keeps the GIL during the call, which `PyEval_SetTrace` needs; `CFUNCTYPE` drops it.
 _set_trace: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
     ("PyEval_SetTrace", _api)
 )
-_kept = _LINE_OF_C(_step)  # as long as C may call it
+_kept = _LINE_OF_C(_on_instruction)  # as long as C may call it
 _callback = ctypes.cast(_kept, ctypes.c_void_p)
 
 
-class _Number:
+class _ProbeNumber:
     """Has its number exchanged."""
 
     def __init__(self, other: object) -> None:
@@ -183,16 +186,16 @@ class _Number:
 @functools.lru_cache(maxsize=1)
 def can_exchange() -> bool:
     """Return whether results can be exchanged in this Python."""
-    if sys.version_info[:2] != (3, 11) or layout() is None:
+    if sys.version_info[:2] != (3, 11) or frame_layout() is None:
         return False
     if sys.gettrace() is not None:
         return False
     other = object()
-    number: Any = _Number(other)
+    number: Any = _ProbeNumber(other)
     count = sys.getrefcount(other)
     found = [int(number), *[int(number)], 1]
     try:
-        int(number) + 1
+        int(number) + 1  # fails if the object is there before the addition
     except TypeError:
         found.append(len(number.ended))
     fits = found[0] is other and found[1] is other and found[2:] == [1, 3]
@@ -257,18 +260,18 @@ def is_computation(function: Any) -> bool:
 
     It may still change what it receives.
     """
-    return isinstance(function, types.FunctionType) and _computes(function, 0)
+    return isinstance(function, types.FunctionType) and _function_only_computes(function, 0)
 
 
-def _computes(function: types.FunctionType, depth: int) -> bool:
+def _function_only_computes(function: types.FunctionType, depth: int) -> bool:
     if function.__closure__ or function.__kwdefaults__:
         return False
     if not all(value is None or type(value) in _PLAIN for value in function.__defaults__ or ()):
         return False
-    return _only_computes(function.__code__, function.__globals__, depth)
+    return _code_only_computes(function.__code__, function.__globals__, depth)
 
 
-def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
+def _code_only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool:
     if depth > _DEEPEST:
         return False
     for step in single_steps(code):
@@ -279,7 +282,7 @@ def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool
             if not _may_be_used(value, depth):
                 return False
     return all(
-        _only_computes(inner, space, depth + 1)
+        _code_only_computes(inner, space, depth + 1)
         for inner in code.co_consts
         if isinstance(inner, CodeType)
     )
@@ -287,7 +290,7 @@ def _only_computes(code: CodeType, space: Mapping[str, Any], depth: int) -> bool
 
 def _may_be_used(value: Any, depth: int) -> bool:
     if isinstance(value, types.FunctionType):
-        return _computes(value, depth + 1)
+        return _function_only_computes(value, depth + 1)
     if isinstance(value, type) and issubclass(value, Exception):
         return True
     if value is None or type(value) in _PLAIN or value is math:

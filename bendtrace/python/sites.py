@@ -369,19 +369,23 @@ def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:
             repeated.append(instructions[position])
             position -= 1
         here = {instruction.positions for instruction in repeated}
-        first = [one for one in reversed(before) if one.positions in here and _computes(one)]
-        second = [one for one in repeated if _computes(one)]
+        first = [
+            one
+            for one in reversed(before)
+            if one.positions in here and _is_computing_instruction(one)
+        ]
+        second = [one for one in repeated if _is_computing_instruction(one)]
         # Where they jump to differs, and so what they leave behind.
-        if all(map(_alike, first, second)) and len(first) >= len(second):
+        if all(map(_same_instruction, first, second)) and len(first) >= len(second):
             for one, other in zip(first, second, strict=False):
                 yield other.offset, one.offset
 
 
-def _computes(one: dis.Instruction) -> bool:
+def _is_computing_instruction(one: dis.Instruction) -> bool:
     return not one.opname.startswith(("POP_TOP", "NOP", "NOT_TAKEN", "JUMP_FORWARD", "JUMP_BACK"))
 
 
-def _alike(one: dis.Instruction, other: dis.Instruction) -> bool:
+def _same_instruction(one: dis.Instruction, other: dis.Instruction) -> bool:
     same = one.opname == other.opname or ("JUMP" in one.opname and "JUMP" in other.opname)
     return same and one.positions == other.positions
 

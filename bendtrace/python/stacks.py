@@ -2,7 +2,7 @@
 
 `frame.f_locals` does not show the iterators of the surrounding `for` loops, waiting operands, or
 the exits of `with`, and before 3.13 it keeps its values alive. So slots are read from memory. Their
-position is not derived from a version number: `layout` searches for it in frames with known
+position is not derived from a version number: `frame_layout` searches for it in frames with known
 content, and if it finds nothing, nothing is read.
 
 In CPython 3.11 to 3.14, a frame object points to an inner frame, which has a pointer to the
@@ -29,7 +29,7 @@ _MARKS = 3  # bits of a pointer that say how it is counted
 _NOT_AN_OBJECT = 3  # with both of them set, it is a number
 
 
-class Layout(NamedTuple):
+class FrameLayout(NamedTuple):
     """The positions of fields, in bytes.
 
     Attributes:
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
     leaves: bool = False
 
 
-class Number(NamedTuple):
+class InterpreterNumber(NamedTuple):
     """A slot that holds a number of the interpreter itself: the progress of a loop (3.15)."""
 
     value: int
@@ -94,10 +94,10 @@ class Stack(NamedTuple):
     name: str
 
 
-def read(
+def read_frame(
     frame: FrameType,
     callee: FrameType | None,
-    places: Layout,
+    places: FrameLayout,
     compared: frozenset[int] = frozenset(),
 ) -> Stack | None:
     """Read the content of a running frame.
@@ -121,6 +121,8 @@ def read(
         if _interrupts(callee, places):
             return None
         if callee.f_code.co_flags & _SUSPENDS:
+            # The frame of a generator lies within the generator, which is on top of the stack while
+            # `for` or `await` resumes it.
             iterated = word_at(
                 inner + places.slots + _WORD * (variables(code) + instruction.base - 1)
             )
@@ -129,9 +131,9 @@ def read(
                 return None  # it may be closed because it is freed
     first = inner + places.slots
     count = variables(code)
-    slots = [_value(first + _WORD * k) for k in range(count)]
+    slots = [_object_at(first + _WORD * k) for k in range(count)]
     first += _WORD * count
-    below = [_value(first + _WORD * k) for k in range(instruction.base)]
+    below = [_object_at(first + _WORD * k) for k in range(instruction.base)]
     operands: list[Any] | None = None
     if is_asked_by_c and instruction.asks and places.leaves:
         if _pointers(first, instruction) != compared:
@@ -140,11 +142,13 @@ def read(
     elif is_asked_by_c and instruction.converts and not _lasts(first, instruction, code, slots):
         return None
     elif is_asked_by_c:
-        operands = [_value(first + _WORD * k) for k in range(instruction.base, instruction.depth)]
+        operands = [
+            _object_at(first + _WORD * k) for k in range(instruction.base, instruction.depth)
+        ]
     return Stack(code, offset, slots, below, operands, instruction.name)
 
 
-def suspended_stack(frame: FrameType, places: Layout) -> Stack | None:
+def suspended_stack(frame: FrameType, places: FrameLayout) -> Stack | None:
     """Read the frame of a generator that is suspended at a `yield`."""
     code = frame.f_code
     instruction = _instructions(code).get(frame.f_lasti)
@@ -152,12 +156,12 @@ def suspended_stack(frame: FrameType, places: Layout) -> Stack | None:
         return None
     first = word_at(id(frame) + places.inner) + places.slots
     count = variables(code)
-    slots = [_value(first + _WORD * k) for k in range(count + instruction.depth - 1)]
+    slots = [_object_at(first + _WORD * k) for k in range(count + instruction.depth - 1)]
     below = slots[count:]
     return Stack(code, frame.f_lasti, slots[:count], below, None, instruction.name)
 
 
-def address_of_result(frame: FrameType, places: Layout) -> int | None:
+def address_of_result(frame: FrameType, places: FrameLayout) -> int | None:
     """Return where the result of a frame's current call or operator will be, in memory."""
     instruction = _instructions(frame.f_code).get(frame.f_lasti)
     if instruction is None or not frame.f_code.co_flags & _OPTIMIZED:
@@ -168,7 +172,7 @@ def address_of_result(frame: FrameType, places: Layout) -> int | None:
     return first + _WORD * (variables(frame.f_code) + instruction.base)
 
 
-def is_called_by_c(frame: FrameType, caller: FrameType, places: Layout) -> bool:
+def is_called_by_c(frame: FrameType, caller: FrameType, places: FrameLayout) -> bool:
     """Return whether C has called the code of a frame, not an instruction of the caller's."""
     return _is_entered_from_c(frame, word_at(id(caller) + places.inner), places)
 
@@ -193,10 +197,10 @@ def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[An
     return word_at(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in held
 
 
-def _value(address: int) -> Any:
+def _object_at(address: int) -> Any:
     word = word_at(address)
     if word & _MARKS == _NOT_AN_OBJECT:
-        return Number(word >> 2)
+        return InterpreterNumber(word >> 2)
     word &= ~_MARKS
     return ctypes.cast(word, ctypes.py_object).value if word else EMPTY
 
@@ -207,15 +211,17 @@ def variables(code: CodeType) -> int:
     return len(code.co_varnames) + cells + len(code.co_freevars)
 
 
-def _is_entered_from_c(frame: FrameType, caller: int, places: Layout) -> bool:
+def _is_entered_from_c(frame: FrameType, caller: int, places: FrameLayout) -> bool:
     """Return whether C has called a frame, not an instruction of the frame before."""
     inner = word_at(id(frame) + places.inner)
+    # A frame of 3.11 has a byte for this. Since 3.12 the interpreter puts a frame of its own in
+    # between when C calls it.
     if places.entry >= 0:
         return bool(ctypes.c_ubyte.from_address(inner + places.entry).value)
     return word_at(inner + places.previous) != caller
 
 
-def _interrupts(frame: FrameType, places: Layout) -> bool:
+def _interrupts(frame: FrameType, places: FrameLayout) -> bool:
     """Return whether a frame runs because something was freed, or because of a signal.
 
     The instruction below it may then have freed its operands already. A weak reference that calls
@@ -227,7 +233,7 @@ def _interrupts(frame: FrameType, places: Layout) -> bool:
     first = word_at(id(frame) + places.inner) + places.slots
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS)
     for k in range(count):
-        value = _value(first + _WORD * k)
+        value = _object_at(first + _WORD * k)
         if type(value) is CellType:
             value = next(iter(gc.get_referents(value)), None)
         for item in (value, *value) if type(value) is tuple else (value,):
@@ -276,10 +282,10 @@ def _depths(
             depths[offset] = depth
             step = steps[position[offset]]
             if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
-                waiting.append((step.argval, depth + _effect(step, True)))
+                waiting.append((step.argval, depth + _stack_effect(step, True)))
             if step.opname in _ENDS or position[offset] + 1 == len(steps):
                 break
-            depth += _effect(step, False)
+            depth += _stack_effect(step, False)
             offset = steps[position[offset] + 1].offset
     return depths
 
@@ -296,7 +302,7 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
         if step.offset not in depths:
             continue
         depth = depths[step.offset]
-        base = depth + _effect(step, False) - _pushes(step)
+        base = depth + _stack_effect(step, False) - _pushes(step)
         if step.opname in _CALLS and step.opname != "CALL_FUNCTION_EX":
             depth = base + (step.arg or 0) + 2 + (step.opname == "CALL_KW")
         asks = step.opname == "COMPARE_OP" and step.argrepr.startswith("bool(")
@@ -324,7 +330,7 @@ def _has_made_tuple(steps: list[dis.Instruction], depths: dict[int, int], depth:
     return False
 
 
-def _effect(step: dis.Instruction, jump: bool) -> int:
+def _stack_effect(step: dis.Instruction, jump: bool) -> int:
     if step.opname == "RETURN_GENERATOR":
         return 1  # what a generator is first sent, which `dis` counts from 3.13 on only
     argument = step.arg if step.opcode >= dis.HAVE_ARGUMENT else None
@@ -357,15 +363,15 @@ _LONGEST = 128
 
 
 @functools.lru_cache(maxsize=1)
-def layout() -> Layout | None:
+def frame_layout() -> FrameLayout | None:
     """Return the positions of fields in frames; None if they cannot be found."""
     if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
         return None
     places = _find_layout()
     if places is None:
         return None
-    places = places._replace(leaves=_leaves(places))
-    return places if _fits(places) else None
+    places = places._replace(leaves=_leaves_operands(places))
+    return places if _layout_fits(places) else None
 
 
 class _Look:
@@ -377,14 +383,18 @@ class _Look:
     def __call__(self, one: object, two: object) -> bool:
         frames = sys._getframe(), sys._getframe(1)
         own, caller = word_at(id(frames[0]) + _INNER), word_at(id(frames[1]) + _INNER)
+        # Python puts the frames of a thread into large blocks of memory: addresses that are far
+        # apart are taken to be none of frames.
         if min(own, caller) < _LOWEST or own % _WORD or abs(own - caller) > 1 << 20:
             return False
         self.seen.append((own, caller, ctypes.string_at(own, _LONGEST)))
         return True
 
 
-def _find_layout() -> Layout | None:
+def _find_layout() -> FrameLayout | None:
     """Search some frames for objects that are known to be in them."""
+    # Code calls the function twice, and then C (`map`) does: what the two have in common is the
+    # position of the slots; where they differ shows how a call by C is marked.
     look, one, two = _Look(), object(), object()
     step = look.__call__
     if not all((step(one, two), step(one, two), *map(step, (one, one), (two, two)))):
@@ -394,7 +404,7 @@ def _find_layout() -> Layout | None:
         for _, _, raw in look.seen
     ]
     held = [id(look), id(one), id(two)]
-    slots = _where([[word & ~_MARKS for word in some] for some in words], held)
+    slots = _common_offset([[word & ~_MARKS for word in some] for some in words], held)
     if slots is None:
         return None
     called, by_c = look.seen[:2], look.seen[2:]
@@ -402,15 +412,15 @@ def _find_layout() -> Layout | None:
         if any(some[k] != caller for some, (_, caller, _) in zip(words[:2], called, strict=True)):
             continue
         if all(some[k] != caller for some, (_, caller, _) in zip(words[2:], by_c, strict=True)):
-            return Layout(_INNER, slots, k * _WORD, -1)
+            return FrameLayout(_INNER, slots, k * _WORD, -1)
         for byte in range((k + 1) * _WORD, slots):
             marks = [raw[byte] for _, _, raw in look.seen]
             if marks == [0, 0, 1, 1]:
-                return Layout(_INNER, slots, k * _WORD, byte)
+                return FrameLayout(_INNER, slots, k * _WORD, byte)
     return None
 
 
-def _where(rows: list[list[int]], held: list[int]) -> int | None:
+def _common_offset(rows: list[list[int]], held: list[int]) -> int | None:
     """Return where in all rows some words follow each other, in bytes."""
     for k in range(_LONGEST // _WORD - len(held)):
         if all(row[k : k + len(held)] == held for row in rows):
@@ -421,27 +431,27 @@ def _where(rows: list[list[int]], held: list[int]) -> int | None:
 class _FrameProbe:
     """Looks at the frame that led to it."""
 
-    def __init__(self, places: Layout) -> None:
+    def __init__(self, places: FrameLayout) -> None:
         self.places = places
         self.seen: list[Stack | None] = []
 
     def __bool__(self) -> bool:
-        self.seen.append(read(sys._getframe(1), sys._getframe(), self.places))
+        self.seen.append(read_frame(sys._getframe(1), sys._getframe(), self.places))
         return True
 
     def step(self) -> bool:
-        self.seen.append(read(sys._getframe(1), sys._getframe(), self.places))
+        self.seen.append(read_frame(sys._getframe(1), sys._getframe(), self.places))
         return True
 
 
-class _Compared:
+class _ComparisonProbe:
     """Looks at the rest of a comparison when the truth of its result is asked for."""
 
-    def __init__(self, places: Layout) -> None:
+    def __init__(self, places: FrameLayout) -> None:
         self.places = places
         self.is_left = False
 
-    def __gt__(self, other: object) -> _Compared:
+    def __gt__(self, other: object) -> _ComparisonProbe:
         return self
 
     def __bool__(self) -> bool:
@@ -454,8 +464,8 @@ class _Compared:
         return True
 
 
-def _leaves(places: Layout) -> bool:
-    compared = _Compared(places)
+def _leaves_operands(places: FrameLayout) -> bool:
+    compared = _ComparisonProbe(places)
     return bool(compared.is_left if compared > places else False)
 
 
@@ -464,7 +474,7 @@ def _looping(asked: _FrameProbe, one: object) -> Iterator[bool]:
         yield asked.step()
 
 
-def _fits(places: Layout) -> bool:
+def _layout_fits(places: FrameLayout) -> bool:
     """Return whether a layout finds the known objects in some frames."""
     asked, first, second = _FrameProbe(places), object(), object()
     made = []
@@ -476,17 +486,20 @@ def _fits(places: Layout) -> bool:
     next(generator)
     in_condition, in_call, in_map, in_generator = asked.seen
     for seen in in_generator, suspended_stack(generator.gi_frame, places):
-        if seen is None or [*map(type, seen.below)] not in ([type(iter(()))], [tuple, Number]):
+        if seen is None or [*map(type, seen.below)] not in (
+            [type(iter(()))],
+            [tuple, InterpreterNumber],
+        ):
             return False
     for seen, pushed in (in_condition, [first, second]), (in_call, [first, second, 1]):
-        if seen is None or seen.code is not _fits.__code__ or seen.slots[1] is not asked:
+        if seen is None or seen.code is not _layout_fits.__code__ or seen.slots[1] is not asked:
             return False
         below = [value for value in seen.below if value is not EMPTY]
         if below[-len(pushed) :] != pushed or seen.slots[2] is not first:
             return False
         # What the loops go through; as from 3.15 on a tuple has a number for its iterator.
         loops = [type(value) for value in below[: -len(pushed)]]
-        if loops not in ([type(iter(())), zip], [tuple, Number, zip]):
+        if loops not in ([type(iter(())), zip], [tuple, InterpreterNumber, zip]):
             return False
     if in_condition is None or in_condition.operands != [asked]:
         return False

@@ -35,9 +35,9 @@ class Role:
 
     kind: str
     text: str
-    heads: Loop | None
-    tests: Loop | None
-    loops: tuple[Loop, ...]
+    heads: SourceLoop | None
+    tests: SourceLoop | None
+    loops: tuple[SourceLoop, ...]
     is_subscript: bool = False
     several: bool = False
 
@@ -171,10 +171,10 @@ def decides(place: Place, outcome: bool) -> bool | None:
     node = file.expressions.get(place.span)
     if node is None:
         return None
-    if is_one_of_several(node) and outcome is needs_all(node):
+    if is_chained_test(node) and outcome is needs_all(node):
         return None
     test, value = conclude_truth(file, node, outcome)
-    return value if isinstance(test.parent, ast.While) and _is_test(test) else None
+    return value if isinstance(test.parent, ast.While) and _is_statement_test(test) else None
 
 
 @functools.cache
@@ -219,15 +219,15 @@ def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
     if node is None:
         return ()
     test, value = conclude_truth(file, node, outcome)
-    if isinstance(test.parent, ast.If) and _is_test(test):
+    if isinstance(test.parent, ast.If) and _is_statement_test(test):
         taken = test.parent.body if value else test.parent.orelse
         if taken and isinstance(taken[-1], ast.Break):
             # Unless the test has more to ask.
-            return (*spans_of(taken), *([place.span] if is_one_of_several(node) else []))
+            return (*spans_of(taken), *([place.span] if is_chained_test(node) else []))
     return ()
 
 
-def _is_test(test: Handed) -> bool:
+def _is_statement_test(test: TruthChain) -> bool:
     return test.child is getattr(test.parent, "test", None)
 
 
@@ -268,7 +268,7 @@ def _classify(file: SourceFile, node: ast.expr) -> tuple[str, str, ast.AST | Non
     child, parent, text = test.child, test.parent, file.text(test.decider)
     if isinstance(parent, ast.BoolOp):
         return ("and" if isinstance(parent.op, ast.And) else "or"), text, None
-    if _is_test(test):
+    if _is_statement_test(test):
         kind = next(kind for cls, kind in _TESTS.items() if isinstance(parent, cls))
         return kind, text, None
     if isinstance(parent, ast.match_case):
@@ -331,7 +331,7 @@ _parsing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Loop:
+class SourceLoop:
     """A loop of the source; each `for` of a comprehension is one.
 
     Attributes:
@@ -375,7 +375,7 @@ def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
     if not isinstance(node, ast.Call) or called not in WALKERS or not node.args:
         return next(taken.get(span_of(node), iter(())), None)
     if called == "range":
-        arguments = [_number(argument, node, taken) for argument in node.args]
+        arguments = [_literal_number(argument, node, taken) for argument in node.args]
         whole = [argument for argument in arguments if argument is not None]
         return len(range(*whole)) if len(whole) == len(arguments) else None
     walked = node.args[1:] if called == "map" else node.args if called == "zip" else node.args[:1]
@@ -390,7 +390,9 @@ def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
     return min(known) if known and len(known) == len(lengths) else None
 
 
-def _number(node: ast.expr, call: ast.Call, taken: Mapping[Span, Iterator[int]]) -> int | None:
+def _literal_number(
+    node: ast.expr, call: ast.Call, taken: Mapping[Span, Iterator[int]]
+) -> int | None:
     try:
         value = ast.literal_eval(node)
     except ValueError:
@@ -452,9 +454,9 @@ class SourceFile:
             yield node, parent
             node = parent
 
-    def loops_around(self, node: ast.AST) -> tuple[Loop, ...]:
+    def loops_around(self, node: ast.AST) -> tuple[SourceLoop, ...]:
         """Return the loops whose body an expression is in, outermost first."""
-        found: list[Loop] = []
+        found: list[SourceLoop] = []
         for child, parent in self.ancestors(node):
             if isinstance(parent, FUNCTIONS):
                 break
@@ -474,18 +476,22 @@ class SourceFile:
         return tuple(reversed(found))
 
     @functools.cache  # noqa: B019 - files are few and kept for the life of the process anyway
-    def loop(self, node: ast.AST) -> Loop:
+    def loop(self, node: ast.AST) -> SourceLoop:
         """Describe a loop."""
         if isinstance(node, ast.While):
             text = self.text(node.test)
-            return Loop("while", span_of(node), text, _leaves_early(node), None)
+            return SourceLoop("while", span_of(node), text, _leaves_early(node), None)
         if isinstance(node, ast.comprehension):
             owner = self.parents[node]
             assert isinstance(owner, ast.expr)
             early = isinstance(owner, ast.GeneratorExp) and not self._is_exhausted(owner)
-            return Loop("comprehension", span_of(owner), self.text(node.iter), early, node.iter)
+            return SourceLoop(
+                "comprehension", span_of(owner), self.text(node.iter), early, node.iter
+            )
         assert isinstance(node, (ast.For, ast.AsyncFor))
-        return Loop("for", span_of(node), self.text(node.iter), _leaves_early(node), node.iter)
+        return SourceLoop(
+            "for", span_of(node), self.text(node.iter), _leaves_early(node), node.iter
+        )
 
     def _is_exhausted(self, generator: ast.GeneratorExp) -> bool:
         caller = self.parents[generator]
@@ -503,7 +509,7 @@ def source_file(file: str) -> SourceFile:
 
 
 @dataclass
-class Handed:
+class TruthChain:
     """The expressions around a truth value that pass it on, unchanged or negated.
 
     Attributes:
@@ -519,7 +525,7 @@ class Handed:
     inverted: bool
 
 
-def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -> Handed:
+def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -> TruthChain:
     """Follow a truth value outwards, past `and` and `or` only if `outcome` decides them."""
     decider, inverted, child = node, False, node
     while (parent := file.parents.get(child)) is not None:
@@ -536,10 +542,10 @@ def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -
         elif not (isinstance(parent, ast.Call) and name_of_call(parent) == "bool"):
             break
         child = parent
-    return Handed(decider, child, parent, inverted)
+    return TruthChain(decider, child, parent, inverted)
 
 
-def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[Handed, bool]:
+def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[TruthChain, bool]:
     """Return where a truth value ends up, and its value there."""
     if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.NotIn):
         outcome = not outcome  # what was compared is an item
@@ -547,7 +553,7 @@ def conclude_truth(file: SourceFile, node: ast.AST, outcome: bool) -> tuple[Hand
     return test, outcome is not test.inverted
 
 
-def is_one_of_several(node: ast.expr) -> bool:
+def is_chained_test(node: ast.expr) -> bool:
     """Return whether an expression tests several values in turn."""
     return any_or_all(node) != "" or (
         isinstance(node, ast.Compare) and (is_containment(node) or len(node.ops) > 1)
@@ -623,7 +629,7 @@ def name_of_call(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def called_by(frame: FrameType, owner: object) -> list[tuple[str | int, bool]]:
+def callee_keys(frame: FrameType, owner: object) -> list[tuple[str | int, bool]]:
     """Return the keys that lead from an object to what a frame calls, as in `self.layers[i](x)`.
 
     With each key stands whether it is an item, and no attribute. There are none if the callee is no

@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from bendtrace.python.bytecode import CONSTANTS, Step, constant_of, has, single_steps, steps_of
+from bendtrace.python.bytecode import (
+    CONSTANTS,
+    InstructionStep,
+    constant_of,
+    has,
+    instructions_of,
+    single_steps,
+)
 from bendtrace.python.features import is_off
 
 _IDENTITY = frozenset({"id", "is_", "is_not"})
@@ -23,7 +30,7 @@ _ids: dict[int, tuple[CodeType, int | None]] = {}
 _identity: dict[int, tuple[CodeType, bool]] = {}
 
 
-def compares_identity(code: CodeType) -> bool:
+def code_compares_identity(code: CodeType) -> bool:
     """Return whether code, or nested code, tests `x is y` with neither being a constant.
 
     Asking for the `id` of objects counts as well, and so does `operator.is_`.
@@ -36,10 +43,10 @@ def compares_identity(code: CodeType) -> bool:
             has(code, "IS_OP")
             and any(
                 current == "IS_OP" and before not in CONSTANTS
-                for (before, _), (current, _) in itertools.pairwise(steps_of(code))
+                for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
             )
         )
-        asks = asks or any(map(compares_identity, _within(code)))
+        asks = asks or any(map(code_compares_identity, _nested_codes(code)))
         known = _identity[id(code)] = (code, asks)
     return known[1]
 
@@ -80,7 +87,7 @@ def _line_of_ids(code: CodeType) -> int | None:
     return None
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     return (inner for inner in code.co_consts if isinstance(inner, CodeType))
 
 
@@ -91,7 +98,7 @@ def stores_outside(code: CodeType) -> bool:
         for step in dis.get_instructions(code)
     ):
         return True
-    return any(map(stores_outside, _within(code)))
+    return any(map(stores_outside, _nested_codes(code)))
 
 
 _tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
@@ -114,7 +121,10 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
         code, offset = found.f_code, found.f_lasti
         known = _tests.get((id(code), offset, depth))
         if known is None:
-            known = _tests[id(code), offset, depth] = (code, _Flow(code).after(offset, depth))
+            known = _tests[id(code), offset, depth] = (
+                code,
+                _StackValueFlow(code).after(offset, depth),
+            )
         if known[1] is not None:
             return known[1]
         found = found.f_back  # it is returned: look what the caller does with it
@@ -123,7 +133,7 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
 
 def drops(frame: FrameType) -> bool:
     """Return whether code drops the result of its current instruction, as in `x.add_(1)`."""
-    flow = _Flow(frame.f_code)
+    flow = _StackValueFlow(frame.f_code)
     return flow.next_after(frame.f_lasti) == "POP_TOP"
 
 
@@ -179,7 +189,7 @@ def compares_items(frame: FrameType) -> bool:
 _HAS_ASKING = bool(dict(_find_asking(compile("1 if x == y else 2", "<bendtrace>", "eval"))))
 
 
-class _Flow:
+class _StackValueFlow:
     """Follows the value on top of the stack through one code object.
 
     The answers are True (it is tested, or dropped), False (it may go anywhere) and None (it is
@@ -281,7 +291,7 @@ ADDS = frozenset({"append", "extend"})
 _found: dict[int, tuple[CodeType, frozenset[str]]] = {}
 
 
-def read_names(code: CodeType) -> frozenset[str]:
+def names_used(code: CodeType) -> frozenset[str]:
     """Return the names under which code uses something in another way than to add to it.
 
     These are names of attributes, globals and variables of functions around it. In
@@ -359,7 +369,7 @@ class _Operating:
         for step in self._steps[at + 1 :]:
             if not any(map(_leads_on, stack)):
                 return False
-            name = "BINARY_SUBSCR" if _is_item(step) else step.name
+            name = "BINARY_SUBSCR" if _is_subscript(step) else step.name
             count = step.argument or 0
             if name == "KW_NAMES":
                 continue
@@ -397,7 +407,7 @@ class _Operating:
                     return True
                 if name not in _GIVING_NOTHING:
                     stack.append(self._result(step, name, own, taken))
-            elif _is_test(name):
+            elif _is_test_instruction(name):
                 if not (self._may_ask(stack.pop()) or name == "POP_TOP"):
                     return True
                 if any(type(one) is int for one in stack):
@@ -410,15 +420,15 @@ class _Operating:
         """Return whether code may ask for the length, or the truth, of what is on the stack."""
         return True
 
-    def _stays(self, step: Step) -> bool:
+    def _stays(self, step: InstructionStep) -> bool:
         """Return whether code assigns a container to where it has it from."""
         return False
 
-    def _may(self, step: Step, name: str, own: Any) -> bool:
+    def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
         """Return whether code may do an instruction to a container of some level."""
         return True
 
-    def _result(self, step: Step, name: str, own: Any, taken: Sequence[Any]) -> Any:
+    def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
         """Return what an instruction leaves on the stack: a level, or None."""
         return own - 1 if name == "BINARY_SUBSCR" and type(own) is int and own else None
 
@@ -467,7 +477,7 @@ class _Adding(_Operating):
         super().__init__(code)
         self._name, self._keys = name, keys
 
-    def _may(self, step: Step, name: str, own: Any) -> bool:
+    def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
         if type(own) is _Method:
             return True
         if own:  # what the list is in: to have its items, or its keys
@@ -477,10 +487,10 @@ class _Adding(_Operating):
     def _may_ask(self, one: Any) -> bool:
         return one is None or one != 0
 
-    def _stays(self, step: Step) -> bool:
+    def _stays(self, step: InstructionStep) -> bool:
         return not self._keys and bool(step.value == self._name)
 
-    def _result(self, step: Step, name: str, own: Any, taken: Sequence[Any]) -> Any:
+    def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
         if type(own) is int and _is_call(step):
             return _Method(step.value, own)
         if own == 0 and _extends(step):
@@ -499,7 +509,7 @@ def _leads_on(one: Any) -> bool:
     return type(one) is int or (type(one) is _Method and one.level > 0)
 
 
-def _extends(step: Step) -> bool:
+def _extends(step: InstructionStep) -> bool:
     return step.name == "BINARY_OP" and step.shown == "+="
 
 
@@ -507,7 +517,7 @@ _OF_HOLDERS = frozenset({"BINARY_SUBSCR", "CONTAINS_OP", "STORE_SUBSCR"})
 _LOOKING_UP = frozenset({"get", "setdefault"})
 
 
-def _is_test(name: str) -> bool:
+def _is_test_instruction(name: str) -> bool:
     return name.startswith("POP_JUMP") or name == "POP_TOP"
 
 
@@ -522,7 +532,7 @@ _BUILDING = frozenset({"CALL", "BUILD_TUPLE", "BUILD_LIST", "BUILD_SLICE"})
 _GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR"})
 
 
-def _is_read(steps: Sequence[Step], at: int) -> bool:
+def _is_read(steps: Sequence[InstructionStep], at: int) -> bool:
     """Return whether an instruction uses a name, and what it stands for is not only added to."""
     name = steps[at].name
     if name.endswith("_FAST") or not isinstance(steps[at].value, str):
@@ -530,19 +540,19 @@ def _is_read(steps: Sequence[Step], at: int) -> bool:
     if name.startswith(("STORE_", "DELETE_")) or name not in _LOADS:
         return name.startswith(("STORE_", "DELETE_", "LOAD_", "IMPORT_")) and name not in _IDLE
     at += 1
-    while at + 1 < len(steps) and steps[at].name in _KEYS and _is_item(steps[at + 1]):
+    while at + 1 < len(steps) and steps[at].name in _KEYS and _is_subscript(steps[at + 1]):
         at += 2
     return not (_is_call(steps[at]) and steps[at].value in ADDS)
 
 
-def _is_call(step: Step) -> bool:
+def _is_call(step: InstructionStep) -> bool:
     """Return whether an instruction loads a method to call it, so that nothing can keep it."""
     if step.name == "LOAD_ATTR":  # since Python 3.12
         return sys.version_info >= (3, 12) and bool((step.argument or 0) & 1)
     return step.name == "LOAD_METHOD"
 
 
-def _is_item(step: Step) -> bool:
+def _is_subscript(step: InstructionStep) -> bool:
     return step.name == "BINARY_SUBSCR" or (step.name == "BINARY_OP" and step.shown == "[]")
 
 

@@ -352,7 +352,7 @@ class Words:
         return Reader(words.take, places, fixed, self.end_of_versions, tuple(self._kept))
 
 
-class Entries:
+class TableEntries:
     """The classes and ranks of tables' values, which may change while the tables do not.
 
     Only the tables keep their tensors alive, and no weak references tell when one dies: torch swaps
@@ -486,7 +486,7 @@ def _of_cells() -> int:
         range(_HEADER, types.CellType.__basicsize__, _WORD),
         lambda at: [_word(id(cell) + at) for cell in cells] == [*map(id, values)],
     )
-    cells[0].cell_contents = values[1]
+    cells[0].cell_contents = values[1]  # the word has to follow what is written
     if _word(id(cells[0]) + offset) != id(values[1]):
         raise Unreadable
     return offset
@@ -539,6 +539,7 @@ def _of_functions() -> tuple[int, ...]:
 
 def _find_offset(candidates: Iterable[int], matches: Callable[[int], bool]) -> int:
     """Return the only offset for which a test holds."""
+    # Of two offsets, one holds by chance, and nothing tells which.
     found = [offset for offset in candidates if matches(offset)]
     if len(found) != 1:
         raise Unreadable

@@ -42,15 +42,15 @@ from bendtrace.tape.array_functions import (
     is_ndarray,
     shares_unseen,
 )
-from bendtrace.tape.captured import PLAIN_TYPES, module_of
+from bendtrace.tape.captured import PLAIN_TYPES, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
-from bendtrace.tape.structure import build
+from bendtrace.tape.structure import build_instance
 from bendtrace.tape.watchers import call_silently
 from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import LEGACY, MAKES_FROM_ARRAYS, ClassCall
-from bendtrace.watch.provenance import is_finished, is_finished_code, is_installed
+from bendtrace.watch.provenance import is_finished, is_finished_code, is_installed_module
 from bendtrace.watch.writes import storage_of
 
 
@@ -119,7 +119,7 @@ class Arrays:
             return False
         if type(tensor) not in (Tensor, nn.Parameter) or not self._is_users(frame):
             return False
-        called = operands.called_by(frame)
+        called = operands.c_function_called_by(frame)
         return called is Tensor.numpy or (
             type(called) is types.BuiltinFunctionType
             and called.__name__ == "numpy"
@@ -340,7 +340,7 @@ class Arrays:
             self.end(is_over=False)
 
     def _look(self, frame: FrameType, instruction: operands.Instruction) -> None:
-        places = stacks.layout()
+        places = stacks.frame_layout()
         assert places is not None
         where = operands.addresses(frame, instruction, places)
         words = [stacks.word_at(address) for address in where]
@@ -349,7 +349,7 @@ class Arrays:
             place = 0 if words[0] else 1  # of what is called: no method has an empty word
             called = operands.object_at(words[place])
             if type(called) is LEGACY:
-                operands.put(where[place], ClassCall(called))
+                operands.put_on_stack(where[place], ClassCall(called))
                 words[place] = stacks.word_at(where[place])
         if not self._known:
             return
@@ -393,7 +393,7 @@ class Arrays:
                 if not value.__closure__ or is_finished(value):
                     continue
                 waiting += value.__closure__
-            elif module_of(kind).partition(".")[0] != "bendtrace":
+            elif module_name_of(kind).partition(".")[0] != "bendtrace":
                 seen.add(id(value))
                 if len(seen) > _MOST:
                     return True  # more than is looked through
@@ -415,7 +415,7 @@ class Arrays:
         if type(found) in (tuple, list):
             return type(found)(self._give(item, frame) for item in found)
         if isinstance(found, tuple):
-            return build(type(found), [self._give(item, frame) for item in found], {})
+            return build_instance(type(found), [self._give(item, frame) for item in found], {})
         return found
 
     def _stand(self, value: Any) -> Any:
@@ -448,7 +448,7 @@ class Arrays:
         return (
             is_content(value)
             or _is_dtype(value)
-            or (kind is type and is_installed(value.__module__))
+            or (kind is type and is_installed_module(value.__module__))
         )
 
     def carry_out(
@@ -497,7 +497,7 @@ class Arrays:
         if way == _CLASS:
             for arg in args:
                 if id(arg) in self._known:
-                    self._op(_class_of, (arg,), {}, frame)
+                    self._op(_array_class_name, (arg,), {}, frame)
             return function(*args, **kwargs)
         if way == _ATTRIBUTE:
             array, name = args
@@ -667,7 +667,7 @@ class Arrays:
         if way is None:
             return self._deny(*given)
         if way != _LEAVE:
-            operands.put(where[place], ArrayCall(self, function, way))
+            operands.put_on_stack(where[place], ArrayCall(self, function, way))
         return None
 
     def _way(self, function: Any, given: list[Any]) -> str | None:
@@ -727,11 +727,11 @@ class Arrays:
         if isinstance(left, Tensor):
             if changes or is_ndarray(right) or not is_content(right):
                 return self._deny(*values)
-            operands.put(where[0], ArrayOperand(self, left, _TENSOR))
+            operands.put_on_stack(where[0], ArrayOperand(self, left, _TENSOR))
         elif isinstance(right, Tensor) and is_content(left) and not is_ndarray(left):
-            operands.put(where[0], ArrayOperand(self, left, _TENSOR))
+            operands.put_on_stack(where[0], ArrayOperand(self, left, _TENSOR))
         elif all(map(self._is_argument, values)):
-            operands.put(where[0], ArrayOperand(self, left, _READ))
+            operands.put_on_stack(where[0], ArrayOperand(self, left, _READ))
         else:
             self._deny(*values)
         return None
@@ -743,13 +743,13 @@ class Arrays:
         in_key = id(key) in self._known or self._reaches([key])
         if type(container) in _SEQUENCES:
             if in_key:
-                operands.put(where[0], ArrayOperand(self, container, _ITEM))
+                operands.put_on_stack(where[0], ArrayOperand(self, container, _ITEM))
         elif is_content(container) and self._is_argument(container):
             if not self._is_argument(key):
                 return self._deny(*values)
-            operands.put(where[0], ArrayOperand(self, container, _READ))
+            operands.put_on_stack(where[0], ArrayOperand(self, container, _READ))
         elif isinstance(container, Tensor) and self._is_argument(key):
-            operands.put(where[0], ArrayOperand(self, container, _TENSOR))
+            operands.put_on_stack(where[0], ArrayOperand(self, container, _TENSOR))
         elif in_key or type(container) is not dict:
             self._deny(*values)
         return None
@@ -761,7 +761,7 @@ class Arrays:
         if is_ndarray(container):
             if not (self._is_argument(value) and self._is_argument(key)):
                 return self._deny(*values)
-            operands.put(where[1], ArrayOperand(self, container, _WRITE))
+            operands.put_on_stack(where[1], ArrayOperand(self, container, _WRITE))
         elif type(container) not in (list, dict) or self._reaches([key]):
             self._deny(*values)
         return None
@@ -770,7 +770,7 @@ class Arrays:
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
         if id(values[0]) in self._known:
-            operands.put(where[0], ArrayOperand(self, values[0], _READ))
+            operands.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
 
     def _handle_attribute(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
@@ -781,7 +781,7 @@ class Arrays:
             return None
         if instruction.value not in _ATTRIBUTES:
             return self._deny(*values)
-        operands.put(where[0], ArrayOperand(self, values[0], _READ))
+        operands.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
         return None
 
     def _handle_map(
@@ -793,13 +793,13 @@ class Arrays:
     def _handle_return(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        caller, places = frame.f_back, stacks.layout()
+        caller, places = frame.f_back, stacks.frame_layout()
         assert places is not None
         if caller is None or not self._is_users(caller):
             return self._deny(*values)
         if stacks.is_called_by_c(frame, caller, places):
             # Which it is where C calls functions for an instruction, as torch._dynamo has it.
-            called = operands.called_by(caller)
+            called = operands.c_function_called_by(caller)
             if getattr(getattr(called, "__func__", called), "__code__", None) is not frame.f_code:
                 self._deny(*values)
         return None
@@ -880,7 +880,7 @@ def _getter(name: str) -> Callable[[Any], Any]:
 _GETTERS = {name: _getter(name) for name in ("T", "real", "imag", "itemsize", "nbytes")}
 
 
-def _class_of(array: Any) -> str:
+def _array_class_name(array: Any) -> str:
     return f"{type(array).__module__}.{type(array).__qualname__}"
 
 
@@ -941,7 +941,7 @@ def _way_of(function: Any) -> str | None:
     package = module.partition(".")[0]
     if package in sys.stdlib_module_names or package in ("torch", "bendtrace", ""):
         return None
-    if not is_installed(module) or module.startswith(("numpy.random", "numpy.ctypeslib")):
+    if not is_installed_module(module) or module.startswith(("numpy.random", "numpy.ctypeslib")):
         return None
     if kind.__name__ not in _FUNCTIONS or _calls_users_code(function):
         return None
@@ -957,7 +957,7 @@ def _calls_users_code(function: Any) -> bool:
     inner = [cell.cell_contents for cell in function.__closure__ or ()]
     inner.append(getattr(function, "__wrapped__", None))
     return not is_finished(function) or any(
-        callable(one) and not isinstance(one, type) and not is_installed(one.__module__)
+        callable(one) and not isinstance(one, type) and not is_installed_module(one.__module__)
         for one in inner
     )
 

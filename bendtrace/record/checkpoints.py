@@ -12,11 +12,11 @@ from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.python.sites import user_place
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.blocks import Block, Passage, Portion, is_plain_context
-from bendtrace.tape.captured import Change
+from bendtrace.tape.captured import EnvironmentChange
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Checkpoint, Settings
+from bendtrace.tape.tape import Checkpoint, CheckpointSettings
 from bendtrace.tape.watchers import call_silently
 
 
@@ -34,14 +34,14 @@ class Checkpoints:
 
     def __init__(
         self,
-        writer: Writer,
-        changes: Callable[[], list[Change] | None],
+        writer: TapeWriter,
+        changes: Callable[[], list[EnvironmentChange] | None],
         exchanges: Callable[[], bool],
     ) -> None:
-        self.writer: Writer = writer
-        self.changes: Callable[[], list[Change] | None] = changes
+        self.writer: TapeWriter = writer
+        self.changes: Callable[[], list[EnvironmentChange] | None] = changes
         self.exchanges: Callable[[], bool] = exchanges
-        self.current: Checkpointed | None = None
+        self.current: CheckpointedBlock | None = None
 
     def block(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
         """Return an iterator that is advanced where a block begins, and where it ends.
@@ -58,7 +58,9 @@ class Checkpoints:
             return None
         call = functools.partial(function, *args, **kwargs)
         given = [value for value in args if isinstance(value, Tensor)]
-        return Checkpointed(self, call, Settings(preserves, check, debug, early_stop), given)
+        return CheckpointedBlock(
+            self, call, CheckpointSettings(preserves, check, debug, early_stop), given
+        )
 
     def passes(self, index: int, value: Tensor) -> None:
         """Note that something inserted is about to replace a value."""
@@ -66,18 +68,18 @@ class Checkpoints:
             tape = self.writer.tape
             self.current.passing = len(tape.ops), len(tape.guards), index, value
 
-    def passed(self, gate: Callable[[Any], Any]) -> None:
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
         """Note what has replaced the latest value that something inserted came to."""
         if self.current is not None:
             self.current.note(gate)
 
-    def gated(self) -> None:
+    def note_gate(self) -> None:
         """Note that an op calls something inserted."""
         if self.current is not None:
             self.current.has_gates = True
 
 
-class Checkpointed:
+class CheckpointedBlock:
     """A block that a run goes through.
 
     Args:
@@ -97,17 +99,17 @@ class Checkpointed:
         self,
         run: Checkpoints,
         call: Callable[[], Any],
-        settings: Settings,
+        settings: CheckpointSettings,
         given: Sequence[Tensor],
     ) -> None:
         self._run = run
         self._writer = run.writer
         self._call = call
-        self.settings: Settings = settings
+        self.settings: CheckpointSettings = settings
         self._given = given
         self._begin: tuple[int, int] | None = None
         self._block: Block | None = None
-        self._before: list[Change] | None = None
+        self._before: list[EnvironmentChange] | None = None
         self._tensors: tuple[int, ...] = ()
         self._passages: list[Passage] = []
         self._originals: dict[int, Tensor] = {}
@@ -127,7 +129,7 @@ class Checkpointed:
         self._writer.tape.block(
             f"an error leaves a checkpointed block at {user_place(sys._getframe(1))}"
         )
-        if (block := self._opened()) is not None:
+        if (block := self._open_block()) is not None:
             call_silently(block.give_up, (), {})
         raise error
 
@@ -169,7 +171,7 @@ class Checkpointed:
         if gives_objects:
             tape.block(f"a checkpointed block at {place} gives an object to code that is one op")
         tape.blocks.append(Checkpoint(begin, self._here(), self.settings, self._tensors))
-        if (block := self._opened()) is None:
+        if (block := self._open_block()) is None:
             return
         if self._block is not None and not (self.has_gates or self._run.exchanges()):
             block.function = self._call
@@ -188,7 +190,7 @@ class Checkpointed:
             block.goes_on(portion, tuple(map(self._value, portion.outside)))
         call_silently(block.end, (), {})
 
-    def _opened(self) -> Block | None:
+    def _open_block(self) -> Block | None:
         """Return the block that was begun in Python, or by the replay that Python goes on from."""
         script = self._writer.script
         if self._block is not None or script is None or script.is_active:
@@ -197,7 +199,7 @@ class Checkpointed:
         script.hold.block = None
         return opened
 
-    def _has_changed(self, now: list[Change] | None) -> bool:
+    def _has_changed(self, now: list[EnvironmentChange] | None) -> bool:
         before = self._before
         if before is None or now is None or len(before) != len(now):
             return True  # or nobody can tell

@@ -71,7 +71,7 @@ class Effects:
             self._outside.add(op.index)
             return False
         if op.kind is OpKind.CALL and not sets_nothing(op):
-            if not _only_computes(op.target) or (_draws(op.target) and not _is_idle(op)):
+            if not _only_computes(op.target) or (_may_draw_numbers(op.target) and not _is_idle(op)):
                 return True
             written = set(op.writes)
             if works_in_place(op) or table_name(op.target) == "__setitem__":
@@ -116,7 +116,7 @@ def _is_getter(function: Any) -> bool:
 
 
 @functools.cache
-def _draws(function: Any) -> bool:
+def _may_draw_numbers(function: Any) -> bool:
     """Return whether a function may draw random numbers; an unknown function may."""
     if function in SHAPES or function in METADATA:
         return False

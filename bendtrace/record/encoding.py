@@ -28,7 +28,7 @@ from bendtrace.tape.captured import (
     CaptureKind,
     attributes_of,
     is_array,
-    slots_of,
+    slot_names,
 )
 from bendtrace.tape.scalars import (
     RETIRED,
@@ -40,16 +40,16 @@ from bendtrace.tape.structure import (
     FUNCTION_METADATA,
     Construction,
     Existing,
-    Fixed,
+    FixedObject,
     Instance,
     Opaque,
-    build,
+    build_instance,
     can_build,
     items_in,
     make_function,
     make_partial,
     read_partial,
-    refill,
+    refill_dict,
     with_attributes,
 )
 from bendtrace.tape.tape import Ref, Tape
@@ -58,7 +58,7 @@ from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, tells_sizes_from_tuples
 
 
-class Values(Protocol):
+class ValueLookup(Protocol):
     """The mapping from values to the ops that returned them."""
 
     tape: Tape
@@ -71,7 +71,7 @@ class Values(Protocol):
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
         """Return the value number of a traced scalar."""
 
-    def made_as(self, tensor: Tensor) -> int | None:
+    def producer_of(self, tensor: Tensor) -> int | None:
         """Return the op that made a tensor; None if it was there before the run, or is unknown."""
 
     def here(self) -> str:
@@ -104,7 +104,7 @@ class Encoder:
         called: the function that the arguments are for, if it is not one of the most usual.
     """
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: ValueLookup) -> None:
         self._values = values
         self.called: Any = None
 
@@ -115,9 +115,9 @@ class Encoder:
         """Return whether the run has written to tensors that existed before it."""
         return self._values.writes_outside()
 
-    def made_as(self, tensor: Tensor) -> int | None:
-        """Return the op that made a tensor (see `Values.made_as`)."""
-        return self._values.made_as(tensor)
+    def producer_of(self, tensor: Tensor) -> int | None:
+        """Return the op that made a tensor (see `RunValues.producer_of`)."""
+        return self._values.producer_of(tensor)
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """Return arguments as recorded, and as the function has to receive them."""
@@ -204,16 +204,18 @@ class Encoder:
             )
         if isinstance(value, Tensor):
             if kind in _TENSORS and value.__dict__ and self._values.environment.find(value) is None:
-                return self._remembered(value, memo, lambda: self._tagged(value, what, memo))
+                return self._encode_once(
+                    value, memo, lambda: self._encode_attributes(value, what, memo)
+                )
             return self._values.ref(value)
         if (stands := self._values.tensor_of_array(value)) is not None:
             tensor = self._values.ref(stands)
-            return self._remembered(value, memo, lambda: Construction(array_of, tensor))
+            return self._encode_once(value, memo, lambda: Construction(array_of, tensor))
         if (part := self._values.environment.find(value)) is not None:
             return Existing(part)
-        return self._remembered(value, memo, lambda: self._new(value, kind, what, memo))
+        return self._encode_once(value, memo, lambda: self._new(value, kind, what, memo))
 
-    def _remembered(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
+    def _encode_once(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
         """Encode an object once, however often it occurs."""
         if id(value) in memo:
             known = memo[id(value)]
@@ -225,7 +227,7 @@ class Encoder:
         memo.setdefault(0, []).append(value)  # so that no other object gets its id
         return encoded
 
-    def _tagged(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Construction:
+    def _encode_attributes(self, tensor: Tensor, what: str, memo: dict[int, Any]) -> Construction:
         attributes = self.output(dict(tensor.__dict__), what, memo)
         return Construction(with_attributes, self._values.ref(tensor), attributes)
 
@@ -243,10 +245,10 @@ class Encoder:
                 f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
-        said = {name: getattr(function, name) for name in FUNCTION_METADATA}
-        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), said)
+        metadata = {name: getattr(function, name) for name in FUNCTION_METADATA}
+        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), metadata)
         return Construction(
-            make_function, function.__code__, Fixed(function.__globals__),
+            make_function, function.__code__, FixedObject(function.__globals__),
             *(self.output(part, what, memo) for part in parts),
         )  # fmt: skip
 
@@ -313,7 +315,7 @@ class Encoder:
         return any(
             self._values.holds_values(member, seen)
             for cls in kind.__mro__
-            if is_made_anew(cls)
+            if is_local_class(cls)
             for member in vars(cls).values()
         )
 
@@ -417,7 +419,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
         items = [without_traced(item, memo) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
             if isinstance(value, tuple) or not exchange_members(value, items):
-                memo[id(value)] = value = build(kind, items, attributes_of(value))
+                memo[id(value)] = value = build_instance(kind, items, attributes_of(value))
     elif isinstance(value, list):
         for position, item in enumerate(value):
             value[position] = without_traced(item, memo)
@@ -425,7 +427,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
         before = [part for pair in items_in(value) for part in pair]
         after = [without_traced(part, memo) for part in before]
         if any(new is not old for new, old in zip(after, before, strict=True)):
-            refill(value, dict(zip(after[::2], after[1::2], strict=True)))
+            refill_dict(value, dict(zip(after[::2], after[1::2], strict=True)))
     if can_build(kind):
         for name, item in attributes_of(value).items():
             new = without_traced(item, memo)
@@ -471,7 +473,7 @@ def with_items_of(container: Any, other: Any) -> Any:
         pairs = itertools.zip_longest(container[: len(other)], other)
         container[:] = [with_items_of(*pair) for pair in pairs]
     elif kind is dict:
-        refill(container, {k: with_items_of(container.get(k), v) for k, v in other.items()})
+        refill_dict(container, {k: with_items_of(container.get(k), v) for k, v in other.items()})
     else:
         return other
     return container
@@ -480,10 +482,10 @@ def with_items_of(container: Any, other: Any) -> Any:
 def make_keys_plain(container: dict[Any, Any]) -> None:
     """Replace the traced scalars among the keys of a dict, in place."""
     if any(without_traced(key) is not key for key in container):
-        refill(container, {without_traced(key): v for key, v in items_in(container)})
+        refill_dict(container, {without_traced(key): v for key, v in items_in(container)})
 
 
-def with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
+def index_with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
     """Return an index with the numbers that objects of Python stand for in its slices.
 
     Args:
@@ -492,7 +494,7 @@ def with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
     """
     kind = type(key)
     if kind is tuple:
-        parts = tuple(with_numbers(part, number_of) for part in key)
+        parts = tuple(index_with_numbers(part, number_of) for part in key)
         return parts if any(map(operator.is_not, parts, key)) else key
     if kind is not slice:
         return key
@@ -528,7 +530,7 @@ def _is_constant(value: Any) -> bool:
         owner = value.__self__
         return owner is None or isinstance(owner, (types.ModuleType, type))
     if isinstance(value, type):
-        return not is_made_anew(value)
+        return not is_local_class(value)
     if isinstance(value, (types.MethodDescriptorType, types.GenericAlias, types.UnionType)):
         return True
     if type(value).__module__ == "typing":  # in annotations
@@ -544,7 +546,7 @@ def _is_constant(value: Any) -> bool:
     return isinstance(value, OPERATORS)
 
 
-def is_made_anew(cls: type) -> bool:
+def is_local_class(cls: type) -> bool:
     """Return whether a class may be defined by a run: it is not found by its name."""
     found: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
@@ -582,6 +584,7 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
         scalar for scalar, count, known in zip(scalars, now, before, strict=False) if count > known
     ]
     plain = {id(scalar): scalar._value for scalar in left}
+    # The collector finds the lists of this function among the holders, too.
     own: list[Any] = [scalars, plain]
     while left:
         own.append(left)
@@ -591,18 +594,19 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
             if not any(holder is one for one in (own, *own))
         ]
         for holder in holders:
-            _exchange(holder, plain)
+            _exchange_numbers(holder, plain)
+        # What cannot be changed is made again, and exchanged in what holds it, in the next round.
         left = [holder for holder in holders if isinstance(holder, (tuple, frozenset))]
-        del holders
+        del holders  # which would be a holder of them
         for one in left:
             items = [plain.get(id(item), item) for item in one]
-            plain[id(one)] = build(type(one), items, attributes_of(one))
+            plain[id(one)] = build_instance(type(one), items, attributes_of(one))
 
 
-def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
+def _exchange_numbers(holder: Any, numbers: dict[int, Any]) -> None:
     if isinstance(holder, dict):
         for key, value in _numbers_of(holder.items(), numbers):
-            _put(holder, key, value)
+            _put_item(holder, key, value)
         if any(id(key) in numbers for key in holder):
             make_keys_plain(holder)
     elif isinstance(holder, (list, collections.deque)):
@@ -617,8 +621,8 @@ def _exchange(holder: Any, numbers: dict[int, Any]) -> None:
     elif not isinstance(holder, types.FrameType):
         own = getattr(holder, "__dict__", None)
         if type(own) is dict:
-            _exchange(own, numbers)
-        named = ((name, getattr(holder, name, None)) for name in slots_of(type(holder)))
+            _exchange_numbers(own, numbers)
+        named = ((name, getattr(holder, name, None)) for name in slot_names(type(holder)))
         for name, value in _numbers_of(named, numbers):
             object.__setattr__(holder, name, value)
 
@@ -627,7 +631,7 @@ def _numbers_of(pairs: Iterable[tuple[Any, Any]], numbers: dict[int, Any]) -> li
     return [(key, numbers[id(value)]) for key, value in pairs if id(value) in numbers]
 
 
-def _put(holder: dict[Any, Any], key: Any, value: Any) -> None:
+def _put_item(holder: dict[Any, Any], key: Any, value: Any) -> None:
     if "__module__" in holder:  # as the attributes of a class have it, which have caches
         for owner in gc.get_referrers(holder):
             if isinstance(owner, type) and vars(owner).get(key) is holder[key]:

@@ -21,10 +21,10 @@ from torch.nn.utils import parametrize
 
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
-from bendtrace.python.usage import compares_identity
+from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import Encoder
-from bendtrace.record.values import Values
-from bendtrace.record.writer import Known, Writer
+from bendtrace.record.values import RunValues
+from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import (
     any_autocast,
@@ -72,7 +72,7 @@ _inference = torch.is_inference_mode_enabled
 _anomaly = torch.is_anomaly_enabled
 
 
-class _Kind(Enum):
+class _FunctionKind(Enum):
     """The facts that the fast path needs about a function."""
 
     SIMPLE = "simple"  # works element by element, and writes to nothing
@@ -82,8 +82,8 @@ class _Kind(Enum):
 
 
 def fast_path_for(
-    values: Values,
-    writer: Writer,
+    values: RunValues,
+    writer: TapeWriter,
     encoder: Encoder,
     observer: Observer | None,
     show: Callable[[Op, Any, Any], None],
@@ -124,7 +124,7 @@ def fast_path_for(
         nonlocal is_behind
         kind = _kinds.get(func)
         if kind is None:
-            kind = _kind_of(func)
+            kind = _function_kind(func)
         if kind is _SPECIAL or "out" in kwargs:
             return NOT_TAKEN
         if is_behind:
@@ -133,6 +133,7 @@ def fast_path_for(
         if not unchanged() or any_autocast() or _inference():
             renew()
             return NOT_TAKEN
+        # Neither of them is noticed by the check above (seen in torch 2.13).
         if _anomaly() or parametrize._cache_enabled:
             return NOT_TAKEN
         if kind is _PURE and on_cpu:
@@ -150,6 +151,7 @@ def fast_path_for(
                 type_ = type(value)
                 if type_ is Tensor or type_ is _Parameter:
                     known: Any = known_at(id(value))
+                    # The id of a tensor that is gone may be another's by now.
                     if known is not None and known() is value:
                         ref = known.ref
                         if (
@@ -194,9 +196,10 @@ def fast_path_for(
             walked = walked.f_back
         place = sites.get(tuple(key))
         if place is None:
-            place = find(frame), compares_identity(users_code(frame))
+            place = find(frame), code_compares_identity(users_code(frame))
             sites[tuple(key)] = place
         # The record.
+        # Without `Op.__init__`, whose keywords would be passed for each op.
         op = _new(Op)
         op.index = index = len(ops)
         op.kind = _CALL
@@ -211,7 +214,7 @@ def fast_path_for(
         op.reads = NOTHING
         ops.append(op)
         if begun and writes.stale:
-            writes.read_by(op)
+            writes.note_reads(op)
             if observer is not None:
                 for ref, tensor in writes.stale:
                     observer.reads(index, ref.index, tensor)
@@ -229,7 +232,7 @@ def fast_path_for(
             if kind is _USUAL:
                 out = call_silently(func, args, kwargs)
                 if begun:
-                    writes.written_by(op)
+                    writes.note_writes(op)
                     facts.clear() if op.writes else None
             elif kwargs:
                 out = func(*args, **kwargs)
@@ -253,7 +256,7 @@ def fast_path_for(
                 except RuntimeError:  # of a nested one, or of inference mode
                     shape = None
                 if shape is not None:
-                    known_as[id(out)] = known = Known(out)
+                    known_as[id(out)] = known = KnownTensor(out)
                     known.ref = ref_to(index)
                     known.version = version
                     known.graphless = not grad and not out.requires_grad
@@ -280,8 +283,8 @@ def hooks_around() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def _kind_of(func: Any) -> _Kind:
-    # (Functions that may return None are guarded by `Values.bind`.)
+def _function_kind(func: Any) -> _FunctionKind:
+    # (Functions that may return None are guarded by `RunValues.bind`.)
     is_special = func in SPECIAL or func in OPTIONAL or may_vary(func)
     if is_special or may_be_patched(func) or tells_sizes_from_tuples(func):
         kind = _SPECIAL
@@ -293,8 +296,8 @@ def _kind_of(func: Any) -> _Kind:
     return kind
 
 
-_kinds: dict[Any, _Kind] = {}
-_SIMPLE, _PURE, _USUAL, _SPECIAL = _Kind
+_kinds: dict[Any, _FunctionKind] = {}
+_SIMPLE, _PURE, _USUAL, _SPECIAL = _FunctionKind
 _CALL = OpKind.CALL
 NOT_TAKEN: Any = object()
 _LATER = 1 << 60

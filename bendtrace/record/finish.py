@@ -19,8 +19,8 @@ from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.names import node_names
 from bendtrace.record.one_op import assigned_in
 from bendtrace.record.varying import Place
-from bendtrace.record.writer import Writer
-from bendtrace.tape.captured import Access, CaptureKind, Change
+from bendtrace.record.writer import TapeWriter
+from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
@@ -35,9 +35,14 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.watch.code_facts import codes_in, names_in
 from bendtrace.watch.collectives import JOINT
-from bendtrace.watch.draws import generator_name, global_generators, state_of, torchs_generators
+from bendtrace.watch.draws import (
+    generator_name,
+    generator_state,
+    global_generators,
+    torchs_generators,
+)
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.executed import OWN_NUMBER, Ran, forbidden_in, learn
+from bendtrace.watch.executed import OWN_NUMBER, CodeMonitor, forbidden_in, learn
 from bendtrace.watch.functions import (
     OpOverload,
     OpOverloadPacket,
@@ -104,7 +109,7 @@ class Recording:
         self.tape: Tape = tape
         self.environment: Environment = environment
         self.root: ModuleCall = root
-        self.changes: list[Change] = []
+        self.changes: list[EnvironmentChange] = []
         self.is_transient: bool = False
         self.draws = self.writes_outside = False
         self.output_reads: dict[int, int] = {}
@@ -130,7 +135,7 @@ class Recording:
     @property
     def names(self) -> list[str]:
         """The node name of each op."""
-        return self.view(_names)
+        return self.view(_names_of_nodes)
 
     @property
     def plain_ops(self) -> list[Op]:
@@ -153,7 +158,7 @@ def _plain_ops(recording: Recording) -> list[Op]:
     return ops
 
 
-def _names(recording: Recording) -> list[str]:
+def _names_of_nodes(recording: Recording) -> list[str]:
     return node_names(recording.tape)
 
 
@@ -170,7 +175,7 @@ class Finish:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: TapeWriter,
         environment: Environment,
         encoder: Encoder,
         start: str,
@@ -189,12 +194,14 @@ class Finish:
         if parametrize._cache_enabled:
             self.block("the values of parametrizations are cached around the call")
 
-    def recording(self, output: Any, ran: Ran | None = None) -> tuple[Recording, list[Change]]:
+    def recording(
+        self, output: Any, code_monitor: CodeMonitor | None = None
+    ) -> tuple[Recording, list[EnvironmentChange]]:
         """Record the result and the changes of the run; return the recording and the plain changes.
 
         Args:
             output: its output.
-            ran: the code that it reached.
+            code_monitor: the code that it reached.
         """
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:
@@ -211,23 +218,23 @@ class Finish:
         if self._modes() != self._entry:
             self.block("the run leaves grad mode, autocast or another setting of torch's changed")
         changes = list(self.environment.changes())
-        if ran is not None:
-            self.environment.look_at_containers(ran.codes)
+        if code_monitor is not None:
+            self.environment.look_at_containers(code_monitor.codes)
         for reason in self.environment.blockers:
             self.tape.block(reason)
         # It may have been created by its first use, and stay the same from then on.
         recording.is_transient = self.environment.leaves_watched_objects
-        if ran is not None:
-            self._look_at_growing(changes, ran)
+        if code_monitor is not None:
+            self._look_at_growing(changes, code_monitor)
             if not self.tape.blockers or recording.is_transient:  # else it is known to be live
-                for reason in forbidden_in(ran):
+                for reason in forbidden_in(code_monitor):
                     self.tape.block(reason)
-                asks = any("hash" in code.co_names for code in ran.codes)
-                if asks and self.environment.given_by_identity():
+                asks = any("hash" in code.co_names for code in code_monitor.codes)
+                if asks and self.environment.arguments_by_identity():
                     self.block(f"the model asks for a hash, {OWN_NUMBER}", "hash")
             if self.tape.blockers:
-                ran.codes.clear()  # such runs are live in any case
-            for code in learn(self._function, ran, self.environment.functions):
+                code_monitor.codes.clear()  # such runs are live in any case
+            for code in learn(self._function, code_monitor, self.environment.functions):
                 recording.is_transient = True
                 self.tape.block(
                     f"{code.co_qualname} at "
@@ -240,7 +247,9 @@ class Finish:
             encoded = self._encoder.output(
                 change.value, f"what is assigned to {change.label}", memo
             )
-            recording.changes.append(Change(change.part, change.key, encoded, change.deleted))
+            recording.changes.append(
+                EnvironmentChange(change.part, change.key, encoded, change.deleted)
+            )
         self._writer.writes.begin()
         root.output = self._encoder.output(output, "the output", memo)
         if any(id(given) in memo for given in self._writer.given):
@@ -256,13 +265,13 @@ class Finish:
         self._writer.require_end()
         return recording, changes
 
-    def _look_at_growing(self, changes: list[Change], ran: Ran) -> None:
+    def _look_at_growing(self, changes: list[EnvironmentChange], code_monitor: CodeMonitor) -> None:
         """Block if code has read what the run takes for something that it only adds to."""
         for part in self.environment.parts:
-            if part.kind is CaptureKind.GROWING and is_read(part, ran.codes):
+            if part.kind is CaptureKind.GROWING and is_read(part, code_monitor.codes):
                 self.block(f"the run adds to {part.label}, and reads it", access_name(part))
         lists = (one.part for one in changes if one.key is None)
-        added = {access_name(part) for part in lists if not is_read(part, ran.codes)}
+        added = {access_name(part) for part in lists if not is_read(part, code_monitor.codes)}
         note_added(self._function, added)
 
     def block(self, reason: str, *names: str) -> None:
@@ -271,7 +280,7 @@ class Finish:
         place = next(named, self._start)
         self.tape.block(f"{reason} (see {place})" if place else reason)
 
-    def clean(self, changes: list[Change], *own: Any) -> dict[int, Any]:
+    def clean(self, changes: list[EnvironmentChange], *own: Any) -> dict[int, Any]:
         """Make the run's remains in its environment plain; return the plain values."""
         self.environment.put_back()
         memo = self.environment.things()
@@ -288,7 +297,7 @@ class Finish:
     def _torchs_random_states(self) -> list[bytes]:
         """The states of the generators that a run can draw from, the default one first."""
         known = [part.value for part in self.environment.generators if part.value is not None]
-        return [*map(state_of, (*torchs_generators(), *known))]
+        return [*map(generator_state, (*torchs_generators(), *known))]
 
     @staticmethod
     def _modes() -> Any:
@@ -305,7 +314,7 @@ class Finish:
         """Record what the run put into each `functools.lru_cache`."""
         kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
         outlive = {ref.index for ref in refs_in(kept)}
-        for reason in self.environment.held_as_given():
+        for reason in self.environment.identity_lookups():
             self.block(reason)
         for reason, cache, was_empty in self.environment.misses():
             entries = entries_of(cache)
@@ -330,7 +339,7 @@ class Finish:
         """Return whether a key contains a tensor that the run has made, and does not leave."""
         if type(key) is not tuple:
             return False
-        found = (self._encoder.made_as(item) for item in key if type(item) is torch.Tensor)
+        found = (self._encoder.producer_of(item) for item in key if type(item) is torch.Tensor)
         return any(index is not None and index not in outlive for index in found)
 
     def _has_ops_of(self, function: Any) -> bool:
@@ -365,7 +374,7 @@ class Finish:
                     f"the run writes to a tensor in the memory of {array.label}", array.label
                 )
 
-    def _check_opaque_ops(self, changes: list[Change]) -> None:
+    def _check_opaque_ops(self, changes: list[EnvironmentChange]) -> None:
         """Block if code that is called as one op might read the run's changes.
 
         A replay changes objects only at its end. Other ops read no objects.
@@ -422,7 +431,7 @@ class Finish:
             if part.access is not Access.ROOT:
                 attributes[str(part.key)] = part.label
         for op in opaque.values():
-            names, mutates, read = self._stored_by(op)
+            names, mutates, read = self._stores_of(op)
             found = {attributes[name] for name in names & attributes.keys()}
             if mutates:
                 found |= {containers[name] for name in read & containers.keys()}
@@ -446,7 +455,7 @@ class Finish:
                         if isinstance(function, types.FunctionType):
                             yield from reachable_from(function).functions
 
-    def _stored_by(self, op: Op) -> tuple[set[str], bool, set[str]]:
+    def _stores_of(self, op: Op) -> tuple[set[str], bool, set[str]]:
         """The attributes and globals that an op assigns to, whether to items, and what it names."""
         stored: set[str] = set()
         read: set[str] = set()
@@ -604,18 +613,18 @@ class Draws:
         # The run may be the first to import numpy; what it has drawn before its first op is
         # unknown, as numpy's generator begins with a seed of the system's.
         self._generators = [*global_generators(), *held]
-        self._states = [*map(state_of, self._generators)]
+        self._states = [*map(generator_state, self._generators)]
         self._moved: set[int] = set()
 
     def begin(self) -> None:
         """Note which generators have moved since the last op."""
-        now = map(state_of, self._generators)
+        now = map(generator_state, self._generators)
         differ = map(operator.ne, now, self._states)
         self._moved.update(n for n, is_moved in enumerate(differ) if is_moved)
 
     def end(self) -> None:
         """Take the states that an op has left."""
-        self._states = [*map(state_of, self._generators)]
+        self._states = [*map(generator_state, self._generators)]
 
     def unseen(self) -> Iterator[Any]:
         """Yield the generators that something else has moved as well."""

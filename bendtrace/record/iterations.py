@@ -20,8 +20,8 @@ from types import CodeType
 from bendtrace.python.bytecode import has, single_steps
 from bendtrace.python.sites import PACKAGE, Place, Site, Span, first_offset
 from bendtrace.python.statements import (
-    Loop,
     Role,
+    SourceLoop,
     compares_containers,
     decides,
     generator_iterable,
@@ -39,7 +39,7 @@ _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Mark:
+class RecordMark:
     """A record of the tape, as seen from the user's code that led to it.
 
     Attributes:
@@ -183,7 +183,7 @@ def _find_asked(code: CodeType) -> Iterator[tuple[int, Span]]:
             source = step.positions  # None of the combined instructions
 
 
-def marks_of(tape: Tape) -> Iterator[Mark]:
+def marks_of(tape: Tape) -> Iterator[RecordMark]:
     """Yield a mark for each op and guard that has a place in the source, in order."""
     records: list[tuple[Order, Op | Guard]] = [((op.index, 0), op) for op in tape.ops]
     records += [((g.position - 1, 1 + number), g) for number, g in enumerate(tape.guards)]
@@ -197,7 +197,7 @@ def marks_of(tape: Tape) -> Iterator[Mark]:
                 outer = (id(owner), found.chain[level + 2 :])
             role = role_of(place)
             place = _once(place, record, tape, items)
-            yield Mark(
+            yield RecordMark(
                 order, record, place, role, activation, outer, scope,
                 _element_of(tape, record), _beside(tape, record),
             )  # fmt: skip
@@ -212,12 +212,12 @@ def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Plac
     assert record.site is not None
     found, level, _ = _user_site(record.scope, record.site)
     code, offset = found.chain[level]
-    asks = offset in asking_comparisons(code) and _asks(record, items)
+    asks = offset in asking_comparisons(code) and _record_asks(record, items)
     asks = asks and not is_inside_comparison(record, tape)
     return place._replace(offset=first_offset(code, offset) + asks)
 
 
-def _asks(record: Op | Guard, items: set[int]) -> bool:
+def _record_asks(record: Op | Guard, items: set[int]) -> bool:
     """Return whether a record asks for a truth, other than of an item of containers."""
     if isinstance(record, Guard):
         return isinstance(record, TruthGuard) and record.use not in _OF_RESULTS
@@ -229,25 +229,25 @@ def _beside(tape: Tape, record: Op | Guard) -> str:
     if isinstance(record, Guard):
         if isinstance(record, ContentGuard) and record.use not in _OF_RESULTS:
             return ""  # Python has asked for the value, wherever it is from
-        while op.kind is OpKind.SCALAR and _is_element(op):
+        while op.kind is OpKind.SCALAR and _takes_element(op):
             op = tape.ops[op.args[0].index]
     return (getattr(op.target, "role", "") or "after") if is_gate(op) else ""
 
 
 def _element_of(tape: Tape, record: Op | Guard) -> int | None:
     found: int | None = None
-    while isinstance(record, Op) and record.kind is OpKind.SCALAR and _is_element(record):
+    while isinstance(record, Op) and record.kind is OpKind.SCALAR and _takes_element(record):
         found = record.args[0].index
         record = tape.ops[record.args[0].index]
     return found
 
 
-def _is_element(op: Op) -> bool:
+def _takes_element(op: Op) -> bool:
     return getattr(op.target, "__name__", "") == "getitem" and type(op.args[0]) is Ref
 
 
 @dataclass
-class _Running:
+class _FunctionProgress:
     """The state of a running function while its marks are followed.
 
     Attributes:
@@ -260,12 +260,12 @@ class _Running:
         leaving: a loop that was left early, and its remaining code.
     """
 
-    at: dict[Loop, int] = field(default_factory=dict)
-    before: Mark | None = None
+    at: dict[SourceLoop, int] = field(default_factory=dict)
+    before: RecordMark | None = None
     around: tuple[int, ...] = ()
     comprehensions: set[object] = field(default_factory=set)
-    bodies: set[Loop] = field(default_factory=set)
-    leaving: tuple[Loop, tuple[Span, ...]] | None = None
+    bodies: set[SourceLoop] = field(default_factory=set)
+    leaving: tuple[SourceLoop, tuple[Span, ...]] | None = None
 
 
 class Iterations:
@@ -275,13 +275,13 @@ class Iterations:
         marks: all marks, in order.
     """
 
-    def __init__(self, marks: Sequence[Mark]) -> None:
+    def __init__(self, marks: Sequence[RecordMark]) -> None:
         self._at: dict[Order, tuple[int, ...]] = {}
         self._counts: dict[Order, int] = {}
         self._begun: set[Order] = set()
-        self._running: dict[object, _Running] = defaultdict(_Running)
-        self._heads: dict[tuple[object, Loop], Order] = {}
-        self._entered: set[tuple[object, Loop]] = set()
+        self._running: dict[object, _FunctionProgress] = defaultdict(_FunctionProgress)
+        self._heads: dict[tuple[object, SourceLoop], Order] = {}
+        self._entered: set[tuple[object, SourceLoop]] = set()
         waiting: dict[object, list[Order]] = defaultdict(list)
         for mark in marks:
             if mark.element_of is not None:
@@ -312,16 +312,16 @@ class Iterations:
         """
         return self._counts[order]
 
-    def _follow(self, mark: Mark) -> None:
+    def _follow(self, mark: RecordMark) -> None:
         state = self._running[mark.activation]
-        outer, own = _split(mark)
+        outer, own = _split_loops(mark)
         around: tuple[int, ...] = ()
         if mark.outer is not None:
             enclosing = self._running[mark.outer]
             enclosing.comprehensions.add(mark.activation)
             around = tuple(enclosing.at.get(loop, 0) for loop in outer)
         if around != state.around:  # the comprehension is evaluated once more
-            state = self._running[mark.activation] = _Running(around=around)
+            state = self._running[mark.activation] = _FunctionProgress(around=around)
         at = self._advance(state, mark, own)
         for loop in own:
             if loop not in at:
@@ -332,7 +332,9 @@ class Iterations:
         self._at[mark.order] = (*around, *state.at.values())
         self._count(state, mark)
 
-    def _advance(self, state: _Running, mark: Mark, own: tuple[Loop, ...]) -> dict[Loop, int]:
+    def _advance(
+        self, state: _FunctionProgress, mark: RecordMark, own: tuple[SourceLoop, ...]
+    ) -> dict[SourceLoop, int]:
         """Return the iterations of the loops still running, including the one of this mark."""
         at = dict(state.at)
         if state.leaving is not None:
@@ -359,7 +361,7 @@ class Iterations:
             del at[loop]  # it is over: an outer one continues
         return at
 
-    def _count(self, state: _Running, mark: Mark) -> None:
+    def _count(self, state: _FunctionProgress, mark: RecordMark) -> None:
         """Record headers of loops, tests of whiles, and the progress of each loop."""
         role, guard, activation = mark.role, mark.record, mark.activation
         for loop in state.at:
@@ -396,14 +398,14 @@ class Iterations:
         if rest and state.at:
             state.leaving = (list(state.at)[-1], rest)
 
-    def _begin_body(self, state: _Running, activation: object, loop: Loop) -> None:
+    def _begin_body(self, state: _FunctionProgress, activation: object, loop: SourceLoop) -> None:
         head = self._heads.get((activation, loop))
         if loop not in state.bodies and head is not None:
             state.bodies.add(loop)
             self._counts[head] += 1
 
 
-def _split(mark: Mark) -> tuple[tuple[Loop, ...], tuple[Loop, ...]]:
+def _split_loops(mark: RecordMark) -> tuple[tuple[SourceLoop, ...], tuple[SourceLoop, ...]]:
     """Return the loops around a mark that run in other code than its own, and its own."""
     loops = mark.role.loops
     if mark.outer is None:
@@ -412,11 +414,14 @@ def _split(mark: Mark) -> tuple[tuple[Loop, ...], tuple[Loop, ...]]:
     return loops[:inner], loops[inner:]
 
 
-def _is_back(before: Mark, mark: Mark) -> bool:
+def _is_back(before: RecordMark, mark: RecordMark) -> bool:
     """Return whether a mark can only follow the previous one in another iteration."""
     if mark.place.offset != before.place.offset:
         return mark.place.offset < before.place.offset
-    (call, inner), (call_before, inner_before) = _within(mark), _within(before)
+    (call, inner), (call_before, inner_before) = (
+        _module_or_torch_call(mark),
+        _module_or_torch_call(before),
+    )
     if call is not call_before:
         return True  # one module called twice
     if call is not None:
@@ -433,7 +438,9 @@ def _is_back(before: Mark, mark: Mark) -> bool:
     return not (isinstance(last, Guard) and record.kind is OpKind.SCALAR)
 
 
-def _within(mark: Mark) -> tuple[ModuleCall | None, tuple[tuple[CodeType, int], ...]]:
+def _module_or_torch_call(
+    mark: RecordMark,
+) -> tuple[ModuleCall | None, tuple[tuple[CodeType, int], ...]]:
     """Return the module call, or torch's code, that led from the user's code to a record."""
     site, scope = mark.record.site, mark.record.scope
     assert site is not None

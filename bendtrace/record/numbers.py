@@ -19,16 +19,16 @@ from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.texts import Texts, goes_to_screen
-from bendtrace.record.values import TRACED_AS, Values
+from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Varying
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, OpKind, Raised, Ref, Use, refs_in, use_by
 from bendtrace.tape.watchers import Inserter, current_watcher
 
 
-class Numbers:
+class NumberRecorder:
     """Records what is asked of the traced scalars of a run, and what is computed with them.
 
     Args:
@@ -49,8 +49,8 @@ class Numbers:
 
     def __init__(
         self,
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         encoder: Encoder,
         texts: Texts,
         inserter: Inserter | None,
@@ -63,7 +63,7 @@ class Numbers:
         self._inserter = inserter
         self.answers: Callable[[Guard, Any], Any] | None = None
         self._thread = get_ident()
-        places = stacks.layout()
+        places = stacks.frame_layout()
         self.varying: Varying | None = None
         self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()
@@ -79,7 +79,7 @@ class Numbers:
             self._writer.guard(TruthGuard, index, bool(value), use, outside_scalars())
         else:
             self._writer.guard(ValueGuard, index, value, use, outside_scalars())
-        return self.answered(value)
+        return self.answer(value)
 
     def _elsewhere(self, value: Any) -> Any:
         """Return the value that a thread other than the run's own asks for.
@@ -93,7 +93,7 @@ class Numbers:
             self._writer.tape.block("a thread of torch's has used a number of the run")
         return value
 
-    def answered(self, value: Any) -> Any:
+    def answer(self, value: Any) -> Any:
         """Return the answer to the latest question."""
         return value if self.answers is None else self.answers(self._writer.tape.guards[-1], value)
 
@@ -111,7 +111,7 @@ class Numbers:
         if is_seen and function not in HARMLESS:
             is_asked = self._ask_error(function, operands)
         try:
-            result = self._computed(function, operands, is_seen)
+            result = self._compute(function, operands, is_seen)
             if is_seen:
                 traced = TRACED_AS.get(type(result))
         finally:
@@ -132,13 +132,13 @@ class Numbers:
             self._inserter.scalar(function, frame)
         op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
         op.meta = result
-        return self._values.traced(traced, result, Ref(op.index), frame)
+        return self._values.trace_number(traced, result, Ref(op.index), frame)
 
     def _is_answered(self) -> bool:
         """Return whether a call computes with its numbers, whose result is traced already."""
         return self.varying is not None and is_awaited(outside_scalars())
 
-    def _computed(
+    def _compute(
         self, function: Callable[..., Any], operands: tuple[Any, ...], is_seen: bool
     ) -> Any:
         script = self._writer.script

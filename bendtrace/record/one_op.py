@@ -16,7 +16,7 @@ from torch import nn
 
 from bendtrace.python.bytecode import single_steps
 from bendtrace.python.sites import TORCH
-from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_of
+from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_name_of
 from bendtrace.tape.structure import can_build, referents
 from bendtrace.watch.code_facts import codes_in
 from bendtrace.watch.draws import is_host_generator
@@ -25,7 +25,7 @@ from bendtrace.watch.functions import is_torchs_function
 from bendtrace.watch.reachability import reachable_from
 
 
-class Given:
+class ReachableContainers:
     """The containers that a function can reach through its arguments and its closure.
 
     Args:
@@ -58,17 +58,19 @@ class Given:
                 continue
             if is_host_generator(thing):
                 continue
-            if module_of(kind).startswith("bendtrace."):  # a traced number leads to the recorder
+            if module_name_of(kind).startswith(
+                "bendtrace."
+            ):  # a traced number leads to the recorder
                 continue
             found[id(thing)] = thing
             if isinstance(thing, (types.FunctionType, types.MethodType, partial, type)):
                 self._functions.append(thing)
-                waiting += _objects_held(thing, environment)
+                waiting += _objects_in_code(thing, environment)
             else:
-                waiting += _content(thing)
+                waiting += _items_within(thing)
         self._is_complete = not waiting
         self._before = [
-            (thing, [*_content(thing)]) for thing in found.values() if _is_mutable(thing)
+            (thing, [*_items_within(thing)]) for thing in found.values() if _is_mutable(thing)
         ]
 
     @property
@@ -82,12 +84,12 @@ class Given:
             return True  # more than is looked through
         if not self._before:
             return False
-        if any(_differ(before, [*_content(thing)]) for thing, before in self._before):
+        if any(_items_differ(before, [*_items_within(thing)]) for thing, before in self._before):
             return True
         return any(map(_mutates, self._functions))
 
 
-def _objects_held(thing: Any, environment: Environment) -> Iterator[Any]:
+def _objects_in_code(thing: Any, environment: Environment) -> Iterator[Any]:
     """Yield what code holds, but for what a function from before the run keeps to itself."""
     is_older = (
         isinstance(thing, types.FunctionType) and thing.__code__ not in environment.nested_codes
@@ -103,7 +105,7 @@ def _is_mutable(thing: Any) -> bool:
     ) and (isinstance(thing, _MUTABLE) or is_array(thing) or can_build(type(thing)))
 
 
-def _content(thing: Any) -> Iterator[Any]:
+def _items_within(thing: Any) -> Iterator[Any]:
     if is_array(thing):
         yield thing.tobytes()
     elif isinstance(thing, dict):
@@ -118,7 +120,7 @@ def _content(thing: Any) -> Iterator[Any]:
             yield from (str(name), value)
 
 
-def _differ(before: list[Any], now: list[Any]) -> bool:
+def _items_differ(before: list[Any], now: list[Any]) -> bool:
     if len(before) != len(now):
         return True
     return any(

@@ -28,7 +28,7 @@ from bendtrace.errors import IncompatibleVersionWarning
 from bendtrace.python import features
 from bendtrace.python.bytecode import global_uses
 from bendtrace.python.sites import is_covered, users_level
-from bendtrace.python.usage import compares_identity, only_tests, stores_outside
+from bendtrace.python.usage import code_compares_identity, only_tests, stores_outside
 from bendtrace.record.iterations import Iterations, marks_of
 from bendtrace.record.recorder import Recorder
 from bendtrace.tape.contexts import dispatch_modes, function_modes
@@ -48,17 +48,17 @@ def look_once() -> None:
     # A mode entered by the user would see the tiny models.
     if "torch" not in _looked and not _is_inside_a_mode():
         _looked.add("torch")
-        warn_of(_apart(probe_torch))
+        warn_of(_run_in_thread(probe_torch))
 
 
 def look_at_flow_once() -> None:
     """Run the probe that flow steps need, once."""
     if "flow" not in _looked and not _is_inside_a_mode():
         _looked.add("flow")
-        warn_of(_apart(probe_flow))
+        warn_of(_run_in_thread(probe_flow))
 
 
-def _apart(probe: Callable[[], list[str]]) -> list[str]:
+def _run_in_thread(probe: Callable[[], list[str]]) -> list[str]:
     """Run a probe in its own thread, where no mode of the user's is active."""
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.extend(probe()))
@@ -115,7 +115,7 @@ def _probe_python(*probes: _PythonProbe) -> list[str]:
     return failed
 
 
-def _function(source: str) -> FunctionType:
+def _compiled_function(source: str) -> FunctionType:
     """Compile the body of a function of `x`, `y` and `z`."""
     body = "\n".join(f"  {line}" for line in source.splitlines())
     scope: dict[str, Any] = {}
@@ -124,11 +124,11 @@ def _function(source: str) -> FunctionType:
 
 
 def _code(source: str) -> CodeType:
-    return _function(source).__code__
+    return _compiled_function(source).__code__
 
 
 def _reads_identity() -> bool:
-    told = {
+    expected = {
         "return x is y": (True, False),
         "return x is not y": (True, False),
         "return [i is y for i in x]": (True, False),
@@ -142,9 +142,9 @@ def _reads_identity() -> bool:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
-        codes = {source: _code(source) for source in told}
+        codes = {source: _code(source) for source in expected}
     return all(
-        (compares_identity(code), needs_plain_numbers(code)) == told[source]
+        (code_compares_identity(code), needs_plain_numbers(code)) == expected[source]
         for source, code in codes.items()
     )
 
@@ -152,13 +152,15 @@ def _reads_identity() -> bool:
 def _reads_names() -> bool:
     code = _code("import os.path\nglobal g\ng = h\nx.attribute = y\nreturn g")
     stores = _code("def inner():\n  nonlocal x\n  x = y\nreturn inner")
-    told = [("IMPORT_NAME", "os.path"), ("LOAD_GLOBAL", "h"), ("STORE_GLOBAL", "g")]
-    told += [("STORE_ATTR", "attribute"), ("LOAD_GLOBAL", "g")]
-    return list(global_uses(code)) == told and stores_outside(stores) and not stores_outside(code)
+    expected = [("IMPORT_NAME", "os.path"), ("LOAD_GLOBAL", "h"), ("STORE_GLOBAL", "g")]
+    expected += [("STORE_ATTR", "attribute"), ("LOAD_GLOBAL", "g")]
+    return (
+        list(global_uses(code)) == expected and stores_outside(stores) and not stores_outside(code)
+    )
 
 
 def _reads_truth_tests() -> bool:
-    told = {
+    expected = {
         "if x():\n  return 1": True,
         "while not x():\n  break": True,
         "return 1 if x() else 2": True,
@@ -184,11 +186,11 @@ def _reads_truth_tests() -> bool:
         answers.append(only_tests(sys._getframe(1), 1))
         return [False, False]
 
-    for source in told:
-        _function(source)(truth, lambda _: None, None)
+    for source in expected:
+        _compiled_function(source)(truth, lambda _: None, None)
     for source in lists:
-        _function(source)(truths, lambda _: None, None)
-    return answers == [*told.values(), *lists.values()]
+        _compiled_function(source)(truths, lambda _: None, None)
+    return answers == [*expected.values(), *lists.values()]
 
 
 def _reads_handlers() -> bool:
@@ -198,7 +200,7 @@ def _reads_handlers() -> bool:
         frame = sys._getframe(1)
         answers.append(is_covered(frame.f_code, frame.f_lasti))
 
-    _function("x()\ntry:\n  x()\nexcept ValueError:\n  y()\nx()")(asks, None, None)
+    _compiled_function("x()\ntry:\n  x()\nexcept ValueError:\n  y()\nx()")(asks, None, None)
     return answers == [False, True, False]
 
 

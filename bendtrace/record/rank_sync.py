@@ -33,7 +33,7 @@ from bendtrace.tape.tape import Op, Tape, Use
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.collectives import (
     Collective,
-    Group,
+    RankGroup,
     Ranks,
     collective_of,
     groups_of,
@@ -48,24 +48,24 @@ _distributed = torch.distributed.is_available()
 
 
 @dataclass
-class Settings:
+class RankSyncSettings:
     """The settings that say whether ranks agree, and how many seconds they wait."""
 
     enabled: bool = True
     timeout: float = 1800.0
 
 
-_settings = Settings()
+_settings = RankSyncSettings()
 
 
-def settings() -> Settings:
+def settings() -> RankSyncSettings:
     """Return the settings of the process."""
     return _settings
 
 
 # Known groups in which models communicate, however a call is served.
-_groups: MutableMapping[Any, tuple[Group, ...]] = WeakIdKeyDictionary()
-_asked: MutableMapping[Any, list[Group]] = WeakIdKeyDictionary()
+_groups: MutableMapping[Any, tuple[RankGroup, ...]] = WeakIdKeyDictionary()
+_asked: MutableMapping[Any, list[RankGroup]] = WeakIdKeyDictionary()
 _is_any_known = False  # whether these ever had an entry
 _calls: MutableMapping[Any, tuple[str, int]] = WeakIdKeyDictionary()
 _named: Counter[str] = Counter()
@@ -82,7 +82,7 @@ def _next_call(model: Any) -> tuple[str, int]:
     return found
 
 
-def ask(model: Any, group: Group) -> Callable[[], None]:
+def ask(model: Any, group: RankGroup) -> Callable[[], None]:
     """Make the ranks of a group agree at the end of each call of a model.
 
     Returns:
@@ -102,7 +102,7 @@ def ask(model: Any, group: Group) -> Callable[[], None]:
     return undo
 
 
-def is_one_of_several() -> bool:
+def has_other_ranks() -> bool:
     """Return whether other processes take part, which repeated work here may leave waiting."""
     return _is_running() and torch.distributed.get_world_size() > 1
 
@@ -121,10 +121,10 @@ def _look_at(model: Any, names: frozenset[str]) -> None:
     if communicates and len(torch.distributed.distributed_c10d._world.pg_map) == 1:
         found.append(world())
     if found or communicates:
-        _note(model, found)
+        _note_groups(model, found)
 
 
-def _note(model: Any, groups: Iterable[Group]) -> None:
+def _note_groups(model: Any, groups: Iterable[RankGroup]) -> None:
     """Record that a model communicates, and in which groups."""
     global _is_any_known
     if can_be_known(model):
@@ -156,7 +156,7 @@ def needs_agreement(model: Any, tape: Tape) -> bool:
     return _settings.enabled and _is_running()
 
 
-def _groups_of(model: Any) -> tuple[Group, ...]:
+def _groups_of_model(model: Any) -> tuple[RankGroup, ...]:
     if not can_be_known(model):
         return ()
     size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
@@ -167,12 +167,12 @@ def _groups_of(model: Any) -> tuple[Group, ...]:
 # Calls
 
 
-class _Local(threading.local):
+class _CurrentJointCall(threading.local):
     call: JointCall | None = None
     forbidden: str = ""
 
 
-_local = _Local()
+_local = _CurrentJointCall()
 
 
 class JointCall:
@@ -187,10 +187,10 @@ class JointCall:
         is_left: whether the call is suspended, to be continued by another run.
     """
 
-    def __init__(self, model: Any, groups: Iterable[Group]) -> None:
+    def __init__(self, model: Any, groups: Iterable[RankGroup]) -> None:
         self.model = model
-        self.groups: list[Group] = list(dict.fromkeys(groups))
-        self.counts: dict[Group, int] = {}
+        self.groups: list[RankGroup] = list(dict.fromkeys(groups))
+        self.counts: dict[RankGroup, int] = {}
         self.tape: Tape | None = None
         self.replays: bool = False
         self.error: RankDivergenceError | None = None
@@ -200,7 +200,7 @@ class JointCall:
         """Record the tape that is replayed from now on."""
         self.tape, self.replays = tape, True
 
-    def comes_to(self, collective: Collective, frame: FrameType) -> None:
+    def agree_on(self, collective: Collective, frame: FrameType) -> None:
         """Agree on a collective that is about to begin.
 
         Raises:
@@ -234,7 +234,7 @@ class JointCall:
         if not self.groups:  # others may wait for this rank, which will not come
             if not is_joint(self.model):
                 return
-            ranks_of_process().go("ended its call without a collective" + self._guards(None))
+            ranks_of_process().withdraw("ended its call without a collective" + self._guards(None))
             return
         reached = parameters_reached(self.model, output)
         for group in sorted(self.groups, key=lambda group: group.name):
@@ -257,7 +257,7 @@ class JointCall:
         except RuntimeError:  # the store is gone: so are the others
             pass
 
-    def _meet(self, group: Group, what: str, op: Op | None) -> None:
+    def _meet(self, group: RankGroup, what: str, op: Op | None) -> None:
         try:
             ranks_of_process().meet(group, what, what + self._guards(op))
         except RankDivergenceError as error:
@@ -278,7 +278,7 @@ class JointCall:
                     tape = frame.f_globals.get("__tape__")
                 if tape is not None:
                     op = tape.ops[frame.f_globals["__op_of_line__"][frame.f_lineno]]
-                    found = _place_of(op, tape)
+                    found = _op_place_text(op, tape)
                 elif code in BEHIND or code in ENDS:
                     found = ""
                 elif is_users_file(code.co_filename):
@@ -314,7 +314,7 @@ _OF_DDP = frozenset(
 )
 
 
-def _place_of(op: Op, tape: Tape) -> str:
+def _op_place_text(op: Op, tape: Tape) -> str:
     """Return the place of an op in a replay, as recorded."""
     known = tape.joint.get(op.index)
     if known is not None:
@@ -330,7 +330,7 @@ def ranks_of_process() -> Ranks:
     return ranks(_settings.timeout)
 
 
-class _Overhearing(TorchDispatchMode):
+class _CollectiveListener(TorchDispatchMode):
     """Sees collectives before they begin, and nothing else."""
 
     def __torch_dispatch__(
@@ -341,7 +341,7 @@ class _Overhearing(TorchDispatchMode):
         if func.namespace in _NAMESPACES:
             collective = collective_of(func, args)
             if collective is not None:
-                _heard(collective, sys._getframe(1))
+                _handle_collective(collective, sys._getframe(1))
         return func(*args, **(kwargs or {}))
 
 
@@ -356,7 +356,7 @@ def _is_dtensor(kind: type) -> bool:
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor", "c10d_functional"})
 
 
-def _heard(collective: Collective, frame: FrameType) -> None:
+def _handle_collective(collective: Collective, frame: FrameType) -> None:
     if _local.forbidden:
         raise InputError(
             f"{_local.forbidden} reached {collective}, which all ranks have to take part in: "
@@ -367,7 +367,7 @@ def _heard(collective: Collective, frame: FrameType) -> None:
     if watcher is not None:  # outside of all ops
         watcher.unseen(f"{collective}, called without the tracer,")
     if _local.call is not None:
-        _local.call.comes_to(collective, frame)
+        _local.call.agree_on(collective, frame)
 
 
 @contextmanager
@@ -416,13 +416,13 @@ def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
             call.tape, call.replays = before
         return
     if call is None:
-        call = JointCall(model, _groups_of(model))
+        call = JointCall(model, _groups_of_model(model))
         if is_joint(model):
             ranks_of_process().call = _next_call(model)
     call.is_left, call.tape, call.replays = False, None, False
     _local.call = call
     try:
-        with _Overhearing():
+        with _CollectiveListener():
             yield call
     except BaseException as error:
         call.fails(error)
@@ -461,7 +461,7 @@ def joint_recording(
         yield call
         # Insertions may communicate in one run, and not in another.
         if call is not None and (call.counts or any(map(is_gate, tape.ops))):
-            _note(model, call.counts)
+            _note_groups(model, call.counts)
         if call is not None and can_be_known(model) and model in _groups:
             tape.is_joint = True
 

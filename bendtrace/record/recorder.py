@@ -32,23 +32,23 @@ from bendtrace.record.checkpoints import Checkpoints
 from bendtrace.record.encoding import (
     Encoder,
     holds,
+    index_with_numbers,
     make_plain,
     scalars_in,
     with_items_of,
-    with_numbers,
     without_traced,
 )
 from bendtrace.record.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.record.finish import Finish, Recording, failing_op
-from bendtrace.record.numbers import Numbers, plain_in
-from bendtrace.record.one_op import Given
-from bendtrace.record.rank_sync import is_one_of_several
+from bendtrace.record.numbers import NumberRecorder, plain_in
+from bendtrace.record.one_op import ReachableContainers
+from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.scopes import Scopes
-from bendtrace.record.states import States
+from bendtrace.record.states import StateReader
 from bendtrace.record.texts import Texts, goes_to_screen
-from bendtrace.record.values import TRACED_AS, Values
+from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Lifting, Varying
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
@@ -58,7 +58,7 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
-    State,
+    RunState,
     Tape,
     Use,
     describe_raised,
@@ -66,7 +66,7 @@ from bendtrace.tape.tape import (
 )
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, call_silently, set_around
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.executed import Ran, ran
+from bendtrace.watch.executed import CodeMonitor, new_code_monitor
 from bendtrace.watch.functions import (
     CALLS_PYTHON,
     CONTEXT,
@@ -85,7 +85,7 @@ from bendtrace.watch.functions import (
     is_gate,
     name_of,
 )
-from bendtrace.watch.intercepts import INTERCEPT_CODES, watching
+from bendtrace.watch.intercepts import INTERCEPT_CODES, reporting_to
 from bendtrace.watch.mode_queries import RecordingMode, is_active, run_under_modes
 from bendtrace.watch.monkeypatches import may_be_patched, original_of
 from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
@@ -127,7 +127,7 @@ class Recorder(RecordingMode):
         lifting: Lifting | None = None,
     ) -> None:
         super().__init__()
-        self._keeps_errors = keeps_errors and not is_one_of_several()
+        self._keeps_errors = keeps_errors and not has_other_ranks()
         self._error: Exception | None = None
         self._observer = observer
         self._inserter = inserter
@@ -136,34 +136,44 @@ class Recorder(RecordingMode):
         self.environment = environment
         self._function = function
         self._start = definition(function)
-        self._writer = Writer(environment, script, INTERCEPT_CODES | {Recorder._outcome.__code__})
+        self._writer = TapeWriter(
+            environment, script, INTERCEPT_CODES | {Recorder._outcome.__code__}
+        )
         self.tape: Tape = self._writer.tape
-        self._values = Values(self._writer, environment, self, self._start, observer)
+        self._values = RunValues(self._writer, environment, self, self._start, observer)
         self._encoder = Encoder(self._values)
-        self._ran = ran(self._wants_inside)
+        self._code_monitor = new_code_monitor(self._wants_inside)
         self._within = False  # in one op, during which the mode stays switched on
         self._texts = Texts(self._writer, self._as_one)
         outermost = Recorder._outcome.__code__
-        reads_states = reads_states or is_one_of_several()  # which cannot begin again by itself
-        self._states = States(
+        reads_states = reads_states or has_other_ranks()  # which cannot begin again by itself
+        self._states = StateReader(
             self._writer, self._values, environment, outermost, reads_states, inserter, self._texts
         )
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
-        self._numbers = Numbers(self._writer, self._values, self._encoder, self._texts, inserter)
+        self._numbers = NumberRecorder(
+            self._writer, self._values, self._encoder, self._texts, inserter
+        )
         self._varying = Varying(
             frozenset() if lifting is None else lifting.places,
             self._writer, self._values, self._numbers.arithmetic,
         )  # fmt: skip
         self._numbers.varying = self._varying
         if lifting is not None:
-            lifting.begin(self._writer, self._values, self._lifted, outermost)
+            lifting.begin(self._writer, self._values, self._call_paused, outermost)
         self._lifting = lifting
         own = (self, self._values, self._values.scalars, self.tape, environment)
-        self._entered = Entered(self._ran, self._values, own, outermost)
+        self._number_converter = NumberConverter(self._code_monitor, self._values, own, outermost)
         self._compares = self._numbers.compares
         scopes = Scopes(
-            self._writer, self._values, self._encoder, environment, self._ran, observer, inserter
+            self._writer,
+            self._values,
+            self._encoder,
+            environment,
+            self._code_monitor,
+            observer,
+            inserter,
         )
         # These parts of `Origin` and `Watcher` are called directly, without a call in between.
         self.consume: Callable[..., Any] = self._numbers.consume
@@ -179,7 +189,7 @@ class Recorder(RecordingMode):
             lambda: inserter is not None and inserter.exchanges_state,
         )
         self.checkpointed: Callable[..., Any] = self._checkpoints.block
-        self.passed: Callable[..., None] = self._checkpoints.passed
+        self.passed: Callable[..., None] = self._checkpoints.note_replacement
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
@@ -213,22 +223,22 @@ class Recorder(RecordingMode):
             if self._lifting is not None:
                 self._lifting.place()
             self.environment.place_watched()
-            with watching(self), self:
-                self._ran.begin()
+            with reporting_to(self), self:
+                self._code_monitor.begin()
                 if any(type(part.value) is LEGACY for part in self.environment.parts):
                     self.contents.follow_classes(None)
                 try:
                     output = self._outcome(args, kwargs)
                 finally:
-                    self._ran.end()
+                    self._code_monitor.end()
             self.contents.end()
             self._arrays.finish()
-            recording, changes = finish.recording(output, self._ran)
+            recording, changes = finish.recording(output, self._code_monitor)
             recording.error, self._error = self._error, None
             self._varying.finish()
             recording.places = self._varying.places
             recording.useless = frozenset(self._varying.useless())
-            recording.guarded = frozenset(self._varying.guarded())
+            recording.guarded = frozenset(self._varying.guarded_places())
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)
@@ -254,11 +264,11 @@ class Recorder(RecordingMode):
         output = None
         try:
             if self._inserter is not None:
-                with self._ran.left():
+                with self._code_monitor.pause():
                     args, kwargs = self._inserter.starts(args, kwargs, sys._getframe())
             output = self._function(*args, **kwargs)
             if self._inserter is not None:
-                with self._ran.left():
+                with self._code_monitor.pause():
                     output = self._inserter.ends(output, sys._getframe())
         except StopRun:
             pass
@@ -288,24 +298,24 @@ class Recorder(RecordingMode):
             op.meta = value
             return self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
         self._values.bind_tensor(value, op)
-        self._writer.writes.there(value)
+        self._writer.writes.note_existing(value)
         if self._observer is not None:
             self._observer.argument(op, value)
         return value
 
-    def _read_state(self, guard: Guard) -> State | None:
+    def _read_state(self, guard: Guard) -> RunState | None:
         self.active = False  # what is read here is not the model's reading
         try:
-            with self._ran.left():
+            with self._code_monitor.pause():
                 return self._states.read(guard, self.turns, self._numbers.compared)
         finally:
             self.active = True
 
-    def _goes_on_from(self, state: State, answer: Any) -> None:
+    def _goes_on_from(self, state: RunState, answer: Any) -> None:
         self._states.go_on_from(state, answer, self.turns)
 
-    def _lifted(self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType) -> Any:
-        with self._ran.left(), torch._C.DisableTorchFunction():
+    def _call_paused(self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType) -> Any:
+        with self._code_monitor.pause(), torch._C.DisableTorchFunction():
             return self._call(func, args, kwargs, frame)
 
     # Calls that torch reports
@@ -313,15 +323,15 @@ class Recorder(RecordingMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self._ran.leave()
+        self._code_monitor.leave()
         if not self._within:
             self.turns += 1
         try:
-            return self._asked(func, types, args, kwargs or {}, sys._getframe(1))
+            return self._handle(func, types, args, kwargs or {}, sys._getframe(1))
         finally:
-            self._ran.enter()
+            self._code_monitor.enter()
 
-    def _asked(
+    def _handle(
         self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType
     ) -> Any:
         if self._within:
@@ -331,9 +341,10 @@ class Recorder(RecordingMode):
         if self._compares and len(args) == 2:
             self._numbers.compared = frozenset(map(id, args))
         if func in _ITEMS and type(args[1]) in (slice, tuple):
-            args = (args[0], with_numbers(args[1], self._number_of), *args[2:])
+            args = (args[0], index_with_numbers(args[1], self._number_of), *args[2:])
         if func is Tensor.__deepcopy__:
             args = args[0], self._encoder.memo(*args)
+        # It takes no function that may be somebody's replacement; those are resolved below.
         if self._fast_path is not None and (not types or _PLAIN_CLASSES.issuperset(types)):
             out = self._fast_path(func, args, kwargs, frame)
             if out is not NOT_TAKEN:
@@ -341,22 +352,22 @@ class Recorder(RecordingMode):
         if may_be_patched(func):
             func = original_of(func, frame)
         if self._inserter is not None and func not in DESCEND:
-            return self._inserter.op(func, args, kwargs, frame, self._reported)
-        return self._reported(func, args, kwargs, frame)
+            return self._inserter.op(func, args, kwargs, frame, self._handle_report)
+        return self._handle_report(func, args, kwargs, frame)
 
     def _number_of(self, thing: Any) -> Any:
         """Return the number that an object of Python stands for, whose code is the model's."""
-        with self, self._ran.entered():
+        with self, self._code_monitor.resume():
             return type(thing).__index__(thing)
 
-    def _reported(
+    def _handle_report(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         if func in SPECIAL:
-            return self._special(func, args, kwargs, frame)
+            return self._call_special(func, args, kwargs, frame)
         return self._call(func, args, kwargs, frame)
 
-    def _special(
+    def _call_special(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         if func in CONTEXT:
@@ -374,9 +385,9 @@ class Recorder(RecordingMode):
             self._writer.guard(
                 TruthGuard if use is Use.BOOL else ValueGuard, op.index, value, use, frame
             )
-            return self._numbers.answered(value)
+            return self._numbers.answer(value)
         if func in DESCEND:
-            with self, self._ran.entered():
+            with self, self._code_monitor.resume():
                 return inner_twin(func)(*args, **kwargs)
         if func in SHARING:
             return self._call(func, args, kwargs, frame)
@@ -409,20 +420,20 @@ class Recorder(RecordingMode):
     ) -> Any:
         op, out = self._record(func, args, kwargs, frame)
         if func in SHARING:
-            self._shares(op, func, args, kwargs, out, frame)
+            self._watch_shared_arrays(op, func, args, kwargs, out, frame)
         bound = self._values.bind(out, op, frame)
         if self._observer is not None:
             self._show(op, args, out)
         return bound
 
-    def _shares(
+    def _watch_shared_arrays(
         self, op: Op, func: Any, args: Any, kwargs: dict[str, Any], out: Any, frame: FrameType
     ) -> None:
         """Watch the arrays in the arguments of an op, if its result shares their memory."""
         again = None
         if op.index in self._writer.handed:
             again = functools.partial(call_silently, func, args, kwargs)
-        self._arrays.gave(op, (*args, *kwargs.values()), out, again, frame)
+        self._arrays.note_result(op, (*args, *kwargs.values()), out, again, frame)
         if self._arrays and self._fast_path is not None:
             self._fast_path, self._aside = None, self._fast_path
 
@@ -454,11 +465,11 @@ class Recorder(RecordingMode):
             kwargs = dict(zip(kwargs, usable, strict=True))
         self._encoder.called = None
         if self._arrays:
-            self._arrays.begins(self._writer.writes.tensors())
+            self._arrays.check_arguments(self._writer.writes.tensors())
             if not self._arrays:
                 self._fast_path, self._aside = self._aside, None
         op = self._writer.emit(OpKind.CALL, func, encoded, named, frame)
-        self._writer.writes.read_by(op)
+        self._writer.writes.note_reads(op)
         if op.reads and self._observer is not None:
             for ref, tensor in self._writer.writes.stale:
                 self._observer.reads(op.index, ref.index, tensor)
@@ -472,9 +483,9 @@ class Recorder(RecordingMode):
                 self._values.facts.clear()
             out = handed[op.index]
             handed.pop(op.index, None)  # the run alone holds it from here on
-            self._writer.ask_unasked(inside=True)
+            self._writer.ask_implied(inside=True)
         else:
-            out, error = self._tried(op, func, args, kwargs)
+            out, error = self._try_op(op, func, args, kwargs)
         if not is_gate(op) or calls_node(op):  # the error of another gate is the call's
             self._writer.ask_error(op)
         if error is not None:
@@ -484,44 +495,44 @@ class Recorder(RecordingMode):
                 del error  # whose traceback has this frame
         return out
 
-    def _tried(
+    def _try_op(
         self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, Exception | None]:
         """Run an op; return its result, and what it raised."""
         errors = self._writer.errors
-        self._ran.leave(self._within)  # code inside one op is not the run's own
+        self._code_monitor.leave(self._within)  # code inside one op is not the run's own
         outer, self._writer.is_inside = self._writer.is_inside, True
         try:
             if op.index in errors:
                 raise errors[op.index]
             if self._observer is None:
-                out = self._seen(func, args, kwargs)
+                out = self._call_under_modes(func, args, kwargs)
             else:
-                out = self._observed(op, func, args, kwargs)
-            self._writer.writes.written_by(op)
+                out = self._call_observed(op, func, args, kwargs)
+            self._writer.writes.note_writes(op)  # sets `op.writes`, which is asked below
             if op.writes:
                 self._values.facts.clear()
             if self._arrays:
-                self._arrays.ended(op, self._writer.writes.tensors())
+                self._arrays.check_writes(op, self._writer.writes.tensors())
             return out, None
         except Exception as error:
             op.raised = describe_raised(op, error)
             return None, error
         finally:
             self._writer.is_inside = outer
-            self._ran.enter()
+            self._code_monitor.enter()
 
-    def _seen(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call_under_modes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call the function of an op, which the modes around the run see."""
         if not self.around:
             return call_silently(func, args, kwargs)
         return run_under_modes(self.around, call_silently, (func, args, kwargs), {})
 
-    def _observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call_observed(self, op: Op, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         assert self._observer is not None
         self._observer.begins(op, args, kwargs)
         started = perf_counter_ns()
-        out = self._seen(func, args, kwargs)
+        out = self._call_under_modes(func, args, kwargs)
         self._observer.times[op.index] = perf_counter_ns() - started
         return out
 
@@ -551,7 +562,7 @@ class Recorder(RecordingMode):
             op.meta = copy.deepcopy(out)
             self._writer.guard(ValueGuard, op.index, op.meta, Use.LIST, frame)
             return out
-        return self._values.traced_list(out, Ref(op.index), frame)
+        return self._values.trace_list(out, Ref(op.index), frame)
 
     # Calls that intercepts report
 
@@ -565,7 +576,7 @@ class Recorder(RecordingMode):
         """Run a function as one op (see `watchers.Watcher`)."""
         frame = frame or sys._getframe(2)
         if self._inserter is not None:
-            with self._ran.left():
+            with self._code_monitor.pause():
                 return self._inserter.op(function, args, kwargs, frame, self._opaque)
         return self._opaque(function, args, kwargs, frame)
 
@@ -600,7 +611,7 @@ class Recorder(RecordingMode):
             if self._observer is not None:
                 self._observer.escaped((args, kwargs))
         outer = set_around(self)
-        given = Given(function, args, kwargs, self.environment)
+        given = ReachableContainers(function, args, kwargs, self.environment)
         self._writer.given += given.containers
         try:
             return self._as_one(op, function, args, kwargs, frame)
@@ -631,7 +642,7 @@ class Recorder(RecordingMode):
             self._draws.end()
         with torch._C.DisableTorchFunction():
             if may_share(function):
-                self._shares(op, function, args, kwargs, out, frame)
+                self._watch_shared_arrays(op, function, args, kwargs, out, frame)
             bound = self._values.bind(out, op, frame)
             if self._observer is not None:
                 self._observer.escaped(out)
@@ -669,15 +680,15 @@ class Recorder(RecordingMode):
     def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
         """Call a function of torch on a tensor as the code of a frame would."""
         self.turns += 1
-        return self._asked(function, (), (tensor,), {}, frame)
+        return self._handle(function, (), (tensor,), {}, frame)
 
     def pause(self) -> None:
         """Note nothing of the code that runs (see `arrays.py`)."""
-        self._ran.leave()
+        self._code_monitor.leave()
 
     def go_on(self) -> None:
         """Note again what runs."""
-        self._ran.enter()
+        self._code_monitor.enter()
 
     # What an inserter can do
 
@@ -692,7 +703,7 @@ class Recorder(RecordingMode):
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         """Record a call on the tape that is not the model's own (see `watchers.Stage`)."""
-        self._checkpoints.gated()
+        self._checkpoints.note_gate()
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
             self._writer.writes.watch_memory()
@@ -703,7 +714,7 @@ class Recorder(RecordingMode):
     def follow(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run code of an inserter, and record it like the model's own."""
         # Within a call that torch reports, this mode is off the stack.
-        with nullcontext() if is_active(self) else self, self._ran.entered():
+        with nullcontext() if is_active(self) else self, self._code_monitor.resume():
             return function(*args)
 
     @property
@@ -724,7 +735,7 @@ class Recorder(RecordingMode):
         outer, self._within = self._within, True
         try:
             with torch._C.DisableTorchFunction():
-                ref = self._values.at_hand(value)
+                ref = self._values.existing_ref(value)
             is_sole = ref is not None and (
                 ref.index not in self.tape.aliases
                 if scope is None
@@ -733,11 +744,11 @@ class Recorder(RecordingMode):
             if ref is None or not is_sole:
                 return None
             self._checkpoints.passes(ref.index, value)
-            self._ran.leave(answers=True)
+            self._code_monitor.leave(answers=True)
             try:
                 given = call_silently(function, (value,), {})
             finally:
-                self._ran.enter()
+                self._code_monitor.enter()
         finally:
             self._within = outer
         with torch._C.DisableTorchFunction():
@@ -794,7 +805,7 @@ class Recorder(RecordingMode):
         """Tell the inserter of a module without gates (see `watchers.Watcher`)."""
         self.tape.is_closed = True
         if self._inserter is not None:
-            with self._ran.left():
+            with self._code_monitor.pause():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
@@ -804,15 +815,16 @@ class Recorder(RecordingMode):
 
     def identified(self, tensor: Tensor) -> None:
         """Record that code tells a tensor by its identity (see `watchers.Watcher`)."""
-        index = self._values.made_as(tensor)
+        index = self._values.producer_of(tensor)
         if index is None or self.tape.ops[index].target in GIVES_BACK:
             self.unseen("a lookup of a tensor by its identity, in a dict, a set or a cache,")
 
     def unseen(self, what: str) -> None:
         """Record something that a replay could not repeat (see `watchers.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
-        self._ran.leave(answers=True)  # the run is live in any case; unwatched code may compile
-        self._entered.end(sys._getframe(1))
+        # The run is live in any case; unwatched code may compile.
+        self._code_monitor.leave(answers=True)
+        self._number_converter.end(sys._getframe(1))
         self.tape.block(f"{what} {self._values.here()} cannot be watched")
 
 
@@ -831,21 +843,27 @@ _GLOBAL_HOOKS = (
 # the numbers that code of the model makes while it is called from there.
 
 
-class Entered:
+class NumberConverter:
     """Makes numbers plain where code begins.
 
     Args:
-        ran: says which code begins.
+        code_monitor: says which code begins.
         values: makes the numbers of the run.
         own: objects of the recorder, which are no values of the run.
         outermost: the code that called the model.
     """
 
-    def __init__(self, ran: Ran, values: Values, own: tuple[object, ...], outermost: CodeType):
-        self._ran, self._values = ran, values
+    def __init__(
+        self,
+        code_monitor: CodeMonitor,
+        values: RunValues,
+        own: tuple[object, ...],
+        outermost: CodeType,
+    ):
+        self._code_monitor, self._values = code_monitor, values
         self._own, self._outermost = own, outermost
-        ran.enters_foreign = self._enters_foreign
-        ran.enters_model = self._enters_model
+        code_monitor.enters_foreign = self._enters_foreign
+        code_monitor.enters_model = self._enters_model
 
     def end(self, frame: FrameType | None) -> None:
         """Leave no traced scalar to a run that goes on unwatched.
@@ -871,7 +889,7 @@ class Entered:
 
     def _is_called_by_foreign(self, frame: FrameType | None) -> bool:
         while frame is not None and frame.f_code is not self._outermost:
-            if self._ran.is_foreign(frame):
+            if self._code_monitor.is_foreign(frame):
                 return True
             frame = frame.f_back
         return False
@@ -894,7 +912,7 @@ class Entered:
 
     def _make_plain(self, frame: FrameType) -> None:
         for name, value in [*frame.f_locals.items()]:
-            if any(map(self._values.is_gone, scalars_in(value))):
+            if any(map(self._values.is_dead, scalars_in(value))):
                 continue  # the state from which a resumed run goes on does not reach it: unread
             plain = self._plain(value)
             if plain is not value:
@@ -922,7 +940,7 @@ def _behind(value: Any) -> Iterator[Any]:
         function = item.__func__ if type(item) is types.MethodType else item
         if type(function) is types.FunctionType:
             for cell in function.__closure__ or ():
-                if next(scalars_in(_content(cell)), None) is not None:
+                if next(scalars_in(_cell_content(cell)), None) is not None:
                     yield cell
         elif type(item) is types.GeneratorType:
             if item.gi_frame is not None and not item.gi_running:
@@ -931,7 +949,7 @@ def _behind(value: Any) -> Iterator[Any]:
             yield from gc.get_referents(item)
 
 
-def _content(cell: types.CellType) -> Any:
+def _cell_content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # assigned later

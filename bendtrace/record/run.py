@@ -259,13 +259,13 @@ class _Arguments:
             if part.kind in (CaptureKind.TENSOR, CaptureKind.NUMBER):
                 traced[part.index] = recorder.argument(part, part.value)
         self.given = {
-            part.label: _exchange(part, children, traced, recorder.environment.stand_in)
+            part.label: _exchange_argument(part, children, traced, recorder.environment.stand_in)
             for part in parts
             if part.access is Access.ROOT
         }
 
 
-def _exchange(
+def _exchange_argument(
     part: Captured,
     children: dict[int, list[Captured]],
     traced: dict[int, Any],
@@ -278,7 +278,8 @@ def _exchange(
     if part.type is not tuple or part.index not in children:  # a large tuple is compared as a whole
         return stand_in(part.value)
     items = tuple(
-        _exchange(child, children, traced, stand_in) for child in children.get(part.index, ())
+        _exchange_argument(child, children, traced, stand_in)
+        for child in children.get(part.index, ())
     )
     same = all(new is old for new, old in zip(items, part.value, strict=True))
     return part.value if same else items

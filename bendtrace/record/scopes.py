@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.python.internals import internal
-from bendtrace.python.statements import called_by
+from bendtrace.python.statements import callee_keys
 from bendtrace.record.encoding import Encoder
-from bendtrace.record.values import Values
-from bendtrace.record.writer import Known, Writer
+from bendtrace.record.values import RunValues
+from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.watch.collectives import has_joint_hooks, with_joint_hooks
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.executed import Ran
+from bendtrace.watch.executed import CodeMonitor
 
 # Where `make_fx` and `torch.fx` call modules while they have replaced `nn.Module.__call__`.
 _FX = frozenset(
@@ -33,18 +33,18 @@ _CHAIN = internal("torch.nn.Sequential.forward.__code__")
 _ITEMS = [kind.__getitem__ for kind in (nn.ModuleList, nn.Sequential, nn.ModuleDict)]
 
 
-def _count_alone() -> int:
+def _count_local() -> int:
     thing = object()
     return sys.getrefcount(thing)
 
 
 def _is_known_alone(tensor: Tensor) -> bool:
     """Return whether there is no weak reference to a tensor, except for those of recorders."""
-    return all(type(one) is Known for one in weakref.getweakrefs(tensor))
+    return all(type(one) is KnownTensor for one in weakref.getweakrefs(tensor))
 
 
 # The references to what only a variable holds, as they are counted from there.
-_ALONE = _count_alone()
+REFERENCES_OF_LOCAL = _count_local()
 
 
 class Scopes:
@@ -55,18 +55,18 @@ class Scopes:
         values: the mapping from values to ops.
         encoder: encodes the arguments and outputs of modules.
         environment: the values that the run can read.
-        ran: notes which code the run executes.
+        code_monitor: notes which code the run executes.
         observer: is shown the outputs of modules.
         inserter: runs the calls, with ops of its own around them.
     """
 
     def __init__(
         self,
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         encoder: Encoder,
         environment: Environment,
-        ran: Ran,
+        code_monitor: CodeMonitor,
         observer: Observer | None,
         inserter: Inserter | None,
     ) -> None:
@@ -75,7 +75,7 @@ class Scopes:
         self._values = values
         self._encoder = encoder
         self._environment = environment
-        self._ran = ran
+        self._code_monitor = code_monitor
         self._observer = observer
         self._inserter = inserter
         self._calls_of: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Scopes:
         """Run a module's call as a scope (see `watchers.Watcher`)."""
         path = self._environment.module_paths.get(id(module))
         if path is None:
-            path = self._unregistered(module)
+            path = self._substitute_path(module)
         number = self._calls_of.get(id(module), 0)
         self._calls_of[id(module)] = number + 1
         outer = self._writer.scope
@@ -98,9 +98,9 @@ class Scopes:
         if id(module) in self._environment.shared_modules:
             scope.called = self._name_called(module, outer, frame)
         if self._inserter is not None:
-            with self._ran.left():
-                return self._inserter.module(scope, args, kwargs, frame, self._scoped_within)
-        return self._scoped(scope, args, kwargs)
+            with self._code_monitor.pause():
+                return self._inserter.module(scope, args, kwargs, frame, self._resume_in_scope)
+        return self._call_in_scope(scope, args, kwargs)
 
     def _name_called(self, module: nn.Module, outer: ModuleCall, frame: FrameType) -> str:
         """Return the name in the enclosing module that a module with several names is called by."""
@@ -111,7 +111,7 @@ class Scopes:
         if iterates and frame.f_code is _CHAIN:
             keys: Any = [(sum(call.parent is outer for call in self._tape.calls), True)]
         else:
-            keys = called_by(frame, owner)
+            keys = callee_keys(frame, owner)
         found, names = owner, []
         for key, is_item in keys:
             inner = found._modules
@@ -124,47 +124,51 @@ class Scopes:
             names.append(name)
         return ".".join(names) if found is module else ""
 
-    def _scoped_within(
+    def _resume_in_scope(
         self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        with self._ran.entered():
-            return self._scoped(scope, args, kwargs)
+        with self._code_monitor.resume():
+            return self._call_in_scope(scope, args, kwargs)
 
-    def _scoped(self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_in_scope(
+        self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         outer, module = self._writer.scope, scope.module
         assert module is not None
         scope.start = scope.stop = len(self._tape.ops)
-        scope.args = tuple([self._noted(value) for value in args])
+        scope.args = tuple([self._record_value(value) for value in args])
         if kwargs:
-            scope.kwargs = {name: self._noted(value) for name, value in kwargs.items()}
+            scope.kwargs = {name: self._record_value(value) for name, value in kwargs.items()}
         if self._observer is not None:
             with torch._C.DisableTorchFunction():
-                self._observer.module_starts(scope, (args, kwargs), self._rewritten)
+                self._observer.module_starts(scope, (args, kwargs), self._written_op)
         self._tape.calls.append(scope)
         self._writer.scope = scope
         try:
+            # Not `module(...)`: the intercept of that call has led here.
             if has_joint_hooks(module):
                 with with_joint_hooks(module):
                     output = module._call_impl(*args, **kwargs)
             else:
                 output = module._call_impl(*args, **kwargs)
-            is_held = type(output) is not Tensor or sys.getrefcount(output) > _ALONE
+            # Asked first: what is recorded below refers to the output as well.
+            is_held = type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
             scope.is_sole = not is_held and _is_known_alone(output)
             scope.context = self._writer.context()
-            scope.output = self._noted(output)
+            scope.output = self._record_value(output)
             if self._observer is not None:
                 with torch._C.DisableTorchFunction():
                     scope.stop = len(self._tape.ops)
-                    self._observer.module_ends(scope, output, self._rewritten)
+                    self._observer.module_ends(scope, output, self._written_op)
         finally:
             self._writer.scope = outer
             scope.stop = len(self._tape.ops)
         return output
 
-    def _noted(self, value: Any) -> Any:
+    def _record_value(self, value: Any) -> Any:
         """Record the arguments or the output of a module."""
         kind = type(value)
-        if kind is Tensor and (ref := self._values.at_hand(value)) is not None:
+        if kind is Tensor and (ref := self._values.existing_ref(value)) is not None:
             return ref
         if kind in PLAIN_TYPES:
             return value
@@ -173,18 +177,18 @@ class Scopes:
             self._writer.writes.begin()
         return noted
 
-    def _rewritten(self, tensor: Tensor) -> int | None:
+    def _written_op(self, tensor: Tensor) -> int | None:
         """Return the op of a tensor that was written to since the op returned it; else None."""
         known, writes = self._writer.known.get(id(tensor)), self._writer.writes
         if known is None or known() is not tensor or known.ref is None:
             return None
         writes.begin()
-        writes.given(known.ref, tensor, known.version)
+        writes.receive(known.ref, tensor, known.version)
         found = known.ref.index if writes.stale else None
         writes.begin()
         return found
 
-    def _unregistered(self, module: nn.Module) -> str:
+    def _substitute_path(self, module: nn.Module) -> str:
         """Return a substitute for the path of a module that belongs to no other."""
         known = self._strangers.get(id(module))
         if known is None:

@@ -38,7 +38,7 @@ from bendtrace.tape.guards import (
     TruthGuard,
     ValueGuard,
 )
-from bendtrace.tape.structure import build
+from bendtrace.tape.structure import build_instance
 from bendtrace.tape.tape import (
     AfterOp,
     Guard,
@@ -46,7 +46,7 @@ from bendtrace.tape.tape import (
     OpKind,
     Raised,
     Ref,
-    State,
+    RunState,
     Stop,
     Tape,
     TensorMeta,
@@ -90,7 +90,7 @@ class _Step:
     """
 
     op: Op
-    names: _Names
+    names: _SectionNames
     tape: Tape
     index: int
     value: Any = None
@@ -128,12 +128,12 @@ class _Question:
     name: Name
     answer: Any
     other: Name
-    state: State | None
+    state: RunState | None
     holes: tuple[Name, ...]
     guard: Guard
 
 
-class _Names:
+class _SectionNames:
     """Names the values of a recorded run, as far as a section can use them."""
 
     def __init__(self, section: Section, handed: Sequence[Name], script: Script) -> None:
@@ -141,8 +141,8 @@ class _Names:
         self._script = script
         self._names: dict[int, Name] = {}
         left = section.left
-        # Results that were told to be tensors from before only after the section was left.
-        self._untold = frozenset(
+        # Results that a guard identified as tensors from before only after the section's end.
+        self._identified_later = frozenset(
             guard.index
             for guard in ([] if isinstance(left, AfterOp) else section.tape.guards[left + 1 :])
             if isinstance(guard, SameGuard)
@@ -172,13 +172,13 @@ class _Names:
                 name = "given", op.target.named
             elif op.kind is OpKind.SCALAR and op.target is getitem:
                 name = "element", self.of(op.args[0].index), op.args[1]
-            elif first != index and index not in self._untold:
+            elif first != index and index not in self._identified_later:
                 name = self.of(first)
             else:
                 name = self._script.late(op, self)
             self._names[index] = name
-        is_told = index not in self._untold and name not in self._script.apart
-        if first != index and is_told and name not in self._script.firsts:
+        is_identified = index not in self._identified_later and name not in self._script.apart
+        if first != index and is_identified and name not in self._script.firsts:
             found = self._script.first(self.of(first))
             if found != name:
                 self._script.firsts[name] = found
@@ -192,11 +192,11 @@ class _Names:
 class Follower(Protocol):
     """Knows states that a run comes to (see `Following` in `engine/program.py`)."""
 
-    def state(self, tape: Tape) -> State | None:
+    def state(self, tape: Tape) -> RunState | None:
         """Return the state of the latest question; None if it has to be read."""
         ...
 
-    def passes(self, tape: Tape, state: State) -> None:
+    def passes(self, tape: Tape, state: RunState) -> None:
         """Take the state of the latest question."""
         ...
 
@@ -268,7 +268,7 @@ class Script:
             last = answer
             if following is not None:
                 last = following.tape.guards[following.entered].answer
-            names = _Names(section, handed, self)
+            names = _SectionNames(section, handed, self)
             handed = self._read(section, names, last)
         for index, value in held.items():
             if not is_exact:
@@ -282,7 +282,7 @@ class Script:
 
     # Reading what was recorded
 
-    def _read(self, section: Section, names: _Names, answer: Any) -> Sequence[Name]:
+    def _read(self, section: Section, names: _SectionNames, answer: Any) -> Sequence[Name]:
         tape, entered, left = section.tape, section.entered, section.left
         position = tape.guards[entered].position if entered >= 0 else 0
         number, holes = entered + 1, ()
@@ -311,7 +311,7 @@ class Script:
         return self._known_as(self.firsts.get(name, name))
 
     def _add_question(
-        self, tape: Tape, number: int, names: _Names, answer: Any
+        self, tape: Tape, number: int, names: _SectionNames, answer: Any
     ) -> tuple[Name, ...]:
         guard, state = tape.guards[number], tape.states.get(number)
         holes = () if state is None else tuple(map(names.of, state.holes))
@@ -336,7 +336,7 @@ class Script:
         if type(name) is int:
             self._steps[name].tape, self._steps[name].index = tape, index
 
-    def late(self, op: Op, names: _Names) -> Name:
+    def late(self, op: Op, names: _SectionNames) -> Name:
         """Return the name of a value that its state does not hold, since it is read from the rest.
 
         Raises:
@@ -357,13 +357,13 @@ class Script:
 
     def _learn(self, name: Name, value: Any) -> None:
         """Note the value of a name."""
-        path, step = self._rooted(self.first(name))
+        path, step = self._root_step(self.first(name))
         if step is not None and path:
             step.elements[path] = value
         elif step is not None and not step.is_known:
             step.value, step.is_known = value, True
 
-    def _learn_same(self, guard: IdentityGuard, names: _Names) -> None:
+    def _learn_same(self, guard: IdentityGuard, names: _SectionNames) -> None:
         """Note that a result, or an element of one, is a tensor that was there before."""
         path: tuple[Any, ...] = ()
         op, before = names.tape.ops[guard.index], self.first(names.of(guard.other))
@@ -423,11 +423,11 @@ class Script:
         """Return the first name of the value of an op of the run."""
         return self.first(self._names[self._aliases.get(index, index)])
 
-    def given(self, op: Op) -> None:
+    def name_input(self, op: Op) -> None:
         """Note that the run names an argument, or a state."""
         self._name(op.index, ("given", op.target.named))
 
-    def element(self, op: Op) -> None:
+    def name_element(self, op: Op) -> None:
         """Note that the run takes an element out of a result."""
         self._name(op.index, ("element", self._names[op.args[0].index], op.args[1]))
 
@@ -482,11 +482,13 @@ class Script:
         before = step.op
         if op.kind is not before.kind or op.context.modes != before.context.modes:
             return False
-        if op.target != before.target and _text(op.target) != _text(before.target):
+        if op.target != before.target and _comparable_text(op.target) != _comparable_text(
+            before.target
+        ):
             return False
         mine = map_refs((op.args, op.kwargs), lambda ref: Ref(self._name_of(ref.index)))
         its = map_refs(step.names.arguments(before), lambda ref: Ref(self.first(ref.index)))
-        if identical(mine, its) or _text(mine) == _text(its):
+        if identical(mine, its) or _comparable_text(mine) == _comparable_text(its):
             return True
         if self._is_exact or not self.is_merged:
             return False
@@ -516,7 +518,7 @@ class Script:
         self.is_merged = self.is_merged or not is_asked
         return not is_asked
 
-    def unasked(self) -> tuple[Guard, int, Any, int | None] | None:
+    def implied_question(self) -> tuple[Guard, int, Any, int | None] | None:
         """Return what the run does not ask itself, if that comes next.
 
         Code inside of an op does not run where the op is not carried out. And of most functions, it
@@ -562,7 +564,7 @@ class Script:
             return self._tensors[name[1]]
         return self._object(name[1])[name[2]]
 
-    def _rooted(self, name: Name) -> tuple[tuple[Any, ...], _Step | None]:
+    def _root_step(self, name: Name) -> tuple[tuple[Any, ...], _Step | None]:
         """Return the step that a name is of, and which element of its value it is."""
         path: tuple[Any, ...] = ()
         while type(name) is tuple and name[0] == "element":
@@ -573,7 +575,7 @@ class Script:
         """Return whether the value of a name belongs to this call."""
         if self._is_exact:
             return True
-        path, step = self._rooted(self.first(name))
+        path, step = self._root_step(self.first(name))
         return step is None or step.is_known or (path != () and path in step.elements)
 
     def result_of(self, function: Any, operands: Sequence[int]) -> tuple[Any] | None:
@@ -617,7 +619,7 @@ class Script:
             and identical(question.answer, guard.answer)
         )
 
-    def asks(self, guard: Guard) -> State | None:
+    def asks(self, guard: Guard) -> RunState | None:
         """Look a question of the run up; return the state in which it is asked, if that was read.
 
         Raises:
@@ -634,7 +636,7 @@ class Script:
         self._asked += 1
         state = question.state
         if state is not None:
-            state = State(state.key, tuple(map(self._index_of, question.holes)), state.kept)
+            state = RunState(state.key, tuple(map(self._index_of, question.holes)), state.kept)
         if self._asked == len(self._questions) and self._taken == len(self._steps):
             self._end()
         return state
@@ -643,7 +645,7 @@ class Script:
         self.is_active = False
         for index, name in self._names.items():
             if not self._is_of_call(name):
-                path, step = self._rooted(self.first(name))
+                path, step = self._root_step(self.first(name))
                 assert step is not None
                 meta = step.tape.ops[step.index].meta
                 for key in path if isinstance(meta, tuple) else ():
@@ -673,7 +675,7 @@ def _stand_in(outline: Any, elements: Mapping[Any, Any], path: tuple[Any, ...], 
         items = [_stand_in(item, elements, (*path, i), Tensor) for i, item in enumerate(outline)]
         if kind is tuple or kind is list:
             return kind(items)
-        return build(kind, items, attributes_of(outline))
+        return build_instance(kind, items, attributes_of(outline))
     if kind is dict:
         return {
             key: _stand_in(item, elements, (*path, key), Tensor) for key, item in outline.items()
@@ -689,7 +691,7 @@ def _error_like(cls: type[BaseException], text: str | None) -> Exception:
     return error
 
 
-def _text(value: Any) -> str:
+def _comparable_text(value: Any) -> str:
     """Return a value as text in which objects that each run makes again are alike."""
     if callable(value):
         value = display_name(value), value

@@ -154,7 +154,7 @@ def in_steps(result: Any, within: Callable[[], AbstractContextManager[None]]) ->
     """
     if type(result) is types.GeneratorType:
         is_new = inspect.getgeneratorstate(result) == inspect.GEN_CREATED
-        return _steps(result, within) if is_new else result
+        return _run_in_steps(result, within) if is_new else result
     if type(result) is types.CoroutineType:
         is_new = inspect.getcoroutinestate(result) == inspect.CORO_CREATED
         return _awaited(result, within) if is_new else result
@@ -163,7 +163,7 @@ def in_steps(result: Any, within: Callable[[], AbstractContextManager[None]]) ->
     return result
 
 
-def _steps(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
+def _run_in_steps(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
     step = functools.partial(made.send, None)
     try:
         while True:
@@ -183,18 +183,18 @@ def _steps(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any
             made.close()
 
 
-class _Awaited:
+class _ContextAwaitable:
     """Awaits what has the methods of a generator, within a context."""
 
     def __init__(self, made: Any, within: Callable[[], AbstractContextManager[None]]) -> None:
         self._made, self._within = made, within
 
     def __await__(self) -> Any:
-        return _steps(self._made, self._within)
+        return _run_in_steps(self._made, self._within)
 
 
 async def _awaited(made: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
-    return await _Awaited(made, within)
+    return await _ContextAwaitable(made, within)
 
 
 async def _asynchronous_steps(
@@ -204,7 +204,7 @@ async def _asynchronous_steps(
     try:
         while True:
             try:
-                value = await _Awaited(step, within)
+                value = await _ContextAwaitable(step, within)
             except StopAsyncIteration:
                 return
             try:
@@ -214,7 +214,7 @@ async def _asynchronous_steps(
             except BaseException as error:
                 step = made.athrow(error)
     finally:
-        await _Awaited(made.aclose(), within)
+        await _ContextAwaitable(made.aclose(), within)
 
 
 ENDS.add(call_itself.__code__)

@@ -33,14 +33,14 @@ from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.arrays import ArrayCall, ArrayOperand
-from bendtrace.record.checkpoints import Checkpointed
+from bendtrace.record.checkpoints import CheckpointedBlock
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
 from bendtrace.record.texts import Texts, has_marks
-from bendtrace.record.values import LOOKS, Values
+from bendtrace.record.values import LOOKS, RunValues
 from bendtrace.record.varying import Rounds
-from bendtrace.record.writer import Writer
-from bendtrace.tape.array_functions import carries_array
+from bendtrace.record.writer import TapeWriter
+from bendtrace.tape.array_functions import array_address, carries_array
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
@@ -54,7 +54,7 @@ from bendtrace.tape.contexts import current_context, current_settings, dispatch_
 from bendtrace.tape.guards import IdentityGuard
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
-from bendtrace.tape.tape import Guard, OpKind, Ref, State, map_refs
+from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, map_refs
 from bendtrace.tape.watchers import Inserter
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
@@ -62,7 +62,7 @@ from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
 
 
-class States:
+class StateReader:
     """Reads the states of one run.
 
     Args:
@@ -80,8 +80,8 @@ class States:
 
     def __init__(
         self,
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         environment: Environment,
         outermost: CodeType,
         reads_all: bool,
@@ -100,12 +100,12 @@ class States:
         self._left = _MOST_AT_FIRST
         self._follower = None if writer.script is None else writer.script.follower
         self.unread: list[str] = []
-        self._before: State | None = None
+        self._before: RunState | None = None
         self._answer: tuple[str, str] = "", ""  # of the question before
         self._position = 0  # the length of the tape there
         self._turn = -1
 
-    def read(self, guard: Guard, turn: int, compared: frozenset[int]) -> State | None:
+    def read(self, guard: Guard, turn: int, compared: frozenset[int]) -> RunState | None:
         """Return the state in which the value of an op is asked for; None if it is not read.
 
         Args:
@@ -127,15 +127,15 @@ class States:
             self.go_on_from(known, answer, turn)
             return known
         with torch._C.DisableTorchFunction():
-            reader = _Reader(self._values, self._environment, self._texts)
+            reader = _StateWalk(self._values, self._environment, self._texts)
             try:
-                key = _digest(
+                key = _state_digest(
                     "identity" if is_identity else guard.name,
                     _global_state(self._modes),
                     reader.frames(self._outermost, compared),
                     reader.changes(),
                     reader.values_of(self._pending()),
-                    reader.asked(guard.index),
+                    reader.question_value(guard.index),
                     None if guard.other is None else reader.value_of(guard.other),
                     reader.facts(),
                     self._same_turn(turn),
@@ -144,7 +144,7 @@ class States:
                 self.unread.append(str(error))
                 state = self._after(guard)
             else:
-                state = State(key, tuple(reader.holes), tuple(reader.kept))
+                state = RunState(key, tuple(reader.holes), tuple(reader.kept))
         if follower is not None:
             follower.passes(tape, state)
         before = self._before
@@ -153,7 +153,7 @@ class States:
         self.go_on_from(state, answer, turn)
         return state
 
-    def go_on_from(self, state: State, answer: Any, turn: int) -> None:
+    def go_on_from(self, state: RunState, answer: Any, turn: int) -> None:
         """Take a state as read, with the answer to its question."""
         self._before, self._answer = state, (type(answer).__name__, str(answer))
         self._position, self._turn = len(self._writer.tape.ops), turn
@@ -179,7 +179,7 @@ class States:
             frame = frame.f_back
         return True
 
-    def _after(self, guard: Guard) -> State:
+    def _after(self, guard: Guard) -> RunState:
         """Return a state that is identified only by the path that led to it."""
         before = self._before
         made = tuple(
@@ -189,9 +189,9 @@ class States:
             or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
         )
         if before is None:
-            return State(_digest("start", guard.name), made, ())
-        key = _digest("after", before.key, self._answer, guard.name)
-        return State(key, before.holes + made, before.kept)
+            return RunState(_state_digest("start", guard.name), made, ())
+        key = _state_digest("after", before.key, self._answer, guard.name)
+        return RunState(key, before.holes + made, before.kept)
 
 
 # Without `reads_all`, a run reads at most so many states, and only those with fewer frames below
@@ -199,7 +199,7 @@ class States:
 _MOST_AT_FIRST, _NEAR = 128, 12
 
 
-def _digest(*key: Any) -> bytes:
+def _state_digest(*key: Any) -> bytes:
     return hashlib.blake2b(repr(key).encode("utf-8", "surrogatepass"), digest_size=20).digest()
 
 
@@ -216,10 +216,10 @@ def _global_state(modes: int) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-class _Reader:
+class _StateWalk:
     """Reads one state."""
 
-    def __init__(self, values: Values, environment: Environment, texts: Texts) -> None:
+    def __init__(self, values: RunValues, environment: Environment, texts: Texts) -> None:
         self._texts = texts
         self._values = values
         self._ops = values.tape.ops
@@ -233,7 +233,7 @@ class _Reader:
 
     def frames(self, outermost: CodeType, compared: frozenset[int]) -> tuple[Any, ...]:
         """Read the frames from the one that asks to the model's entry."""
-        places = stacks.layout()
+        places = stacks.frame_layout()
         if places is None:
             raise _Unreadable("the frames of this Python cannot be read")
         chain: list[FrameType] = []
@@ -250,13 +250,13 @@ class _Reader:
             chain.clear()  # a frame that is held by itself would keep all values alive
 
     def _read_chain(
-        self, chain: list[FrameType], places: stacks.Layout, compared: frozenset[int]
+        self, chain: list[FrameType], places: stacks.FrameLayout, compared: frozenset[int]
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
             if not frame.f_code.co_filename.startswith(MACHINERY):
                 given = compared if is_asking else frozenset()
-                stack = stacks.read(frame, callee, places, given)
+                stack = stacks.read_frame(frame, callee, places, given)
                 if stack is None:
                     raise _Unreadable(f"{frame.f_code.co_qualname} cannot be read")
                 if stack.operands is not None and may_hide(stack, callee, is_asking):
@@ -296,17 +296,17 @@ class _Reader:
             parts = self._texts.parts(value)
             return "text", *(p if isinstance(p, str) else self.value_of(p[0]) for p in parts)
         if kind in PLAIN_TYPES:
-            return _plain(value, kind)
+            return _plain_key(value, kind)
         if value is stacks.EMPTY:
             return ("empty",)  # different from the text "empty"
-        if kind is stacks.Number:
+        if kind is stacks.InterpreterNumber:
             return value
         if isinstance(value, Tensor):
             return self._tensor(value)
         if kind in TRACED:
             return self._scalar(value)
         if kind in RETIRED:
-            return _plain(value._value, type(value._value))
+            return _plain_key(value._value, type(value._value))
         if (stands := self._values.tensor_of_array(value)) is not None:
             return "array", self._by_identity(kind), self._tensor(stands)
         if kind is ArrayCall or kind is ArrayOperand:
@@ -341,12 +341,12 @@ class _Reader:
         items: Any = ()
         if isinstance(value, dict):
             ordered: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-            items = self._hashed(ordered.keys(value)), self.values_of(ordered.values(value))
+            items = self._read_keys(ordered.keys(value)), self.values_of(ordered.values(value))
         elif isinstance(value, (tuple, list)):
             base: Any = tuple if isinstance(value, tuple) else list
             items = self.values_of(base.__iter__(value))
         elif isinstance(value, (set, frozenset)):
-            items = self._hashed(value)
+            items = self._read_keys(value)
         own = attributes_of(value)
         found = tuple((key.name, self.value(item)) for key, item in own.items())
         return self._by_identity(kind), items, found
@@ -356,7 +356,7 @@ class _Reader:
         if base is not None:
             if not is_array(base):
                 raise _Unreadable("an array shares memory that is not numpy's")
-            place = _address(array) - _address(base)
+            place = array_address(array) - array_address(base)
         dtype = array.dtype
         kind = self._by_identity(dtype) if dtype.names or dtype.metadata else str(dtype)
         content = kind, array.shape, array.strides, array.flags.writeable, array.tobytes()
@@ -389,7 +389,7 @@ class _Reader:
 
     def _scalar(self, scalar: Any) -> Any:
         if scalar._origin is not self._values.origin:
-            return _plain(scalar._value, type(scalar._value))
+            return _plain_key(scalar._value, type(scalar._value))
         source = scalar._source
         if type(source) is Ref:
             what = self.value_of(source.index)
@@ -415,14 +415,14 @@ class _Reader:
             return "hole", number
         raise _Unreadable("a tensor of unknown origin")
 
-    def asked(self, index: int) -> Any:
+    def question_value(self, index: int) -> Any:
         """Return the representation of the value that is asked for."""
         if index in self.holes:
             return self.value_of(index)
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target in LOOKS:
             self.value_of(op.args[0].index)  # which the code gets next
-        what = self._described(index, _DEEPEST)
+        what = self._describe(index, _DEEPEST)
         self.value_of(index)
         return what
 
@@ -431,24 +431,24 @@ class _Reader:
         return tuple(
             (self.value_of(index), name_of(function), str(value))
             for (index, function), value in self._values.facts.items()
-            if self._is_held(index)
+            if self._can_be_asked_again(index)
         )
 
-    def _is_held(self, index: int) -> bool:
+    def _can_be_asked_again(self, index: int) -> bool:
         """Return whether Python may ask for a value again."""
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target is operator.getitem:
-            return self._is_held(op.args[0].index)
+            return self._can_be_asked_again(op.args[0].index)
         return op.is_given or index in self.holes
 
-    def _described(self, index: int, depth: int) -> Any:
+    def _describe(self, index: int, depth: int) -> Any:
         """Describe a value that only the question holds: how it was computed."""
         op = self._ops[index]
         if index in self.holes or op.kind in (OpKind.INPUT, OpKind.STATE):
             return self.value_of(index)
         if depth == 0:
             raise _Unreadable("the value was computed in too many steps")
-        given = map_refs((op.args, op.kwargs), lambda ref: self._described(ref.index, depth - 1))
+        given = map_refs((op.args, op.kwargs), lambda ref: self._describe(ref.index, depth - 1))
         return name_of(op.target), repr(given)
 
     def changes(self) -> tuple[Any, ...]:
@@ -500,13 +500,13 @@ class _Reader:
             if id(frame) not in self._running:
                 raise _Unreadable("a generator runs elsewhere")
             return "running", self._running[id(frame)]
-        places = stacks.layout()
+        places = stacks.frame_layout()
         stack = None if places is None else stacks.suspended_stack(frame, places)
         if stack is None:
             raise _Unreadable("a generator cannot be read")
         return self._frame(stack)
 
-    def _reduced(self, iterator: Any) -> Any:
+    def _read_by_reduce(self, iterator: Any) -> Any:
         reduced = iterator.__reduce__()
         self._alive.append(reduced)
         # Of a dict or set, that tells only what is left to come, not which one it is.
@@ -514,9 +514,9 @@ class _Reader:
         return self.values_of(reduced), self.values_of(walked)
 
     def _mapping(self, mapping: dict[Any, Any]) -> Any:
-        return self._hashed(mapping), self.values_of(mapping.values())
+        return self._read_keys(mapping), self.values_of(mapping.values())
 
-    def _hashed(self, keys: Iterable[Any]) -> Any:
+    def _read_keys(self, keys: Iterable[Any]) -> Any:
         """Read keys or members; C compares their hashes, which were guarded, unseen."""
         return tuple((self.value(key), str([*map(plain, scalars_in(key))])) for key in keys)
 
@@ -526,7 +526,7 @@ class _Reader:
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
 
-    def _checkpointed(self, block: Checkpointed) -> Any:
+    def _read_block(self, block: CheckpointedBlock) -> Any:
         return self.values_of(block.settings)
 
     def _rounds(self, rounds: Rounds) -> Any:
@@ -545,17 +545,13 @@ class _Reader:
         return function.__name__, self.value(owner)
 
 
-def _plain(value: Any, kind: type) -> Any:
+def _plain_key(value: Any, kind: type) -> Any:
     """Return a plain value in a form that is equal only to the same value."""
     if kind is float:
         return bits_of(value), 0.0
     if kind is complex:
         return bits_of(value.real), bits_of(value.imag)
     return value
-
-
-def _address(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 _DEEPEST = 16
@@ -572,23 +568,23 @@ _ITERATORS: tuple[Any, ...] = (
     iter(set()), reversed([]), zip(), enumerate(()), map(len, ()),
 )  # fmt: skip
 _READERS: dict[type, Any] = {
-    tuple: _Reader.values_of,
-    list: _Reader.values_of,
-    torch.Size: _Reader.values_of,
-    set: _Reader._hashed,
-    frozenset: _Reader._hashed,
-    dict: _Reader._mapping,
-    slice: _Reader._slice,
-    Checkpointed: _Reader._checkpointed,
-    Rounds: _Reader._rounds,
-    types.FunctionType: _Reader._function,
-    types.MethodType: _Reader._method,
-    types.BuiltinFunctionType: _Reader._builtin,
-    types.CellType: _Reader._cell,
-    types.GeneratorType: _Reader._generator,
-    functools.partial: _Reader._partial,
-    contextvars.Token: _Reader._token,
-    **{type(iterator): _Reader._reduced for iterator in _ITERATORS},
+    tuple: _StateWalk.values_of,
+    list: _StateWalk.values_of,
+    torch.Size: _StateWalk.values_of,
+    set: _StateWalk._read_keys,
+    frozenset: _StateWalk._read_keys,
+    dict: _StateWalk._mapping,
+    slice: _StateWalk._slice,
+    CheckpointedBlock: _StateWalk._read_block,
+    Rounds: _StateWalk._rounds,
+    types.FunctionType: _StateWalk._function,
+    types.MethodType: _StateWalk._method,
+    types.BuiltinFunctionType: _StateWalk._builtin,
+    types.CellType: _StateWalk._cell,
+    types.GeneratorType: _StateWalk._generator,
+    functools.partial: _StateWalk._partial,
+    contextvars.Token: _StateWalk._token,
+    **{type(iterator): _StateWalk._read_by_reduce for iterator in _ITERATORS},
 }
 
 

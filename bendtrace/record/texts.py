@@ -22,7 +22,7 @@ import torch
 
 from bendtrace.python.sites import outside_scalars, place_at
 from bendtrace.python.statements import FUNCTIONS, SourceFile, source_file
-from bendtrace.record.writer import Writer
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED
@@ -49,7 +49,7 @@ class Texts:
         printing: whether values are being formatted for the screen only.
     """
 
-    def __init__(self, writer: Writer, as_one: Callable[..., Any]) -> None:
+    def __init__(self, writer: TapeWriter, as_one: Callable[..., Any]) -> None:
         self._writer = writer
         self._as_one = as_one
         self.given: list[tuple[int, str]] = []
@@ -76,8 +76,8 @@ class Texts:
         """Print to the screen (see `watchers.Watcher`)."""
         stream = self._stream_of(kwargs.get("file"))
         if stream is None:
-            told = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
-            function(*told, **kwargs)
+            arguments = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
+            function(*arguments, **kwargs)
             return
         texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
         text = _separator_of(kwargs).join(texts) + _end_of(kwargs)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
-from bendtrace.python.usage import compares_identity, only_tests
-from bendtrace.record.writer import Known, Writer
+from bendtrace.python.usage import code_compares_identity, only_tests
+from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -31,7 +31,7 @@ from bendtrace.tape.guards import (
     OtherGuard,
     SameGuard,
     ValueGuard,
-    kind_of,
+    type_name_of,
 )
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import (
@@ -45,7 +45,7 @@ from bendtrace.tape.scalars import (
     put_source,
     retire,
 )
-from bendtrace.tape.structure import build, referents
+from bendtrace.tape.structure import build_instance, referents
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, Use, meta_of, ref_to, refs_in
 from bendtrace.tape.watchers import Observer
 from bendtrace.watch.environment import Environment
@@ -66,7 +66,7 @@ from bendtrace.watch.writes import storage_of, version_of, works_in_place
 TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
 
-class Values:
+class RunValues:
     """Identifies the values of a run by the ops that returned them.
 
     Args:
@@ -87,7 +87,7 @@ class Values:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: TapeWriter,
         environment: Environment,
         origin: Origin,
         start: str,
@@ -124,7 +124,7 @@ class Values:
         if op.kind is OpKind.CALL and not is_torchs_function(op.target):
             self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
-            self._writer.guard(ClassGuard, op.index, kind_of(out), Use.RESULT, frame)
+            self._writer.guard(ClassGuard, op.index, type_name_of(out), Use.RESULT, frame)
         if op.target in OPTIONAL:
             self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
@@ -158,7 +158,7 @@ class Values:
                     f"{display_name(op.target)} at {user_place(frame)} draws a number that code "
                     "needs by value"
                 )
-            return self.traced(traced, out, Ref(op.index), frame)
+            return self.trace_number(traced, out, Ref(op.index), frame)
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
             op.meta = tuple(out)
             self.tape.outlines[op.index] = out
@@ -235,7 +235,7 @@ class Values:
             return True
         if op.target in GIVES_BACK and self.environment.compares_identity:
             return True
-        return compares_identity(users_code(frame))
+        return code_compares_identity(users_code(frame))
 
     @staticmethod
     def _varies_inside(op: Op) -> bool:
@@ -259,7 +259,7 @@ class Values:
         """Guard that an insertion has returned no tensor that the model could compare it to."""
         if not self.environment.compares_identity:
             return
-        script, owns = self._writer.script, self.environment.owned
+        script, owns = self._writer.script, self.environment.ownership_test
         found = None
         if script is not None and script.is_active:
             found = script.next_by(owns)
@@ -275,19 +275,19 @@ class Values:
                 return
             result, index = owns(tensor), op.index
             # The model can compare it to nothing that is gone.
-            there = {
+            alive = {
                 one.ref.index
                 for one in self._writer.known.values()
                 if one() is not None and one.ref
             }
             if script is not None:
-                there -= script.dead.keys()
+                alive -= script.dead.keys()
             before = [
                 one.index
                 for one in self.tape.ops[:index]
                 if (one.kind is OpKind.INPUT or is_gate(one))
                 and isinstance(one.meta, TensorMeta)
-                and one.index in there
+                and one.index in alive
             ]
         looked = self._writer.emit(
             OpKind.SCALAR, owns, tuple(map(Ref, (index, *before))), {}, frame
@@ -300,9 +300,9 @@ class Values:
                 "and its code tests whether two objects are one (`is`)"
             )
 
-    def bind_tensor(self, tensor: Tensor, op: Op) -> Known:
+    def bind_tensor(self, tensor: Tensor, op: Op) -> KnownTensor:
         """Record that an op returned a tensor."""
-        known = self._writer.known[id(tensor)] = Known(tensor)
+        known = self._writer.known[id(tensor)] = KnownTensor(tensor)
         known.ref = ref_to(op.index)
         known.version = version_of(tensor)
         known.graphless = (
@@ -330,7 +330,9 @@ class Values:
                 return True  # torch does not count writes to it
         return False
 
-    def traced(self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0) -> Any:
+    def trace_number(
+        self, kind: Any, value: Any, source: Any, frame: FrameType, depth: int = 0
+    ) -> Any:
         """Return a traced scalar, or a guarded plain one for code that could tell the difference.
 
         Args:
@@ -344,7 +346,7 @@ class Values:
         if kind is TracedInt and not -_LARGEST <= value < _LARGEST:
             return self.origin.consume(scalar, Use.TYPE)  # torch has none, and C asks it otherwise
         if kind is TracedBool:
-            if compares_identity(frame.f_code):
+            if code_compares_identity(frame.f_code):
                 return self.origin.consume(scalar, Use.TYPE)
             if not only_tests(frame, depth):
                 return self.origin.consume(scalar, Use.BOOL)
@@ -358,7 +360,7 @@ class Values:
             or (self.is_called_by_foreign is not None and self.is_called_by_foreign(frame))
         )
 
-    def traced_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
+    def trace_list(self, value: Any, ref: Ref, frame: FrameType, depth: int = 0) -> Any:
         """Return a nested list of numbers, guarded in length, with traced scalars for the numbers.
 
         Args:
@@ -371,10 +373,10 @@ class Values:
             self._writer.guard(ValueGuard, ref.index, value, Use.LIST, frame)
             return value
         if type(value) is not list:
-            return self.traced(TRACED_AS[type(value)], value, ref, frame, depth)
+            return self.trace_number(TRACED_AS[type(value)], value, ref, frame, depth)
         self._writer.guard(LengthGuard, ref.index, len(value), Use.LENGTH, frame)
         return [
-            self.traced_list(item, self.element(ref, (i,), item), frame, depth + 1)
+            self.trace_list(item, self.element(ref, (i,), item), frame, depth + 1)
             for i, item in enumerate(value)
         ]
 
@@ -384,7 +386,7 @@ class Values:
         self.scalars.append(scalar)
         return scalar
 
-    def at_hand(self, tensor: Tensor) -> Ref | None:
+    def existing_ref(self, tensor: Tensor) -> Ref | None:
         """Return the value number of a tensor if it has one already, and has no attributes set."""
         known = self._writer.known.get(id(tensor))
         if known is None or known() is not tensor or tensor.__dict__:
@@ -398,7 +400,7 @@ class Values:
             return None
         return (known.parent.index, known.key) if known.ref is None else known.ref.index
 
-    def made_as(self, tensor: Tensor) -> int | None:
+    def producer_of(self, tensor: Tensor) -> int | None:
         """Return the op that made a tensor; None if it was there before the run, or is unknown."""
         known = self.known_as(tensor)
         if known is None:
@@ -416,7 +418,7 @@ class Values:
                 self._writer.require_alive((known.ref.index,))
             if known.graphless and requires_grad(tensor):
                 self._block_unseen_graph(known)
-            self._writer.writes.given(known.ref, tensor, known.version)
+            self._writer.writes.receive(known.ref, tensor, known.version)
             return known.ref
         part = self.environment.find(tensor) or self.environment.find_cached(tensor)
         if part is not None:
@@ -435,8 +437,8 @@ class Values:
         if self._observer is not None:
             self._observer.state(op, tensor)
         known = self.bind_tensor(tensor, op)
-        self._writer.writes.there(tensor)
-        self._writer.writes.given(ref_to(op.index), tensor, known.version)
+        self._writer.writes.note_existing(tensor)
+        self._writer.writes.receive(ref_to(op.index), tensor, known.version)
         return ref_to(op.index)
 
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
@@ -450,7 +452,7 @@ class Values:
             self._writer.require_alive((source.index,))
         return source
 
-    def is_gone(self, scalar: TracedScalar) -> bool:
+    def is_dead(self, scalar: TracedScalar) -> bool:
         """Return whether a resumed run has no value for a number, since no code reads it any more.
 
         It has none where the state from which the run goes on does not reach the number.
@@ -475,10 +477,10 @@ class Values:
         seen.add(id(thing))
         return any(self.holds_values(held, seen) for held in referents(thing))
 
-    def guard_presence(self, op: Op, is_there: bool, frame: FrameType) -> None:
+    def guard_presence(self, op: Op, is_present: bool, frame: FrameType) -> None:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""
         test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
-        test.meta = not is_there
+        test.meta = not is_present
         self._writer.guard(ValueGuard, test.index, test.meta, Use.METADATA, frame)
 
     def _bind_elements(
@@ -506,7 +508,7 @@ class Values:
                     if works_in_place(op) and not is_gate(op):
                         self.bind_tensor(item, self.tape.ops[element.index])
                 else:
-                    known = self._writer.known[id(item)] = Known(item)
+                    known = self._writer.known[id(item)] = KnownTensor(item)
                     known.ref, known.parent, known.key = None, ref, (*path, i)
                     known.graphless = False
                     known.version = version_of(item)
@@ -516,7 +518,7 @@ class Values:
                         self._guard_identity(op, element.index, None, frame)
             elif type(item) in TRACED_AS:
                 source = (ref, (*path, i))
-                item = self.traced(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
+                item = self.trace_number(TRACED_AS[type(item)], item, source, frame, 1 + len(path))
             elif isinstance(item, (tuple, list)):
                 item, meta = self._bind_elements(item, ref, (*path, i), frame)
             changed = changed or item is not out[i]
@@ -527,7 +529,7 @@ class Values:
         if kind is dict:
             return dict(zip(out, bound, strict=True)), tuple(metas)
         if kind not in (tuple, list):
-            return build(kind, bound, attributes_of(out)), tuple(metas)
+            return build_instance(kind, bound, attributes_of(out)), tuple(metas)
         return kind(bound), tuple(metas)
 
     def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
@@ -541,7 +543,7 @@ class Values:
         if (before is not None and before() is new) or self.environment.find(new) is not None:
             return False
         was = known.pop(id(old), None)
-        now = known[id(new)] = Known(new)
+        now = known[id(new)] = KnownTensor(new)
         now.ref, now.version = ref, version_of(new)
         now.graphless = was is not None and was.graphless and not new.requires_grad
         return True
@@ -562,7 +564,7 @@ class Values:
             ref = known
         return ref
 
-    def _block_unseen_graph(self, known: Known) -> None:
+    def _block_unseen_graph(self, known: KnownTensor) -> None:
         """Block a tensor that an op under no_grad returned, but that requires grad by now."""
         known.graphless = False
         if self.tape.blockers:  # the known reason is more specific
@@ -583,7 +585,7 @@ def outline_of(value: Any) -> Any:
         return meta_of(value)
     if isinstance(value, (tuple, list)):
         items = [outline_of(item) for item in value]
-        return kind(items) if kind in (tuple, list) else build(kind, items, {})
+        return kind(items) if kind in (tuple, list) else build_instance(kind, items, {})
     if kind is dict:
         return {key: outline_of(item) for key, item in value.items()}
     return value

@@ -38,10 +38,10 @@ from bendtrace.python.results import (
     stored,
 )
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
-from bendtrace.python.usage import compares_identity
+from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import without_traced
-from bendtrace.record.values import TRACED_AS, Values
-from bendtrace.record.writer import Writer
+from bendtrace.record.values import TRACED_AS, RunValues
+from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
@@ -64,7 +64,7 @@ _VARYING_USES = ASKS | {Use.NUMPY}
 _OF_TENSORS = frozenset({int, float, len, operator.index})
 
 
-def place_of(guard: Guard) -> Place | None:
+def number_place(guard: Guard) -> Place | None:
     """Return where a guard asks for a number that could stay traced; None if it does not.
 
     A truth that C code asks for may be the result of a comparison.
@@ -104,8 +104,8 @@ class Varying:
     def __init__(
         self,
         places: frozenset[Place],
-        writer: Writer,
-        values: Values,
+        writer: TapeWriter,
+        values: RunValues,
         arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
     ) -> None:
         self.places: frozenset[Place] = places
@@ -126,7 +126,7 @@ class Varying:
             use: how it is asked.
             scalar: the traced scalar.
         """
-        frame, callee = _asking()
+        frame, callee = _asking_frames()
         if is_awaited(frame):
             return True  # the same call asks for another number, or again
         place = self._place(frame, use)
@@ -151,7 +151,7 @@ class Varying:
             elif function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
-                result = self._uncached(function, given)
+                result = self._compute_uncached(function, given)
             elif use is Use.BOOL:
                 result = self._in_order(function, given)
             elif use is Use.NUMPY:
@@ -171,7 +171,7 @@ class Varying:
         self._results.append((place, first, len(self._writer.tape.ops)))
         if function is set_item:
             return bool(result)
-        return result is not None and exchange(frame, result, self._ended)
+        return result is not None and exchange(frame, result, self._end_exchange)
 
     def answers_of(self, op: Op, value: Any, use: Use | FunctionUse, frame: FrameType) -> bool:
         """Return whether the number of a tensor is asked for something that stays traced.
@@ -205,7 +205,7 @@ class Varying:
             return False
         scalar = self._values.scalar(TRACED_AS[type(value)], value, Ref(op.index))
         self._results.append((place, op.index, op.index + 1))
-        return exchange(frame, scalar, self._ended)
+        return exchange(frame, scalar, self._end_exchange)
 
     def _by_numpy(
         self, function: Any, given: tuple[Any, ...], named: dict[str, Any], frame: FrameType,
@@ -223,7 +223,7 @@ class Varying:
     ) -> bool:
         """Have a function of numpy make its array of plain numbers."""
         args, kwargs = plain_for_numpy((given, named))
-        return exchange(frame, function(*args, **kwargs), self._ended)
+        return exchange(frame, function(*args, **kwargs), self._end_exchange)
 
     def computes(self, frame: FrameType, function: Callable[[], Any]) -> tuple[Any] | None:
         """Compute a number of numpy's where numbers differ between runs.
@@ -255,7 +255,7 @@ class Varying:
             place = code, offset  # a cache is best left aside from the first number on
         if place is None or self._values.environment.tells_numbers:
             return None
-        tells = needs_plain_numbers(code, frame.f_globals) or compares_identity(code)
+        tells = needs_plain_numbers(code, frame.f_globals) or code_compares_identity(code)
         return None if tells else place
 
     def _in_order(self, function: Any, given: tuple[Any, ...]) -> Any:
@@ -291,7 +291,7 @@ class Varying:
 
         def ended(gave: bool) -> None:
             container[:] = items if gave else container
-            self._ended(gave)
+            self._end_exchange(gave)
 
         return call_after(frame, ended)
 
@@ -302,7 +302,7 @@ class Varying:
             return self._arithmetic(item_of, (container, key))
         return self._arithmetic(item_among, (key, kind is list, *container))
 
-    def _ended(self, gave: bool) -> None:
+    def _end_exchange(self, gave: bool) -> None:
         if not gave:
             self._writer.tape.block("code failed where it computed with a number that varies")
 
@@ -359,47 +359,47 @@ class Varying:
                 and guard.use is not Use.RESULT
                 and guard.index in origins
             ):
-                place_there = place_of(guard)
-                if place_there is None or place_there in self.places:
+                guard_place = number_place(guard)
+                if guard_place is None or guard_place in self.places:
                     yield from origins[guard.index]
 
-    def guarded(self) -> Iterator[Place]:
+    def guarded_places(self) -> Iterator[Place]:
         """Yield the places where numbers are guarded nevertheless."""
         for guard in self._writer.tape.guards:
-            place = place_of(guard)
+            place = number_place(guard)
             if place is not None and place in self.places:
                 yield place
 
     # Caches
 
-    def _uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
+    def _compute_uncached(self, function: Any, given: tuple[Any, ...]) -> Any:
         """Compute what a cache would return, with traced scalars.
 
         The cache receives what it receives in eager. What it returns is only compared, now and at
         the end of the run: code may change it.
         """
         inner = function.__wrapped__
-        if not is_computation(inner) or not all(map(_is_plain, given)):
+        if not is_computation(inner) or not all(map(_is_plain_cache_argument, given)):
             return None
         environment, misses = self._values.environment, function.cache_info().misses
         original = function(*without_traced(given))
         misses = function.cache_info().misses - misses
-        if _holders(original) and not is_finished(inner):
+        if _reference_counts(original) and not is_finished(inner):
             return None  # the model may change what is kept for its next call
         environment.computed[function] = environment.computed.get(function, 0) + misses
-        before = _content(given)
+        before = _copy_of_arguments(given)
         result = inner(*given)
         copied = _without(result)
-        if not identical(copied, original) or not identical(_content(given), before):
+        if not identical(copied, original) or not identical(_copy_of_arguments(given), before):
             return None
-        self._cached.append((result, copied, _holders(result), original))
+        self._cached.append((result, copied, _reference_counts(result), original))
         return result
 
     def finish(self) -> None:
         """Look whether code has changed, or keeps, what a cache holds for later calls."""
         for result, copied, holders, original in self._cached:
             _change_alike(original, result)
-            if not identical(_without(result), copied) or _holders(result) != holders:
+            if not identical(_without(result), copied) or _reference_counts(result) != holders:
                 self._writer.tape.block("code changes, or keeps, what a cache has returned")
 
 
@@ -448,8 +448,10 @@ _MOST_ITEMS = 4096  # which code lists again
 _ASKING = frozenset({"CALL", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
 
 
-def _asking() -> tuple[FrameType, FrameType]:
+def _asking_frames() -> tuple[FrameType, FrameType]:
     """Return the frame in which a traced scalar is asked, and the tracer's frame that it called."""
+    # The frames of the tracer lie between: 0 is this one, 1 the method that called it, and 2 the
+    # first that Python, or another part of the tracer, may have called.
     callee = sys._getframe(2)
     while callee.f_back is not None and callee.f_back.f_code.co_filename.startswith(TRACER):
         callee = callee.f_back
@@ -460,8 +462,8 @@ def _call_of(
     frame: FrameType, callee: FrameType
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
-    places = stacks.layout()
-    stack = None if places is None else stacks.read(frame, callee, places)
+    places = stacks.frame_layout()
+    stack = None if places is None else stacks.read_frame(frame, callee, places)
     if stack is None or stack.name not in _ASKING or stack.operands is None:
         return None
     if stack.name == "BINARY_SUBSCR":
@@ -509,26 +511,26 @@ def _keywords(code: CodeType, offset: int) -> tuple[str, ...]:
     return found[0] if found else ()
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_cache_argument(value: Any) -> bool:
     """Return whether an argument of a cache is nothing that a run makes, but for numbers."""
     if type(value) is tuple:
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_cache_argument, value))
     return not isinstance(value, Tensor)
 
 
-def _content(value: Any, depth: int = 4) -> Any:
+def _copy_of_arguments(value: Any, depth: int = 4) -> Any:
     """Return a copy of arguments, to see whether a function changes them."""
     if type(value) in TRACED or not depth:
         return None
     if isinstance(value, (tuple, list, set, frozenset)):
-        return [_content(item, depth) for item in value]
+        return [_copy_of_arguments(item, depth) for item in value]
     if isinstance(value, dict):
-        return [[_content(part, depth) for part in pair] for pair in value.items()]
+        return [[_copy_of_arguments(part, depth) for part in pair] for pair in value.items()]
     own = getattr(value, "__dict__", None)
-    return id(value) if type(own) is not dict else _content(own, depth - 1)
+    return id(value) if type(own) is not dict else _copy_of_arguments(own, depth - 1)
 
 
-def _holders(value: Any) -> list[int]:
+def _reference_counts(value: Any) -> list[int]:
     """Return how many references there are to each container in a result."""
     kind = type(value)
     if kind is tuple or kind is list:
@@ -539,7 +541,7 @@ def _holders(value: Any) -> list[int]:
         return []
     counts = [] if kind is tuple else [sys.getrefcount(value)]
     for item in inside:
-        counts += _holders(item)
+        counts += _reference_counts(item)
     return counts
 
 
@@ -614,7 +616,7 @@ class Lifting:
         self.places: frozenset[Place] = places
 
     def begin(
-        self, writer: Writer, values: Values, call: Callable[..., Any], outermost: CodeType
+        self, writer: TapeWriter, values: RunValues, call: Callable[..., Any], outermost: CodeType
     ) -> None:
         """Take part in a run.
 
@@ -649,7 +651,7 @@ class Lifting:
             code = found.f_code
             names = () if code.co_filename.startswith(PACKAGE) else counters_at(code, found.f_lasti)
             if names and not (
-                needs_plain_numbers(code, found.f_globals) or compares_identity(code)
+                needs_plain_numbers(code, found.f_globals) or code_compares_identity(code)
             ):
                 for name in sorted(names):
                     self._lift_one(found, name)
@@ -671,7 +673,7 @@ class Lifting:
             self.lifted[scalar._source.index] = counter
             assign(frame, name, scalar)
 
-    def needed(self, tape: Tape) -> frozenset[Counter]:
+    def needed_counters(self, tape: Tape) -> frozenset[Counter]:
         """Return the counters that Python needed the number of, for an index, say."""
         sources = {index: frozenset({counter}) for index, counter in self.lifted.items()}
         for op in tape.ops:

@@ -32,7 +32,7 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
-    State,
+    RunState,
     Tape,
     Use,
     counts,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from bendtrace.record.script import Script
 
 
-class Known(weakref.ref[Tensor]):
+class KnownTensor(weakref.ref[Tensor]):
     """A tensor on the tape, and its value number; weak, so that tracing keeps nothing alive."""
 
     __slots__ = ("graphless", "key", "parent", "ref", "version")
@@ -57,7 +57,7 @@ class Known(weakref.ref[Tensor]):
     graphless: bool  # computed while grad mode was off, so that it cannot require grad
 
 
-def _tensors_in(environment: Environment) -> dict[Any, Tensor]:
+def _readable_tensors(environment: Environment) -> dict[Any, Tensor]:
     """Return the tensors that a run can read, by all their names."""
     found: dict[Any, Tensor] = {}
     for part in environment.parts:
@@ -67,7 +67,7 @@ def _tensors_in(environment: Environment) -> dict[Any, Tensor]:
     return found
 
 
-class Writer:
+class TapeWriter:
     """Adds ops and guards to a tape.
 
     Args:
@@ -108,7 +108,7 @@ class Writer:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
         self.root: ModuleCall = ModuleCall("", None, 0, None, 0)
         self.scope: ModuleCall = self.root
-        self.known: dict[int, Known] = {}
+        self.known: dict[int, KnownTensor] = {}
         self.aliases: dict[int, int] = self.tape.aliases
         self.facts: dict[tuple[int, Any], Any] = {}
         self.gone_astray: NondeterminismError | None = None
@@ -119,11 +119,11 @@ class Writer:
         self.handed: dict[int, Any] = {}
         self.errors: dict[int, Exception] = {}
         if script is not None:
-            script.begin(self.aliases, _tensors_in(environment))
+            script.begin(self.aliases, _readable_tensors(environment))
             self.handed, self.errors = script.values, script.errors
         self.is_behind: bool = script is not None and script.is_active
-        self.read_state: Callable[[Guard], State | None] | None = None
-        self.goes_on_from: Callable[[State, Any], None] | None = None
+        self.read_state: Callable[[Guard], RunState | None] | None = None
+        self.goes_on_from: Callable[[RunState, Any], None] | None = None
         self.before_question: Callable[[FrameType], None] | None = None
         self.is_inside: bool = False
         self.resumed_at: int | None = None
@@ -149,7 +149,7 @@ class Writer:
         """
         if self.gone_astray is not None:
             raise self.gone_astray
-        self.ask_unasked()
+        self.ask_implied()
         if self.script is not None and self.script.is_active:
             raise NondeterminismError("the resumed run ended before the point where it diverged")
 
@@ -241,7 +241,7 @@ class Writer:
             )
             return
         if script is not None and not script.expects(guard):
-            self.ask_unasked()
+            self.ask_implied()
             script = script if script.is_active else None
             number = len(self.tape.guards)
         self.tape.guards.append(guard)
@@ -259,14 +259,14 @@ class Writer:
         if state is not None:
             self.tape.states[number] = state
 
-    def ask_unasked(self, inside: bool = False) -> None:
+    def ask_implied(self, inside: bool = False) -> None:
         """Ask what the script has asked next, and the run does not ask itself.
 
         Args:
             inside: whether to ask no more than code inside of the latest op has asked.
         """
         script = self.script
-        while script is not None and script.is_active and (found := script.unasked()):
+        while script is not None and script.is_active and (found := script.implied_question()):
             (asked, index, answer, other), position = found, len(self.tape.ops)
             if asked.is_inside:
                 guard = replace(
@@ -291,19 +291,19 @@ class Writer:
         script = self.script
         assert script is not None
         if script.is_active and not op.is_given and counts(op):
-            self.ask_unasked()
+            self.ask_implied()
         if not script.is_active:
             if script.dead and not script.dead.keys().isdisjoint(op.operands):
                 self.require_alive(op.operands)
             return
         try:
             if op.is_given:
-                script.given(op)
+                script.name_input(op)
             elif counts(op):
                 script.take(op)
                 self.writes.repeat(op)
             else:
-                script.element(op)
+                script.name_element(op)
         except NondeterminismError as error:
             self.gone_astray = error
             raise

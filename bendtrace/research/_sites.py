@@ -20,7 +20,7 @@ from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.registry import InsertionGroup
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import Leaf, Shape, assemble, describe, take_apart
+from bendtrace.insert.structure import ContainerShape, LeafShape, assemble, describe, take_apart
 from bendtrace.insert.where import Alias, alias_of
 from bendtrace.log.building import Log
 from bendtrace.log.capture import aligned_copy
@@ -548,9 +548,9 @@ def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor
 
 def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
     """Yield the names of the leaves of a container, as node paths have them."""
-    if isinstance(shape, Leaf):
+    if isinstance(shape, LeafShape):
         yield ".".join(path)
-    elif isinstance(shape, Shape):
+    elif isinstance(shape, ContainerShape):
         kind = shape.kind
         # Those of named tuples, and of torch's own results, such as those of `max`.
         of_tuple = getattr(kind, "_fields", getattr(kind, "__match_args__", ()))

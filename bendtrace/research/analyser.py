@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.structure import version_of
+from bendtrace.insert.structure import write_count
 from bendtrace.research.streaming import decode_state, encode_state, merge_states
 from bendtrace.research.values import data_frame, parts_of, plain_results
 
@@ -226,12 +226,12 @@ class Analyser(Interjection):
         given = self._targets
         if not self.needs_targets or given is None:
             return self.backward
-        version = version_of(given)
+        version = write_count(given)
 
         def backward(at: NodePass, *gradients: Any) -> Any:
             now = self._targets
             same = now is given or (now is not None and torch.equal(now, given))
-            if self.enabled and (not same or version_of(given) != version):
+            if self.enabled and (not same or write_count(given) != version):
                 raise InputError(
                     f"{self.label} at {at.path!r}: the targets are not those that were set when "
                     "the model was called: go backward before you set others"

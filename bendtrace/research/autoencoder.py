@@ -17,7 +17,7 @@ from bendtrace.insert.bend import Expression, value_of
 from bendtrace.insert.insertion import Report
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass
 from bendtrace.insert.purity import (
-    Lifted,
+    LiftedCallable,
     build_callable,
     effect_of_function,
     lift_tensors,
@@ -143,7 +143,7 @@ class _Reconstructs(Interjection):
             return "it is one function, without encode and decode"
         if not like.dtype.is_floating_point:
             return f"it reconstructs no {like.dtype}"
-        found: list[Lifted] = []
+        found: list[LiftedCallable] = []
         for code in (self.encode, self.decode):
             one = lift_tensors(code)
             if isinstance(one, str):
@@ -156,7 +156,7 @@ class _Reconstructs(Interjection):
         changes = [edit for edit in edits if isinstance(edit, Effect)]
         counts = [len(one.tensors) for one in found] + [len(one.tensors) for one in changes]
         starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
-        parts: list[Lifted | Effect] = [*found, *changes]
+        parts: list[LiftedCallable | Effect] = [*found, *changes]
         tensors = tuple(tensor for one in parts for tensor in one.tensors)
         specs, error_term = (found[0].spec, found[1].spec), self._error_term
         functions = [change.function for change in changes]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
-from bendtrace.insert.activations import as_html, as_text
+from bendtrace.insert.activations import activations_text, as_html
 from bendtrace.insert.handing import takes
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
@@ -386,7 +386,7 @@ class ActivationCache(ResidualParts):
         raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
     def __repr__(self) -> str:
-        return as_text(type(self).__name__, self)
+        return activations_text(type(self).__name__, self)
 
     def _repr_html_(self) -> str:
         return as_html(self)

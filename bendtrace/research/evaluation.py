@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bendtrace.debug.calls import Call
 from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import InputError, NeverFiredWarning
-from bendtrace.insert.native import Attached, Counts
+from bendtrace.insert.native import AttachedInterjection, Counts
 from bendtrace.insert.structure import take_apart
 from bendtrace.insert.where import Where
 from bendtrace.module import BendedModule
@@ -415,7 +415,7 @@ def _watch_natively(
         begun = model.register_forward_pre_hook(counts.begin, prepend=True)
         stack.callback(begun.remove)
         for name, module in found.items():
-            attached = Attached(module, analyser, name, counts)
+            attached = AttachedInterjection(module, analyser, name, counts)
             attached.install()
             stack.callback(attached.remove)
         yield counts

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bendtrace.engine.analysis import Analysis, GuardKind
-from bendtrace.engine.graph import Graph
+from bendtrace.engine.graph import ProgramGraph
 from bendtrace.engine.program import Program
-from bendtrace.engine.stretches import Path, Piece, Side, Stretch
+from bendtrace.engine.stretches import GuardSide, RecordedPath, RunPiece, Stretch
 from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep, ShapeFlowStep, steps_of
 from bendtrace.python.places import place_text
 from bendtrace.python.sites import Place, Site, Span
@@ -24,7 +24,7 @@ from bendtrace.python.statements import (
     conclude_truth,
     dependent_source,
     follow_truth,
-    is_one_of_several,
+    is_chained_test,
     needs_all,
     role_of,
     source_file,
@@ -344,7 +344,7 @@ def walks_of(program: Program) -> Iterator[Walk]:
 
 
 def _elsewhere(
-    program: Program, stretch: Stretch, number: Stop, side: Side, asked: frozenset[Key]
+    program: Program, stretch: Stretch, number: Stop, side: GuardSide, asked: frozenset[Key]
 ) -> Iterator[Walk]:
     """Yield the ends of calls that left the replay at a guard: they ran live, or raised."""
     graph, walks = program.graph, []
@@ -365,7 +365,7 @@ def _elsewhere(
     yield from walks
 
 
-def _twin(stretch: Stretch, number: Stop, side: Side) -> Stop:
+def _twin(stretch: Stretch, number: Stop, side: GuardSide) -> Stop:
     """Return the guard at which a re-recorded run left the replay, by its own numbers."""
     states = stretch.recording.tape.states
     state = None if isinstance(number, AfterOp) else states.get(number)
@@ -377,7 +377,7 @@ def _twin(stretch: Stretch, number: Stop, side: Side) -> Stop:
     return number
 
 
-def _is_only_way(graph: Graph, stretch: Stretch, number: Stop) -> bool:
+def _is_only_way(graph: ProgramGraph, stretch: Stretch, number: Stop) -> bool:
     """Return whether there is only one path from the start to a guard of some code."""
     number = -1 if isinstance(number, AfterOp) else number
     pieces = graph.pieces()
@@ -398,7 +398,7 @@ def _is_only_way(graph: Graph, stretch: Stretch, number: Stop) -> bool:
     return False
 
 
-def _trips(piece: Piece, path: PathEvents) -> Iterator[Walk]:
+def _trips(piece: RunPiece, path: PathEvents) -> Iterator[Walk]:
     """Yield the parts of calls' walks along a part of the graph."""
     tape, whole = piece.recording.tape, _whole(path, piece.owner)
     for (entered, left), hits in list(piece.trips.items()):
@@ -433,7 +433,7 @@ def branch_keys(stretch: Stretch) -> Iterator[Key]:
             yield key
 
 
-def _whole(path: PathEvents, taken: Path) -> Walk:
+def _whole(path: PathEvents, taken: RecordedPath) -> Walk:
     under, found, file = _return_of(path)
     end = End("return", "return")
     if found is not None:
@@ -441,7 +441,7 @@ def _whole(path: PathEvents, taken: Path) -> Walk:
     return Walk(path, path.events, end, under, taken.hits)
 
 
-def _live(path: PathEvents, taken: Path, number: Stop | None) -> Walk:
+def _live(path: PathEvents, taken: RecordedPath, number: Stop | None) -> Walk:
     """Runs that can only run live, from a guard on or (None) from the start."""
     end = End("live", path.recording.tape.blockers[0])
     numbers = [event.number for event in path.events]
@@ -488,7 +488,7 @@ def _raising_walk(path: PathEvents, index: int, name: str, times: int) -> Walk:
     )
 
 
-def _failing_walks(path: PathEvents, number: Stop, side: Side) -> Iterator[Walk]:
+def _failing_walks(path: PathEvents, number: Stop, side: GuardSide) -> Iterator[Walk]:
     """Runs that took another side than a path and then raised."""
     tape = path.recording.tape
     found = next((i for i, event in enumerate(path.events) if event.number == number), None)
@@ -729,7 +729,7 @@ def choices_of(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     if node is None:  # an assert that a tool has rewritten
         statement = file.statements.get(place.span)
         decided += [(statement.test, outcome)] if isinstance(statement, ast.Assert) else []
-    elif not (is_one_of_several(node) and outcome is needs_all(node)):
+    elif not (is_chained_test(node) and outcome is needs_all(node)):
         plain = follow_truth(file, node)
         if isinstance(plain.parent, ast.BoolOp):
             decided.append((plain.child, outcome is not plain.inverted))
@@ -794,7 +794,7 @@ def _choices_at(file: SourceFile, node: ast.AST) -> list[Choice]:
     return [
         Choice(kind, file.text(test), file.file, span_of(test), name, true, false,
                any(isinstance(inner, ast.expr)
-                   and (isinstance(inner, ast.BoolOp) or is_one_of_several(inner))
+                   and (isinstance(inner, ast.BoolOp) or is_chained_test(inner))
                    for inner in ast.walk(test)))
         for kind, test, true, false in sides
         if not isinstance(test, ast.Constant)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.tape.structure import build
+from bendtrace.tape.structure import build_instance
 
 _NAME = "array"  # of the attribute
 _SHARED = "shared"  # likewise, of those in the memory of a tensor of the model's
@@ -97,7 +97,7 @@ class ArrayFunction:
             with sys.modules["numpy"].errstate(**dict(self._errors)):
                 result = self.function(*arrays, **named)
         if not self.is_written:
-            return _close(result, given)
+            return _arrays_to_tensors(result, given)
         written: Tensor = kwargs.get("out", args[0])
         # Whether a call gives a view or a copy can depend on the layout of what it is given. Eager
         # counts no write to the memory of a tensor of the model's.
@@ -140,8 +140,8 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the tensor that stands for the array of `tensor.numpy()`."""
     array: Any = Tensor.numpy(tensor, *args, **kwargs)
     plain = tensor.detach()
-    if plain.data_ptr() != _address(array) or plain.device.type != "cpu":
-        return _close(array, [])
+    if plain.data_ptr() != array_address(array) or plain.device.type != "cpu":
+        return _arrays_to_tensors(array, [])
     vars(plain).update({_NAME: array, _SHARED: True})
     return plain
 
@@ -149,7 +149,7 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 content_of.__name__ = "numpy"
 
 
-def _close(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
+def _arrays_to_tensors(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
     """Return a result with tensors in the place of arrays."""
     kind = type(result)
     if is_content(result):
@@ -157,8 +157,8 @@ def _close(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
     if isinstance(result, Tensor):
         return _in_memory_of(given, result)
     if isinstance(result, (tuple, list)):
-        items = [_close(item, given) for item in result]
-        return kind(items) if kind in (tuple, list) else build(kind, items, {})
+        items = [_arrays_to_tensors(item, given) for item in result]
+        return kind(items) if kind in (tuple, list) else build_instance(kind, items, {})
     return result
 
 
@@ -185,10 +185,10 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
         for other, _ in given:
             first = other.data_ptr() - other.storage_offset() * size
             end = first + other.untyped_storage().nbytes()
-            away = _address(array) - first
+            away = array_address(array) - first
             if (
-                first <= _address(array) < end
-                and str(other.dtype) == _name(array)
+                first <= array_address(array) < end
+                and str(other.dtype) == _dtype_name(array)
                 and (is_in_memory(other) and away % size == 0)
             ):
                 try:
@@ -206,7 +206,7 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
 def is_in_memory(tensor: Tensor) -> bool:
     """Return whether a tensor that stands for an array is in the memory of the array."""
     array = array_of(tensor)
-    return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == _address(array))
+    return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == array_address(array))
 
 
 def _in_memory_of(given: list[tuple[Tensor, Any]], tensor: Tensor) -> Tensor:
@@ -227,17 +227,18 @@ def shares_unseen(tensor: Tensor, given: list[Tensor]) -> bool:
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     return any(
         is_ndarray(array := array_of(other))
-        and first <= _address(array) < end
+        and first <= array_address(array) < end
         and other.untyped_storage().data_ptr() != first
         for other in given
     )
 
 
-def _address(array: Any) -> int:
+def array_address(array: Any) -> int:
+    """Return the address of the first element of an array."""
     return int(array.__array_interface__["data"][0])
 
 
-def _name(array: Any) -> str:
+def _dtype_name(array: Any) -> str:
     return f"torch.{array.dtype.name}"
 
 

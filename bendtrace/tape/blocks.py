@@ -18,8 +18,8 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch
-from bendtrace.tape.structure import Construction, Fixed, Instance, build
-from bendtrace.tape.tape import Op, Ref, Settings
+from bendtrace.tape.structure import Construction, FixedObject, Instance, build_instance
+from bendtrace.tape.tape import CheckpointSettings, Op, Ref
 
 # Runs a block: it is advanced where the block begins and where it ends, so that the saved tensors
 # are torch's concern. Seen in 2.13 to 2.15; torch's own compiler uses it in the same way.
@@ -121,7 +121,7 @@ class Portion:
             switch.to(op.context)
             try:
                 known[op.index] = op.target(
-                    *_arguments(op.args, known), **_arguments(op.kwargs, known)
+                    *_replayed_arguments(op.args, known), **_replayed_arguments(op.kwargs, known)
                 )
             except _Stopped:
                 raise
@@ -142,23 +142,27 @@ def _pass_through(passage: Passage, known: dict[int, Any], switch: ContextSwitch
     known[passage.op] = passage.function(known[passage.op])
 
 
-def _arguments(value: Any, known: dict[int, Any]) -> Any:
+def _replayed_arguments(value: Any, known: dict[int, Any]) -> Any:
     """Return the arguments that recorded ones stand for."""
     kind = type(value)
     if kind is Ref:
         return known[value.index]
     if kind is tuple or kind is list:
-        return kind([_arguments(item, known) for item in value])
+        return kind([_replayed_arguments(item, known) for item in value])
     if kind is dict:
-        return {key: _arguments(item, known) for key, item in value.items()}
+        return {key: _replayed_arguments(item, known) for key, item in value.items()}
     if kind is slice:
-        return slice(*_arguments((value.start, value.stop, value.step), known))
-    if kind is Fixed:
+        return slice(*_replayed_arguments((value.start, value.stop, value.step), known))
+    if kind is FixedObject:
         return value.value
     if kind is Construction:
-        return value.maker(*_arguments(value.args, known))
+        return value.maker(*_replayed_arguments(value.args, known))
     if kind is Instance:
-        return build(value.cls, _arguments(value.items, known), _arguments(value.attributes, known))
+        return build_instance(
+            value.cls,
+            _replayed_arguments(value.items, known),
+            _replayed_arguments(value.attributes, known),
+        )
     if kind is Array:
         array = value.value.copy("K")
         array.flags.writeable = value.is_writeable
@@ -181,7 +185,7 @@ class Block:
         function: the model's own function, if that is to be called again instead of the portions.
     """
 
-    def __init__(self, settings: Settings, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, settings: CheckpointSettings, tensors: Iterable[Tensor]) -> None:
         self.function: Callable[[], Any] | None = None
         self._portions: list[tuple[Portion, tuple[Any, ...], tuple[int, int] | None]] = []
         self._around = [keeper() for keeper in KEEPERS]

@@ -313,7 +313,7 @@ class Captured:
 
 
 @dataclass(slots=True)
-class Change:
+class EnvironmentChange:
     """A change that a run made to its environment.
 
     Attributes:
@@ -331,7 +331,7 @@ class Change:
 
     def store(self, value: Any) -> None:
         """Store `value` at the changed location."""
-        put(self.part.value, self.key, value)
+        store_item(self.part.value, self.key, value)
 
     def covers(self, part: Captured) -> bool:
         """Return whether the change affects a captured value, or the keys or items of it."""
@@ -391,7 +391,7 @@ class AttributeKey(str):
             object.__setattr__(owner, self.name, value)
 
 
-def put(container: Any, key: Any, value: Any) -> None:
+def store_item(container: Any, key: Any, value: Any) -> None:
     """Store a value in a container, by the key of a change; items are added by now."""
     if isinstance(container, types.CellType):
         container.cell_contents = value
@@ -399,14 +399,14 @@ def put(container: Any, key: Any, value: Any) -> None:
         for position, item in enumerate(value, len(container) - len(value)):
             container[position] = item
     elif key is None:
-        refill(container, value)
+        refill_sequence(container, value)
     elif isinstance(key, AttributeKey):
         key.put(container, value)
     else:
         container[key] = value
 
 
-def refill(container: Any, items: list[Any]) -> None:
+def refill_sequence(container: Any, items: list[Any]) -> None:
     """Exchange all items of a list or deque."""
     if type(container) is collections.deque:
         container.clear()
@@ -461,7 +461,7 @@ def attributes_of(value: Any) -> dict[AttributeKey, Any]:
     # Whether there are any is not asked of the object, whose `__getattr__` may answer anything.
     own = value.__dict__ if type(value).__dictoffset__ else {}
     found = {AttributeKey(name, Access.DICT): item for name, item in own.items()}
-    for name in slots_of(type(value)):
+    for name in slot_names(type(value)):
         if (item := slot_of(value, name)) is not UNSET:
             found[AttributeKey(name, Access.ATTRIBUTE)] = item
     return found
@@ -486,13 +486,13 @@ def compares_by_identity(kind: type) -> bool:
     return own.__eq__ is object.__eq__ or own.__hash__ is object.__hash__
 
 
-def module_of(kind: type) -> str:
+def module_name_of(kind: type) -> str:
     """Return the name of the module of a class; "" if unknown."""
     name: Any = kind.__module__  # of some that are written in Cython, a descriptor
     return name if isinstance(name, str) else ""
 
 
-def slots_of(kind: type) -> Iterator[str]:
+def slot_names(kind: type) -> Iterator[str]:
     """Yield the attributes that a class and its bases keep in slots, set or not."""
     for cls in kind.__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -532,27 +532,27 @@ def _bitwise(value: Any) -> Any:
     if kind is complex:
         return bits_of(value.real), bits_of(value.imag)
     if kind is range or kind is slice:  # range(0, 3, 2) == range(0, 4, 2)
-        return tuple(map(_exact, (value.start, value.stop, value.step)))
+        return tuple(map(_exact_value, (value.start, value.stop, value.step)))
     if kind is tuple:
-        return tuple(map(_exact, value))
+        return tuple(map(_exact_value, value))
     if kind is frozenset:
-        return frozenset(map(_exact, value))
+        return frozenset(map(_exact_value, value))
     if is_scalar(kind):
         return str(value.dtype), value.tobytes()
     return value
 
 
-def _exact(value: Any) -> tuple[type, Any]:
+def _exact_value(value: Any) -> tuple[type, Any]:
     """A value with its type, since 1 == 1.0 == True, and floats by their bits."""
     return type(value), _bitwise(value)
 
 
-def _members_of(values: Any) -> tuple[Any, ...]:
+def _set_members(values: Any) -> tuple[Any, ...]:
     """Return a set's members, in iteration order."""
-    return tuple(map(_exact, values))
+    return tuple(map(_exact_value, values))
 
 
-def _items_of(container: Any) -> Exact:
+def _plain_content(container: Any) -> Exact:
     """Return the content of a container of plain values: items and attributes, in order."""
     kind = type(container)
     keys: tuple[Any, ...] = ()
@@ -576,8 +576,8 @@ def _items_of(container: Any) -> Exact:
 
 # How what is compared as one is copied: equal copies mean that nothing in it has changed.
 COPIED: dict[CaptureKind, Callable[[Any], Any]] = {
-    CaptureKind.SET: _members_of,
-    CaptureKind.LARGE: _items_of,
+    CaptureKind.SET: _set_members,
+    CaptureKind.LARGE: _plain_content,
     CaptureKind.ARRAY: Array,
 }
 
@@ -628,7 +628,7 @@ def _is_same_key(a: Any, b: Any) -> bool:
     return known and kind is type(b) and identical(a, b)
 
 
-def content_of(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
+def container_content(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:
     """Return the current content of a container, by key; attributes have `AttributeKey`s.
 
     Args:

@@ -1,6 +1,6 @@
 """The kinds of guards.
 
-To add one, write its class here, and call `Writer.guard` where it is asked. A layer
+To add one, write its class here, and call `TapeWriter.guard` where it is asked. A layer
 refuses a kind that it does not know: compiled paths and exported programs name the kinds that they
 can write.
 """
@@ -16,7 +16,7 @@ import torch
 from bendtrace.tape.tape import Guard, Literals, Raised
 
 
-def kind_of(value: Any) -> str:
+def type_name_of(value: Any) -> str:
     """Return the name of a value's type."""
     name = _kinds.get(type(value))
     if name is None:
@@ -91,7 +91,7 @@ class ClassGuard(Guard):
     about: ClassVar[str] = "type of"
     asked: ClassVar[str] = "type({})"
     is_of_result: ClassVar[bool] = True
-    found: ClassVar[Callable[[Any], str]] = staticmethod(kind_of)
+    found: ClassVar[Callable[[Any], str]] = staticmethod(type_name_of)
     answer: str
 
 

@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.python.bytecode import constant_of, has, single_steps, steps_of
+from bendtrace.python.bytecode import constant_of, has, instructions_of, single_steps
 from bendtrace.python.features import is_off
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import PACKAGE, TORCH
@@ -439,7 +439,7 @@ def _tells_apart(code: CodeType) -> bool:
             return True
     tests = has(code, "IS_OP") and any(
         current == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
-        for (before, argument), (current, _) in itertools.pairwise(steps_of(code))
+        for (before, argument), (current, _) in itertools.pairwise(instructions_of(code))
     )
     return tests or any(_tells_apart(inner) for inner in code.co_consts if type(inner) is CodeType)
 

@@ -84,7 +84,7 @@ class _Node:
         return bool(self._value())
 
 
-_put = object.__setattr__
+_put = object.__setattr__  # past `TracedScalar.__setattr__`, which is for the model's code
 
 
 class TracedScalar:
@@ -289,7 +289,7 @@ def _index(scalar: TracedScalar) -> int:
     return operator.index(scalar._consume(Use.INDEX))
 
 
-def _operators() -> dict[str, Callable[..., Any]]:
+def _operator_functions() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {"__index__": _index}
     for name, function in _UNARY.items():
         found[f"__{name}__"] = _unary(function)
@@ -303,7 +303,7 @@ def _operators() -> dict[str, Callable[..., Any]]:
     return found
 
 
-_OPERATORS = _operators()
+_OPERATORS = _operator_functions()
 # Torch's class of symbolic floats gets all of these as soon as torch imports what defines them.
 _BINARY_NAMES = frozenset(f"__{r}{name}__" for r in ("", "r") for name in _BINARY)
 
@@ -316,7 +316,7 @@ def _not_inverted(self: TracedScalar) -> Any:
     return ~self._value
 
 
-def _attribute(name: str) -> property:
+def _number_attribute(name: str) -> property:
     return property(lambda self: getattr(self._consume(use_by(name)), name))
 
 
@@ -324,10 +324,12 @@ class _NotSymbolic:
     """Replaces torch's class, with the same layout, once the run is over."""
 
 
-def _kind(base: type, plain_kind: type) -> Any:
+def _traced_class(base: type, plain_kind: type) -> Any:
     # Methods such as bit_length() or is_integer(), some of which torch's classes have too.
     public = {
-        attribute: _attribute(attribute) for attribute in dir(plain_kind) if attribute[0] != "_"
+        attribute: _number_attribute(attribute)
+        for attribute in dir(plain_kind)
+        if attribute[0] != "_"
     }
 
     def new(cls: type, *args: Any) -> Any:
@@ -356,14 +358,14 @@ def _kind(base: type, plain_kind: type) -> Any:
     return type(plain_kind.__name__, (TracedScalar, base), body)
 
 
-TracedInt: Any = _kind(torch.SymInt, int)
-TracedFloat: Any = _kind(torch.SymFloat, float)
-TracedBool: Any = _kind(torch.SymBool, bool)
+TracedInt: Any = _traced_class(torch.SymInt, int)
+TracedFloat: Any = _traced_class(torch.SymFloat, float)
+TracedBool: Any = _traced_class(torch.SymBool, bool)
 TRACED: frozenset[type] = frozenset({TracedInt, TracedFloat, TracedBool})
 _RETIRED = {
-    TracedInt: _kind(_NotSymbolic, int),
-    TracedFloat: _kind(_NotSymbolic, float),
-    TracedBool: _kind(_NotSymbolic, bool),
+    TracedInt: _traced_class(_NotSymbolic, int),
+    TracedFloat: _traced_class(_NotSymbolic, float),
+    TracedBool: _traced_class(_NotSymbolic, bool),
 }
 RETIRED: frozenset[type] = frozenset(_RETIRED.values())
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bendtrace.tape.captured import PLAIN_TYPES, AttributeKey, Captured
-from bendtrace.tape.tape import Container, leaves_in
+from bendtrace.tape.tape import Container, argument_leaves
 
 # Creating objects from their content, bypassing their constructors.
 
@@ -54,7 +54,7 @@ def items_in(container: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
     return found
 
 
-def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
+def refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
     """Give a dict exactly these items in this order, bypassing its own methods."""
     base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
     base.clear(container)
@@ -62,7 +62,7 @@ def refill(container: dict[Any, Any], items: dict[Any, Any]) -> None:
         base.__setitem__(container, key, value)
 
 
-def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
+def build_instance(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
     """Build the object that an `Instance` describes, without running its constructor."""
     made: Any
     if issubclass(cls, tuple):
@@ -74,7 +74,7 @@ def build(cls: type, items: Any, attributes: dict[Any, Any]) -> Any:
     else:
         made = next(base for base in cls.__mro__ if base in _BASES).__new__(cls)
         if issubclass(cls, dict):
-            refill(made, items)
+            refill_dict(made, items)
         elif issubclass(cls, list):
             list.extend(made, items)
     for name, value in attributes.items():
@@ -158,11 +158,11 @@ def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]
 _use_count: Any = getattr(torch.Tensor, "_use_count", lambda tensor: -1)
 
 
-def flat(key: Any) -> Iterator[Any]:
+def key_parts(key: Any) -> Iterator[Any]:
     """Yield the parts of a key, but for plain values."""
     if type(key) in (tuple, frozenset):
         for item in key:
-            yield from flat(item)
+            yield from key_parts(item)
     elif type(key) not in PLAIN_TYPES:
         yield key
 
@@ -175,15 +175,15 @@ def _is_lost(key: Any) -> bool:
         and count == _ALONE
         and _use_count(item) == 1  # which views and graphs add to
         and not weakref.getweakrefcount(item)
-        for item, count in zip(key, _holders(key), strict=True)
+        for item, count in zip(key, _item_references(key), strict=True)
     )
 
 
-def _holders(items: tuple[Any, ...]) -> list[int]:
+def _item_references(items: tuple[Any, ...]) -> list[int]:
     return [sys.getrefcount(item) for item in items]
 
 
-_ALONE = _holders((object(),))[0]
+_ALONE = _item_references((object(),))[0]
 
 
 def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
@@ -266,7 +266,7 @@ class Existing:
         return self.part.label
 
 
-class Fixed:
+class FixedObject:
     """An object used itself, not a copy, that no scan has found."""
 
     __slots__ = ("value",)
@@ -275,7 +275,7 @@ class Fixed:
         self.value: Any = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fixed) and other.value is self.value
+        return isinstance(other, FixedObject) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -380,4 +380,4 @@ class Instance(Container):
 
 def existing_in(value: Any) -> Iterator[Existing]:
     """Yield the objects in recorded arguments, or in an output, that existed before the run."""
-    return (leaf for leaf in leaves_in(value) if type(leaf) is Existing)
+    return (leaf for leaf in argument_leaves(value) if type(leaf) is Existing)

@@ -398,7 +398,7 @@ class Guard:
         return answer
 
 
-class Settings(NamedTuple):
+class CheckpointSettings(NamedTuple):
     """The options of `torch.utils.checkpoint` for a block (see there)."""
 
     preserves_rng: bool
@@ -420,7 +420,7 @@ class Checkpoint:
 
     begin: tuple[int, int]
     end: tuple[int, int]
-    settings: Settings
+    settings: CheckpointSettings
     tensors: tuple[int, ...]
 
     def holds(self, guard: int) -> bool:
@@ -443,7 +443,7 @@ class AfterOp:
 Stop: TypeAlias = int | AfterOp
 
 
-class State(NamedTuple):
+class RunState(NamedTuple):
     """The state of a run when it asked for a value (see `states.py`).
 
     Attributes:
@@ -488,7 +488,7 @@ class Tape:
     blockers: list[str] = field(default_factory=list)
     is_joint: bool = False
     joint: dict[int, str] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, RunState] = field(default_factory=dict)
     counters: set[int] = field(default_factory=set)
     aliases: dict[int, int] = field(default_factory=dict)
     outlines: dict[int, Any] = field(default_factory=dict)
@@ -520,25 +520,25 @@ class Container:
         raise NotImplementedError
 
 
-def leaves_in(value: Any) -> Iterator[Any]:
+def argument_leaves(value: Any) -> Iterator[Any]:
     """Yield every `Ref`, constant and `Existing` in recorded arguments."""
     kind = type(value)
     if kind is tuple or kind is list:
         for item in value:
-            yield from leaves_in(item)
+            yield from argument_leaves(item)
     elif kind is dict:
         for item in value.values():
-            yield from leaves_in(item)
+            yield from argument_leaves(item)
     elif kind is slice:
-        yield from leaves_in((value.start, value.stop, value.step))
+        yield from argument_leaves((value.start, value.stop, value.step))
     elif issubclass(kind, Container):
-        yield from leaves_in(value.inside())
+        yield from argument_leaves(value.inside())
     else:
         yield value
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rebuild recorded arguments with every leaf (see `leaves_in`) replaced by `change(leaf)`."""
+    """Rebuild recorded arguments with every leaf (see `argument_leaves`) replaced by `change`."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind(map_leaves(item, change) for item in value)
@@ -553,7 +553,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def refs_in(value: Any) -> Iterator[Ref]:
     """Yield every `Ref` in recorded arguments, containers included."""
-    return (leaf for leaf in leaves_in(value) if type(leaf) is Ref)
+    return (leaf for leaf in argument_leaves(value) if type(leaf) is Ref)
 
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:

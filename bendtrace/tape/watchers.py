@@ -70,12 +70,12 @@ class Watcher(Protocol):
         """Keep nothing that refers to these tensors."""
 
 
-class _Local(threading.local):
+class _CurrentWatcher(threading.local):
     watcher: Watcher | None = None
     around: Watcher | None = None  # of the function that is carried out as one op
 
 
-_local = _Local()
+_local = _CurrentWatcher()
 
 
 def current_watcher() -> Watcher | None:

@@ -23,7 +23,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 from bendtrace.errors import RankDivergenceError
 from bendtrace.python.internals import internal, pytree
 from bendtrace.tape.watchers import current_watcher
-from bendtrace.watch.owners import parts_of
+from bendtrace.watch.owners import module_tree
 
 # Which things of torch.distributed say who communicates and how.
 
@@ -156,7 +156,7 @@ _COUNTED = {"allgather_": 0, "reduce_scatter_": 1}
 class Collective:
     """One op in which all ranks of a group take part."""
 
-    group: Group
+    group: RankGroup
     text: str
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ def _describe(value: Any) -> Iterator[str]:
             yield from _describe(item)
 
 
-def _group_in(value: Any) -> Group | None:
+def _group_in(value: Any) -> RankGroup | None:
     if isinstance(value, torch.ScriptObject):
         try:
             return group_of(dist.ProcessGroup.unbox(value))
@@ -211,12 +211,12 @@ def _group_in(value: Any) -> Group | None:
     return None
 
 
-def group_of(group: Any) -> Group:
+def group_of(group: Any) -> RankGroup:
     """Return the properties of a process group that are the same on all ranks."""
-    return Group(group.group_name, tuple(dist.get_process_group_ranks(group)))
+    return RankGroup(group.group_name, tuple(dist.get_process_group_ranks(group)))
 
 
-def world() -> Group:
+def world() -> RankGroup:
     """Return the default process group."""
     return group_of(dist.group.WORLD)
 
@@ -224,13 +224,13 @@ def world() -> Group:
 # Which models do
 
 
-def groups_of(model: nn.Module) -> list[Group]:
+def groups_of(model: nn.Module) -> list[RankGroup]:
     """Return the groups over which a model's parameters and buffers are distributed."""
     tensor = sys.modules.get("torch.distributed.tensor")
     if tensor is None:
         return []
     meshes: dict[int, Any] = {}
-    for module in parts_of(model):
+    for module in module_tree(model):
         found = [*module._parameters.values(), *module._buffers.values()]
         found += [parameter.sharded_param for parameter in gather_records(module)]
         for value in found:
@@ -250,18 +250,18 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     """
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
-        for module in parts_of(model):
+        for module in module_tree(model):
             for parameter in gather_records(module):
                 held = getattr(parameter, "_unsharded_param", None)
                 names[id(held)] = f"{len(names)}"
     if not names:
         return None
     reached: set[str] = set()
-    nodes = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    nodes = [tensor.grad_fn for tensor in nested_tensors(output) if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        variable = getattr(node, "variable", None)
+        variable = getattr(node, "variable", None)  # of a node that accumulates gradients
         if id(variable) in names:
             reached.add(names[id(variable)])
         for inner, _ in node.next_functions:
@@ -334,8 +334,8 @@ def _before_ddp(module: Any, *inputs: Any, **kwargs: Any) -> Any:
     if not module.device_ids and module.mixed_precision is None:
         watcher.opaque_call(prepare_forward, (module,), {})
         return inputs, kwargs
-    tensors, rebuilt = _apart((inputs, kwargs))
-    return rebuilt(watcher.opaque_call(prepare_forward, (module, *tensors), {}))
+    tensors, rebuild = _take_tensors_out((inputs, kwargs))
+    return rebuild(watcher.opaque_call(prepare_forward, (module, *tensors), {}))
 
 
 def _after_ddp(module: Any, output: Any) -> Any:
@@ -346,20 +346,20 @@ def _after_ddp(module: Any, output: Any) -> Any:
     if not (module.find_unused_parameters or module.static_graph):
         watcher.opaque_call(prepare_backward, (module,), {})
         return output
-    tensors, rebuilt = _apart(output)
-    return rebuilt(watcher.opaque_call(prepare_backward, (module, *tensors), {}))
+    tensors, rebuild = _take_tensors_out(output)
+    return rebuild(watcher.opaque_call(prepare_backward, (module, *tensors), {}))
 
 
 # FSDP2
 
 
-def _states() -> Any:
+def _fsdp_states() -> Any:
     return sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
 
 
 def _hook_of_fsdp(hooks: Mapping[int, Any], name: str) -> tuple[int, Any] | None:
     """Return the hook of FSDP's in a table, with its number."""
-    states = _states()
+    states = _fsdp_states()
     if states is None:
         return None
     for number, hook in hooks.items():
@@ -394,14 +394,14 @@ def gather_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]
 
 def gather_records(module: nn.Module) -> Iterator[Any]:
     """Yield FSDP's record of each parameter that it gathers when a module is called."""
-    states = _states()
+    states = _fsdp_states()
     if states is None or type(module).__hash__ is None:  # FSDP finds modules by their hash
         return
-    for group in _groups_of(states._get_module_fsdp_state(module)):
+    for group in _groups_of_state(states._get_module_fsdp_state(module)):
         yield from group.fsdp_params
 
 
-def _groups_of(state: Any) -> list[Any]:
+def _groups_of_state(state: Any) -> list[Any]:
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -442,7 +442,7 @@ class _Before(_JointHook):
         watcher = current_watcher()
         if watcher is None:
             return self.hook(module, args, kwargs)
-        tensors, rebuilt = _apart((args, kwargs))
+        tensors, rebuild = _take_tensors_out((args, kwargs))
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
         for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
@@ -451,7 +451,7 @@ class _Before(_JointHook):
                 if held[name] is not parameter:
                     self.shards.append((held, name, held[name]))
                     held[name] = parameter
-        return rebuilt(given[: len(tensors)])
+        return rebuild(given[: len(tensors)])
 
 
 class _After(_JointHook):
@@ -459,13 +459,13 @@ class _After(_JointHook):
         watcher = current_watcher()
         if watcher is None:
             return self.hook(module, args, output)
-        tensors, rebuilt = _apart(output)
+        tensors, rebuild = _take_tensors_out(output)
         given = watcher.opaque_call(release_parameters, (module, *tensors), {})
-        _put_back(self.shards)
-        return rebuilt(given)
+        _restore_shards(self.shards)
+        return rebuild(given)
 
 
-def _put_back(shards: list[_Shard]) -> None:
+def _restore_shards(shards: list[_Shard]) -> None:
     for held, name, shard in shards:
         held[name] = shard
     shards.clear()
@@ -474,7 +474,7 @@ def _put_back(shards: list[_Shard]) -> None:
 def has_joint_hooks(module: nn.Module) -> bool:
     """Return whether FSDP may act around the forward of a module."""
     hooked = module._forward_pre_hooks or module._forward_hooks
-    return bool(hooked) and _states() is not None
+    return bool(hooked) and _fsdp_states() is not None
 
 
 @contextmanager
@@ -493,15 +493,15 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        _put_back(shards)
+        _restore_shards(shards)
         for hooks, number, hook in exchanged:
             if number in hooks:
                 hooks[number] = hook
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def nested_tensors(value: Any) -> list[Tensor]:
     """Return the tensors in a value, in the kinds of containers that models return."""
-    return _apart(value)[0]
+    return _take_tensors_out(value)[0]
 
 
 # Whatever of torch.distributed does something with all tensors of a value uses it.
@@ -511,27 +511,27 @@ _apply_to_tensors: Any = internal(
 )
 
 
-def _apart(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
+def _take_tensors_out(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
     """Return the tensors in a value, and a function that puts others in their places.
 
     In the kinds of containers that FSDP and DDP look for tensors in.
     """
     tensors: list[Tensor] = []
 
-    def taken(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         tensors.append(tensor)
         return tensor
 
-    _apply_to_tensors(taken, value)
+    _apply_to_tensors(collect, value)
 
-    def rebuilt(others: Any) -> Any:
+    def rebuild(others: Any) -> Any:
         given = tuple(others or ())
         if all(new is old for new, old in zip(given, tensors, strict=True)):
             return value
         rest = iter(given)
         return _apply_to_tensors(lambda _: next(rest), value)
 
-    return tensors, rebuilt
+    return tensors, rebuild
 
 
 # Ops that read of a module what only they and the backward pass change.
@@ -547,7 +547,7 @@ JOINT: frozenset[Any] = frozenset(
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """A process group: its name, which is the same on all ranks, and its (global) ranks."""
 
     name: str
@@ -582,16 +582,16 @@ class Ranks:
     events: dict[str, int] = field(default_factory=dict)
     messages: int = 0
     call: tuple[str, int] = ("", 0)
-    _is_gone: bool = False
+    _has_withdrawn: bool = False
     _latest: dict[str, int] = field(default_factory=dict)  # at which all came to agree
 
-    def meet(self, group: Group, what: str, told: str) -> None:
+    def meet(self, group: RankGroup, what: str, description: str) -> None:
         """Wait until all ranks of a group are about to do the same.
 
         Args:
             group: the group.
             what: what this rank is about to do, in the same words as on the others.
-            told: the description for messages if something else is about to happen.
+            description: what it is about to do, for messages if another rank does not.
 
         Raises:
             RankDivergenceError: the ranks are about to do different things.
@@ -611,52 +611,52 @@ class Ranks:
                 self._forget(group, number - 2)
             answer = self._answer(group, key)
         if answer != _GO:
-            raise self._divergence(group, key, told)
+            raise self._divergence(group, key, description)
         self._latest[group.name] = number
 
-    def leave(self, groups: Iterable[Group], told: str) -> None:
+    def leave(self, groups: Iterable[RankGroup], reason: str) -> None:
         """Stop others from waiting for this rank at their next meeting.
 
         Args:
             groups: the groups that it would have met.
-            told: what happened to it, for messages.
+            reason: what happened to it, for messages.
         """
         for group in groups:
             key = f"{group.name}/{self._next(group)}"
-            self._set(f"{key}/told/{self.rank}", told)
+            self._set(f"{key}/description/{self.rank}", reason)
             self._stop(key)
-        self.go(told)
+        self.withdraw(reason)
 
-    def go(self, told: str) -> None:
+    def withdraw(self, reason: str) -> None:
         """Announce that this rank will not meet others in its latest call again."""
-        self._is_gone = True
-        self._set(f"at/{self.rank}", json.dumps({"gone": told, "call": self.call}))
+        self._has_withdrawn = True
+        self._set(f"at/{self.rank}", json.dumps({"gone": reason, "call": self.call}))
 
     def _come_back(self) -> None:
-        if self._is_gone:
-            self._is_gone = False
+        if self._has_withdrawn:
+            self._has_withdrawn = False
             self._set(f"at/{self.rank}", "{}")
 
     # Waiting
 
-    def _answer(self, group: Group, key: str) -> bytes:
+    def _answer(self, group: RankGroup, key: str) -> bytes:
         """Wait for the last rank to come, or for somebody to find out that it will not."""
         started, patience = time.monotonic(), _PATIENCE
         before: Any = None
-        while not self._comes(f"{key}/answer", patience):
+        while not self._wait_for(f"{key}/answer", patience):
             patience = _LOOKS
             mine = {"at": key, "ranks": list(group.ranks), "group": group.name}
             self._set(f"at/{self.rank}", json.dumps(mine))
             places = self._places()
             why = self._hopeless(group, key, places)
             if why and places == before:  # and not just about to change
-                self._tell_of(key, why)
+                self._publish(key, why)
                 self._stop(key)
             before = places if why else None
             if time.monotonic() - started > self.timeout:
                 late = sorted(set(group.ranks) - self._at(key, places))
                 text = f"did not come within {self.timeout:g} s"
-                self._tell_of(key, dict.fromkeys(late, text))
+                self._publish(key, dict.fromkeys(late, text))
                 self._stop(key)
         return self._get(f"{key}/answer")
 
@@ -664,7 +664,7 @@ class Ranks:
         """Return where ranks wait, or that they have gone, as far as they said so."""
         found: dict[int, dict[str, Any]] = {}
         for rank in range(self.size):
-            if self._is_there(f"at/{rank}"):
+            if self._has(f"at/{rank}"):
                 found[rank] = json.loads(self._get(f"at/{rank}"))
         return found
 
@@ -673,7 +673,7 @@ class Ranks:
         return {rank for rank, place in places.items() if place.get("at") == key}
 
     def _hopeless(
-        self, group: Group, key: str, places: Mapping[int, Mapping[str, Any]]
+        self, group: RankGroup, key: str, places: Mapping[int, Mapping[str, Any]]
     ) -> dict[int, str]:
         """Return why one of those who are missing will never come; empty if they all may."""
         late = sorted(set(group.ranks) - self._at(key, places))
@@ -687,10 +687,10 @@ class Ranks:
             seen.add(rank)
             # If it has gone from an earlier call, or from one of another model, it is late.
             if place.get("gone") and self._is_reached_by(place["call"]):
-                return {chain[0]: _reason(chain, places, str(place["gone"]))}
-            if place.get("at") and not self._is_there(f"{place['at']}/answer"):
+                return {chain[0]: _waiting_reason(chain, places, str(place["gone"]))}
+            if place.get("at") and not self._has(f"{place['at']}/answer"):
                 if self.rank in place["ranks"]:  # it waits for this one, if only in the end
-                    return {chain[0]: _reason(chain, places, f"waits for rank {self.rank}")}
+                    return {chain[0]: _waiting_reason(chain, places, f"waits for rank {self.rank}")}
                 missing = set(place["ranks"]) - self._at(place["at"], places)
                 waiting += [(other, (*chain, other)) for other in sorted(missing)]
         return {}
@@ -698,35 +698,37 @@ class Ranks:
     def _is_reached_by(self, call: Sequence[Any]) -> bool:
         return bool(call[0] == self.call[0] and call[1] >= self.call[1])
 
-    # What is said when it is over
+    # Descriptions of the end of a meeting
 
     def _stop(self, key: str) -> None:
         self._exchange(f"{key}/answer", _STOP.decode())
 
-    def _tell_of(self, key: str, told: Mapping[int, str]) -> None:
-        for rank, text in told.items():
-            self._exchange(f"{key}/told/{rank}", text)
+    def _publish(self, key: str, descriptions: Mapping[int, str]) -> None:
+        for rank, text in descriptions.items():
+            self._exchange(f"{key}/description/{rank}", text)
 
-    def _divergence(self, group: Group, key: str, told: str) -> RankDivergenceError:
-        self._exchange(f"{key}/told/{self.rank}", told)  # unless it was given up before
+    def _divergence(self, group: RankGroup, key: str, description: str) -> RankDivergenceError:
+        self._exchange(
+            f"{key}/description/{self.rank}", description
+        )  # unless it was given up before
         found: dict[int, str] = {}
         until = time.monotonic() + _REPORT_SECONDS
         for rank in group.ranks:
             left = max(until - time.monotonic(), 0.01)
-            if self._comes(f"{key}/told/{rank}", left):
-                found[rank] = self._get(f"{key}/told/{rank}").decode()
+            if self._wait_for(f"{key}/description/{rank}", left):
+                found[rank] = self._get(f"{key}/description/{rank}").decode()
             else:
                 found[rank] = "does something else"
         return RankDivergenceError(group.name, found)
 
     # The store
 
-    def _next(self, group: Group) -> int:
+    def _next(self, group: RankGroup) -> int:
         number = self.events.get(group.name, 0)
         self.events[group.name] = number + 1
         return number
 
-    def _forget(self, group: Group, number: int) -> None:
+    def _forget(self, group: RankGroup, number: int) -> None:
         """Remove the messages of a meeting that all have left."""
         if number >= 0:
             for name in ("what", "count", "answer"):
@@ -750,15 +752,15 @@ class Ranks:
         self.messages += 1
         return bytes(self.store.get(key))
 
-    def _is_there(self, key: str) -> bool:
+    def _has(self, key: str) -> bool:
         self.messages += 1
         return bool(self.store.check([key]))
 
-    def _comes(self, key: str, seconds: float) -> bool:
+    def _wait_for(self, key: str, seconds: float) -> bool:
         """Return whether a key is set within some time."""
         # Not by `store.wait`: torch warns of each time that it takes longer.
         until, pause = time.monotonic() + seconds, 1e-4
-        while not self._is_there(key):
+        while not self._has(key):
             if time.monotonic() > until:
                 return False
             time.sleep(pause)
@@ -766,7 +768,9 @@ class Ranks:
         return True
 
 
-def _reason(chain: Sequence[int], places: Mapping[int, Mapping[str, Any]], last: str) -> str:
+def _waiting_reason(
+    chain: Sequence[int], places: Mapping[int, Mapping[str, Any]], last: str
+) -> str:
     """Say why the first of some ranks, each of which waits for the next, will never come."""
     links = [f"waits in group {places[rank]['group']} for rank {then}, which "
              for rank, then in itertools.pairwise(chain)]  # fmt: skip

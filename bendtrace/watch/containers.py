@@ -99,21 +99,25 @@ class Watching:
         self.is_misused: bool = False
 
 
-def watching(container: Any) -> Watching:
+def watched_container(container: Any) -> Watching:
     """Return what takes the place of a container."""
     kind: Any = type(container)
-    found: Watching = _watching_class(kind)(container)
+    found: Watching = _container_class(kind)(container)
     return found
 
 
 @functools.cache
-def _watching_class(kind: Any) -> Any:
+def _container_class(kind: Any) -> Any:
     space: dict[str, Any] = {"__slots__": (), "__hash__": None}
     for name in {*dir(kind)} - _FREE:
         if name in _OPERATIONS[kind]:
-            space[name] = _operation(name)
+            space[name] = _replay_operation(name)
         else:
-            space[name] = _other(name) if callable(getattr(kind, name)) else _attribute(name)
+            space[name] = (
+                _unwatched_method(name)
+                if callable(getattr(kind, name))
+                else _container_attribute(name)
+            )
     space["__bool__"] = _truth
     space["__class__"] = property(_class_of_original)
     return type(kind.__name__, (Watching,), space)
@@ -126,7 +130,7 @@ def _class_of_original(container: Watching) -> type:
 
 
 @functools.cache
-def _function(name: str) -> Callable[..., Any]:
+def _replay_function(name: str) -> Callable[..., Any]:
     """Return the function that replays call, with the container and what it is given."""
 
     def operate(container: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,12 +148,12 @@ def _truth(container: Watching) -> bool:
     frame = sys._getframe(1)
     watcher = _watcher_of(frame)
     if watcher is None or not watcher.holds(container):
-        return bool(_unseen(container, "__len__", (), {}, frame))
+        return bool(_report_unseen(container, "__len__", (), {}, frame))
     return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
 
 
-def _operation(name: str) -> Callable[..., Any]:
-    function = _function(name)
+def _replay_operation(name: str) -> Callable[..., Any]:
+    function = _replay_function(name)
 
     def call(self: Watching, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
@@ -157,8 +161,8 @@ def _operation(name: str) -> Callable[..., Any]:
         if watcher is None:
             return getattr(self.original, name)(*args, **kwargs)
         # Another run, inside of the one that watches the container, does not know it.
-        if not watcher.holds(self) or not _can_be_given(name, (*args, *kwargs.values())):
-            return _unseen(self, name, args, kwargs, frame)
+        if not watcher.holds(self) or not _can_be_replayed(name, (*args, *kwargs.values())):
+            return _report_unseen(self, name, args, kwargs, frame)
         result = watcher.opaque_call(function, (self, *args), kwargs, frame)
         if not _is_value(result) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
             _report(self, name, frame)
@@ -167,14 +171,14 @@ def _operation(name: str) -> Callable[..., Any]:
     return call
 
 
-def _other(name: str) -> Callable[..., Any]:
+def _unwatched_method(name: str) -> Callable[..., Any]:
     def call(self: Watching, *args: Any, **kwargs: Any) -> Any:
-        return _unseen(self, name, args, kwargs, sys._getframe(1))
+        return _report_unseen(self, name, args, kwargs, sys._getframe(1))
 
     return call
 
 
-def _attribute(name: str) -> property:
+def _container_attribute(name: str) -> property:
     def get(self: Watching) -> Any:
         _report(self, name, sys._getframe(1))
         return getattr(self.original, name)
@@ -187,24 +191,24 @@ def _watcher_of(frame: FrameType) -> Watcher | None:
     return None if frame.f_code.co_filename.startswith(TRACER) else current_watcher()
 
 
-def _unseen(
+def _report_unseen(
     container: Watching, name: str, args: Any, kwargs: dict[str, Any], frame: FrameType
 ) -> Any:
     _report(container, name, frame)
-    return getattr(container.original, name)(*map(_plain, args), **_plain(kwargs))
+    return getattr(container.original, name)(*map(_plain_argument, args), **_plain_argument(kwargs))
 
 
-def _plain(value: Any) -> Any:
+def _plain_argument(value: Any) -> Any:
     """Return what the container itself receives: no traced scalars, and no such objects."""
     kind = type(value)
     if issubclass(kind, Watching):
         return value.original
     if kind is tuple:
-        return tuple(map(_plain, value))
+        return tuple(map(_plain_argument, value))
     if kind is list:
-        value[:] = map(_plain, value)
+        value[:] = map(_plain_argument, value)
     elif kind is dict:
-        value.update({key: _plain(item) for key, item in value.items()})
+        value.update({key: _plain_argument(item) for key, item in value.items()})
     return plain(value)
 
 
@@ -216,7 +220,7 @@ def _report(container: Watching, name: str, frame: FrameType) -> None:
         watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
 
 
-def _can_be_given(name: str, args: tuple[Any, ...]) -> bool:
+def _can_be_replayed(name: str, args: tuple[Any, ...]) -> bool:
     if name == "update":  # by the members of a list
         return len(args) == 1 and type(args[0]) in (list, tuple) and all(map(_is_key, args[0]))
     keys, rest = args[:1], args[1:]

@@ -30,7 +30,7 @@ from bendtrace.tape.tape import (
 from bendtrace.watch.functions import METADATA, SHAPES, name_of
 
 
-class Call(NamedTuple):
+class EquivalentCall(NamedTuple):
     """A call that is equivalent to another one.
 
     Attributes:
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     gives_back: Ref | None = None
 
 
-class Asked(NamedTuple):
+class TorchSetting(NamedTuple):
     """An argument that the function asks torch for."""
 
     function: Callable[[], Any]
@@ -58,7 +58,7 @@ _Given = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class FunctionEquivalent:
     """The equivalent of a function.
 
     Attributes:
@@ -69,10 +69,10 @@ class Entry:
     """
 
     function: types.FunctionType
-    resolve: Callable[[_Given], Call | None]
+    resolve: Callable[[_Given], EquivalentCall | None]
     names: frozenset[str]
 
-    def call(self, op: Op) -> Call | None:
+    def call(self, op: Op) -> EquivalentCall | None:
         """Return the equivalent of a recorded call, if it is certain."""
         code = self.function.__code__
         names = code.co_varnames[: code.co_argcount]
@@ -95,94 +95,98 @@ _ASKING = frozenset(
         "handle_torch_function", "torch", "_C", "_nn", "_VF",
     }
 )  # fmt: skip
-_cudnn_enabled = Asked(cudnn)  # what torch.backends.cudnn.enabled asks for
+_cudnn_enabled = TorchSetting(cudnn)  # what torch.backends.cudnn.enabled asks for
 
 
-def _layer_norm(given: _Given) -> Call:
+def _layer_norm(given: _Given) -> EquivalentCall:
     args = (given["input"], given["normalized_shape"], given["weight"], given["bias"])
-    return Call(torch.layer_norm, (*args, given["eps"], _cudnn_enabled))
+    return EquivalentCall(torch.layer_norm, (*args, given["eps"], _cudnn_enabled))
 
 
-def _rms_normalized(given: _Given) -> Call:
+def _rms_normalized(given: _Given) -> EquivalentCall:
     args = given["input"], given["normalized_shape"], given["weight"], given["eps"]
-    return Call(torch.rms_norm, args)
+    return EquivalentCall(torch.rms_norm, args)
 
 
-def _batch_normalized(given: _Given) -> Call | None:
+def _batch_normalized(given: _Given) -> EquivalentCall | None:
     if given["training"] is not False or type(given["eps"]) is not float or given["eps"] < 0.0:
         return None  # sizes are looked at, or an error is raised
     names = (
         "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
     )  # fmt: skip
-    return Call(torch.batch_norm, (*map(given.__getitem__, names), _cudnn_enabled))
+    return EquivalentCall(torch.batch_norm, (*map(given.__getitem__, names), _cudnn_enabled))
 
 
-def _dropout(given: _Given) -> Call | None:
+def _dropout(given: _Given) -> EquivalentCall | None:
     p, training, inplace = given["p"], given["training"], given["inplace"]
     if type(p) not in (int, float) or not 0 <= p <= 1:
         return None
     if type(training) is not bool or type(inplace) is not bool:
         return None
     function = torch.dropout_ if inplace else torch.dropout
-    return Call(function, (given["input"], p, training), gives_back=_back(given, training))
+    return EquivalentCall(
+        function, (given["input"], p, training), gives_back=_back(given, training)
+    )
 
 
 def _back(given: _Given, training: bool) -> Ref | None:
     return given["input"] if not training and type(given["input"]) is Ref else None
 
 
-def _embedding(given: _Given) -> Call | None:
+def _embedding(given: _Given) -> EquivalentCall | None:
     padding = given["padding_idx"]
     if given["max_norm"] is not None or not (padding is None or (_is_int(padding) and not padding)):
         return None  # weights are changed, or their number is looked at
     padding = -1 if padding is None else padding
     args = given["weight"], given["input"], padding, given["scale_grad_by_freq"], given["sparse"]
-    return Call(torch.embedding, args)
+    return EquivalentCall(torch.embedding, args)
 
 
-def _along(method: Any) -> Callable[[_Given], Call | None]:
-    def resolve(given: _Given) -> Call | None:
+def _along(method: Any) -> Callable[[_Given], EquivalentCall | None]:
+    def resolve(given: _Given) -> EquivalentCall | None:
         if given["dim"] is None:
             return None  # there is a warning
         dtype = given["dtype"]
-        return Call(
+        return EquivalentCall(
             method, (given["input"], given["dim"]), {} if dtype is None else {"dtype": dtype}
         )
 
     return resolve
 
 
-def _activation(function: Any, in_place: Any, *names: str) -> Callable[[_Given], Call | None]:
-    def resolve(given: _Given) -> Call | None:
+def _activation(
+    function: Any, in_place: Any, *names: str
+) -> Callable[[_Given], EquivalentCall | None]:
+    def resolve(given: _Given) -> EquivalentCall | None:
         if type(given["inplace"]) is not bool:
             return None
         chosen = in_place if given["inplace"] else function
-        return Call(chosen, (given["input"], *map(given.__getitem__, names)))
+        return EquivalentCall(chosen, (given["input"], *map(given.__getitem__, names)))
 
     return resolve
 
 
-def _clamp(given: _Given) -> Call | None:
+def _clamp(given: _Given) -> EquivalentCall | None:
     low, high = given["min_val"], given["max_val"]
     if type(low) not in (int, float) or type(high) not in (int, float) or not low <= high:
         return None
     return _activation(_nn.hardtanh, _nn.hardtanh_, "min_val", "max_val")(given)
 
 
-def _split(given: _Given) -> Call | None:
+def _split(given: _Given) -> EquivalentCall | None:
     tensor, size, dim = given.values()
     if _is_int(size):
-        return Call(_functions.split, (tensor, size, dim))
+        return EquivalentCall(_functions.split, (tensor, size, dim))
     if type(size) in (list, tuple) and all(map(_is_int, size)):
-        return Call(_functions.split_with_sizes, (tensor, size, dim))
+        return EquivalentCall(_functions.split_with_sizes, (tensor, size, dim))
     return None
 
 
-def _pad(given: _Given) -> Call | None:
+def _pad(given: _Given) -> EquivalentCall | None:
     mode = given["mode"]
     if type(mode) is not str or mode == "replicate":
         return None  # settings are looked at
-    return Call(_nn.pad, (given["input"], given["pad"], mode, given["value"]))
+    return EquivalentCall(_nn.pad, (given["input"], given["pad"], mode, given["value"]))
 
 
 def _is_int(value: Any) -> bool:
@@ -193,17 +197,20 @@ _nn: Any = internal("torch._C._nn", functional)
 _functions: Any = internal("torch._C._VariableFunctions", torch)
 
 
-def _entries() -> dict[Any, Entry]:
-    found: dict[Any, Entry] = {}
+def _all_equivalents() -> dict[Any, FunctionEquivalent]:
+    found: dict[Any, FunctionEquivalent] = {}
 
     def enter(
-        function: Any, resolve: Callable[[_Given], Call | None], *names: str, own: bool = True
+        function: Any,
+        resolve: Callable[[_Given], EquivalentCall | None],
+        *names: str,
+        own: bool = True,
     ) -> None:
         if not isinstance(function, types.FunctionType):
             return
         known = _ASKING | set(names) | ({function.__name__} if own else set())
         if known.issuperset(function.__code__.co_names):
-            found[function] = Entry(function, resolve, known)
+            found[function] = FunctionEquivalent(function, resolve, known)
 
     cudnn = "backends", "cudnn", "enabled"
     enter(functional.layer_norm, _layer_norm, *cudnn)
@@ -231,8 +238,8 @@ def _entries() -> dict[Any, Entry]:
     enter(functional.leaky_relu, leaky, "leaky_relu_")
     enter(functional.elu, _activation(_nn.elu, _nn.elu_, "alpha"), "elu_")
     enter(functional.hardtanh, _clamp, "ValueError", "hardtanh_")
-    enter(functional.sigmoid, lambda given: Call(Tensor.sigmoid, (given["input"],)))
-    enter(functional.tanh, lambda given: Call(Tensor.tanh, (given["input"],)))
+    enter(functional.sigmoid, lambda given: EquivalentCall(Tensor.sigmoid, (given["input"],)))
+    enter(functional.tanh, lambda given: EquivalentCall(Tensor.tanh, (given["input"],)))
     enter(
         Tensor.split, _split, "Tensor", "isinstance", "int", "ValueError", "SymInt",
         "split_with_sizes",
@@ -247,11 +254,11 @@ def _entries() -> dict[Any, Entry]:
     return found
 
 
-ENTRIES: dict[Any, Entry] = _entries()
+ENTRIES: dict[Any, FunctionEquivalent] = _all_equivalents()
 """The known functions, by function."""
 
 
-def cheapest(op: Op, plain: frozenset[int] | set[int]) -> Call | None:
+def cheapest(op: Op, plain: frozenset[int] | set[int]) -> EquivalentCall | None:
     """Return a cheaper call that a replay makes instead of a recorded one, if there is one.
 
     Args:
@@ -259,7 +266,7 @@ def cheapest(op: Op, plain: frozenset[int] | set[int]) -> Call | None:
         plain: see `plain_values`.
     """
     entry = ENTRIES.get(op.target) if op.kind is OpKind.CALL and op.raised is None else None
-    if entry is None or not _is_plain((*op.args, *op.kwargs.values()), plain):
+    if entry is None or not _is_plain_argument((*op.args, *op.kwargs.values()), plain):
         return None
     return entry.call(op)
 
@@ -274,21 +281,25 @@ def plain_values(tape: Tape) -> set[int]:
         if op.is_given:
             known = isinstance(op.target, Captured) and _is_plain_part(op.target)
         else:
-            known = op.kind is OpKind.SCALAR or (op.kind is OpKind.CALL and _is_torchs(op.target))
-            known = known and _is_plain((*op.args, *op.kwargs.values()), plain)
+            known = op.kind is OpKind.SCALAR or (
+                op.kind is OpKind.CALL and _gives_plain_tensors(op.target)
+            )
+            known = known and _is_plain_argument((*op.args, *op.kwargs.values()), plain)
         if known:
             plain.add(op.index)
     return plain
 
 
-def _is_plain(value: Any, plain: frozenset[int] | set[int]) -> bool:
+def _is_plain_argument(value: Any, plain: frozenset[int] | set[int]) -> bool:
     kind = type(value)
     if kind is Ref:
         return value.index in plain
     if kind is tuple or kind is list:
-        return all(_is_plain(item, plain) for item in value)
+        return all(_is_plain_argument(item, plain) for item in value)
     if kind is slice:
-        return all(_is_plain(item, plain) for item in (value.start, value.stop, value.step))
+        return all(
+            _is_plain_argument(item, plain) for item in (value.start, value.stop, value.step)
+        )
     return kind in PLAIN_TYPES or kind is torch.Size
 
 
@@ -298,7 +309,7 @@ def _is_plain_part(part: Captured) -> bool:
     return part.kind in (CaptureKind.NUMBER, CaptureKind.PLAIN)
 
 
-def _is_torchs(function: Any) -> bool:
+def _gives_plain_tensors(function: Any) -> bool:
     """Return whether a function gives tensors of no subclass if it is given none."""
     name = name_of(function)
     if function in SHAPES or function in METADATA:

@@ -67,14 +67,14 @@ def generator_name(generator: Any) -> str:
     return "numpy's random generator" if generator in global_generators() else "a generator"
 
 
-def state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
     """Return the state of a generator, as something that can be compared."""
     if isinstance(generator, random.Random):
         return random.Random.getstate(generator)
     if not hasattr(generator, "get_state"):
-        return _flat(generator.bit_generator.state)
+        return _comparable_state(generator.bit_generator.state)
     if hasattr(generator, "_bit_generator"):
-        return _flat(generator.get_state(legacy=False))
+        return _comparable_state(generator.get_state(legacy=False))
     with torch._C.DisableTorchFunction():
         state = generator.get_state()
         # Read in memory: no mode of the caller's is to see this.
@@ -111,7 +111,7 @@ class RandomStates:
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self._others = tuple(others)
         found = self._generators()
-        self.states: list[Any] = [*map(state_of, found)]
+        self.states: list[Any] = [*map(generator_state, found)]
         self._restorers = [*map(restorer_of, found)]
 
     def _generators(self) -> list[Any]:
@@ -119,7 +119,7 @@ class RandomStates:
 
     def differ(self) -> bool:
         """Return whether something has been drawn since, or a generator has been seeded."""
-        return self.states != [*map(state_of, self._generators())]
+        return self.states != [*map(generator_state, self._generators())]
 
     def restore(self) -> None:
         """Have the same numbers drawn again."""
@@ -145,14 +145,14 @@ def restorer_of(generator: Any) -> Callable[[], object]:
     return functools.partial(setattr, bits, "state", bits.state)
 
 
-def _flat(state: Any) -> Any:
+def _comparable_state(state: Any) -> Any:
     if isinstance(state, dict):
-        return [(key, _flat(item)) for key, item in state.items()]
+        return [(key, _comparable_state(item)) for key, item in state.items()]
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 @functools.cache
-def _draw(name: str) -> Callable[..., Any]:
+def _replayed_draw(name: str) -> Callable[..., Any]:
     """Return the function that replays call to draw from a generator that they are given."""
 
     def draw(generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -201,15 +201,15 @@ def entries_of_pythons_draws() -> Iterator[tuple[Any, str, Any]]:
         if hasattr(random.Random, name):
             yield random.Random, name, _method(name)
         if name in vars(random):
-            yield random, name, _function(random, name, False)
+            yield random, name, _reporting_function(random, name, False)
 
 
 def entries_of_numpys_draws(numpy: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements in numpy's module, once it has been imported."""
     for name in _methods_of(numpy.RandomState):
         if getattr(vars(numpy).get(name), "__self__", None) is numpy.mtrand._rand:
-            yield numpy, name, _function(numpy, name, True)
-    yield numpy, "seed", _function(numpy, "seed", True)
+            yield numpy, name, _reporting_function(numpy, name, True)
+    yield numpy, "seed", _reporting_function(numpy, "seed", True)
 
 
 @functools.cache
@@ -226,13 +226,13 @@ def _method(name: str) -> Callable[..., Any]:
             return watcher.draw(function, args, kwargs, sys._getframe(1))
         if not watcher.holds(self):  # one of the run's own, which begins as it began
             return call.__wrapped__(self, *args, **kwargs)
-        return watcher.draw(_draw(name), (self, *args), kwargs, sys._getframe(1))
+        return watcher.draw(_replayed_draw(name), (self, *args), kwargs, sys._getframe(1))
 
     return call
 
 
 @functools.cache
-def _function(module: Any, name: str, of_numpy: bool) -> Callable[..., Any]:
+def _reporting_function(module: Any, name: str, of_numpy: bool) -> Callable[..., Any]:
     original = vars(module)[name]
 
     @functools.wraps(original)
@@ -295,7 +295,7 @@ def stand_in_for(value: Any) -> Any:
             return _method_in_place(value.__name__)
         return getattr(stand_in_for(value.__self__), value.__name__)
     numpys: Any = type(value)
-    kind: Any = _watching_class(numpys)
+    kind: Any = _generator_class(numpys)
     watched = kind(getattr(value, "_bit_generator", None) or value.bit_generator)
     watched.original = value
     return watched
@@ -309,7 +309,7 @@ def _methods_of(kind: type) -> list[str]:
 
 
 @functools.cache
-def _watching_class(kind: type) -> type:
+def _generator_class(kind: type) -> type:
     space: dict[str, Any] = {name: _watching_method(name) for name in _methods_of(kind)}
     space |= {name: _reporting_property(kind, name) for name in CHANGING if hasattr(kind, name)}
     return type(kind.__name__, (kind,), space)
@@ -320,7 +320,7 @@ def _watching_method(name: str) -> Callable[..., Any]:
         generator, watcher = self.original, current_watcher()
         if watcher is None:
             return getattr(generator, name)(*args, **kwargs)
-        return watcher.draw(_draw(name), (generator, *args), kwargs, sys._getframe(1))
+        return watcher.draw(_replayed_draw(name), (generator, *args), kwargs, sys._getframe(1))
 
     call.is_draw = True  # type: ignore[attr-defined]
     return call

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.usage import compares_identity, hands_over
+from bendtrace.python.usage import code_compares_identity, hands_over
 from bendtrace.python.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
@@ -27,28 +27,28 @@ from bendtrace.tape.captured import (
     Added,
     Captured,
     CaptureKind,
-    Change,
+    EnvironmentChange,
     compares_by_identity,
-    content_of,
+    container_content,
     holds_number,
     identical,
     is_as_copied,
     is_exchangeable,
-    put,
+    store_item,
 )
-from bendtrace.tape.structure import cached_results, entries_of, flat
+from bendtrace.tape.structure import cached_results, entries_of, key_parts
 from bendtrace.watch.code_facts import codes_in, other_names_in
-from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watching
+from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watched_container
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
-from bendtrace.watch.findings import Found, Places
+from bendtrace.watch.findings import LookupPlaces, ScanResult
 from bendtrace.watch.growing import (
     READING,
     access_name,
     additions_to,
     growing_in,
     is_full,
-    is_users,
-    level_of,
+    is_known_to_user_only,
+    nesting_level,
     owners_in,
 )
 from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
@@ -57,7 +57,7 @@ from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
 
 
-class Environment(Found):
+class Environment(ScanResult):
     """The parts that a run can read, found by scanning from its arguments and its callable.
 
     Args:
@@ -77,7 +77,7 @@ class Environment(Found):
         lifted: the labels in the state that are inputs of the run.
     """
 
-    places: Places
+    places: LookupPlaces
     held: dict[int, dict[Any, Any]]
     alone: list[Captured]
     bare: list[Captured]
@@ -125,7 +125,7 @@ class Environment(Found):
             if part.kind is CaptureKind.ALIAS:
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
-                stand_in: Any = watching(part.value)
+                stand_in: Any = watched_container(part.value)
                 self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
@@ -156,7 +156,7 @@ class Environment(Found):
             if id(part.value) not in named
             and access_name(part) not in read
             and is_watchable(part.value)
-            and is_users(part, owners, self)
+            and is_known_to_user_only(part, owners, self)
             and not self._is_handed_over(
                 part, (code for one in self.functions for code in codes_in(one.__code__))
             )
@@ -164,7 +164,7 @@ class Environment(Found):
 
     @staticmethod
     def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
-        name, level = access_name(part), level_of(part)
+        name, level = access_name(part), nesting_level(part)
         return any(
             hands_over(code, name, level)
             for code in codes
@@ -185,14 +185,14 @@ class Environment(Found):
             return self.compares_identity
         codes = (one.__code__ for one in self.functions if not is_finished(one))
         return any(
-            compares_identity(code)
+            code_compares_identity(code)
             for code in codes
             # What `dataclass` makes compares classes, and arguments with a mark of its own. With a
             # container it only does what the container's methods see.
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
 
-    def misused(self) -> frozenset[str]:
+    def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
         return frozenset(part.label for part, one in self._containers_placed if one.is_misused)
 
@@ -219,7 +219,7 @@ class Environment(Found):
         if growing and growing_in(self).keys() != growing.keys():
             self._scan(arguments, plain_numbers, {}, containers)
             return
-        self.places = Places(self.parts, self.held)
+        self.places = LookupPlaces(self.parts, self.held)
         self.contents = self.places.read()
         self.bare, self.alone = [], []
         self._sort_out(self.parts)
@@ -247,15 +247,15 @@ class Environment(Found):
     def compares_identity(self) -> bool:
         """Return whether code of the user's tests whether two objects are one."""
         return self.tells_identity or any(
-            compares_identity(one.__code__)
+            code_compares_identity(one.__code__)
             for one in self.functions
             if not is_installed_file(one.__code__.co_filename)
         )
 
     @functools.cached_property
-    def owned(self) -> Owned:
+    def ownership_test(self) -> OwnershipTest:
         """Tells whether the model holds a tensor; to be asked for before `release`."""
-        return Owned(self.parts)
+        return OwnershipTest(self.parts)
 
     @functools.cached_property
     def nested_codes(self) -> frozenset[types.CodeType]:
@@ -334,7 +334,7 @@ class Environment(Found):
         found.update((key, part.value) for key, (_, part) in self._stand_ins.items())
         return found
 
-    def given_by_identity(self) -> dict[int, Captured]:
+    def arguments_by_identity(self) -> dict[int, Captured]:
         """Return the arguments, and parts of them, that Python compares by their identity."""
         return {
             id(part.value): part
@@ -344,14 +344,17 @@ class Environment(Found):
             and compares_by_identity(part.type)
         }
 
-    def held_as_given(self) -> Iterator[str]:
+    def identity_lookups(self) -> Iterator[str]:
         """Yield a reason for each argument that the model finds by its identity."""
-        given = self.given_by_identity()
+        given = self.arguments_by_identity()
         found = [one for one in self.members if id(one) in given] if given else []
         for _, cache, info, _ in self.caches:
             if given and cache.cache_info() != info:
                 found += [
-                    one for key, _ in entries_of(cache) for one in flat(key) if id(one) in given
+                    one
+                    for key, _ in entries_of(cache)
+                    for one in key_parts(key)
+                    if id(one) in given
                 ]
         for one in found:
             label = given[id(one)].label
@@ -377,7 +380,7 @@ class Environment(Found):
             elif part.kind in COPIED:
                 self.alone.append(part)
 
-    def changes(self, is_over: bool = True) -> Iterator[Change]:
+    def changes(self, is_over: bool = True) -> Iterator[EnvironmentChange]:
         """Yield the differences since the parts were listed.
 
         Args:
@@ -392,14 +395,14 @@ class Environment(Found):
                 )
         for space, names in self.missing.values():
             if not space.keys().isdisjoint(names):
-                self._blocks_made(space, names)
+                self._block_new_names(space, names)
         for owner, known in self.namespaces.values():
             made = set(owner) - set(known)
             if len(owner) != len(known) and not (
                 # An empty one is made by whoever asks a class for it, `inspect` for example.
                 made == {"__annotations__"} and owner["__annotations__"] == {}
             ):
-                self._blocks_made(owner, made)
+                self._block_new_names(owner, made)
         before = self.held
         now = self.places.read()
         if now is not None and self.contents is not None and now.same_as(self.contents):
@@ -420,19 +423,19 @@ class Environment(Found):
                 self.leaves_watched_objects |= is_full(part.value)
                 self.block(f"the run does more with {part.label} than add to it", "")
             elif added:
-                yield Change(part, Added.ITEMS, added)
+                yield EnvironmentChange(part, Added.ITEMS, added)
         if not self.watched_objects.same():
             self.leaves_watched_objects = True
-            for label in dict.fromkeys(self.watched_objects.changed()):
+            for label in dict.fromkeys(self.watched_objects.changed_labels()):
                 self.block(f"the run changes {label}, which a replay could not", label)
 
-    def _blocks_made(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _block_new_names(self, space: Mapping[str, Any], names: Iterable[str]) -> None:
         """Note that the run made a global, or an attribute of a class, which the next one finds."""
         self.leaves_watched_objects = True
         for name in sorted(name for name in names if name in space):
             self.block(f"the run makes {name}, which was not there", name)
 
-    def changes_so_far(self) -> list[Change] | None:
+    def changes_so_far(self) -> list[EnvironmentChange] | None:
         """Return the changes of a run in progress; None if they cannot be followed."""
         kept, left = list(self.blockers), self.leaves_watched_objects
         try:
@@ -443,17 +446,19 @@ class Environment(Found):
 
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool
-    ) -> Iterator[Change]:
+    ) -> Iterator[EnvironmentChange]:
         if part.kind in COPIED and not is_as_copied(part, part.value):
             self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
         if before is None:
             return
-        now = content_of(part, before)
+        now = container_content(part, before)
         if part.kind is CaptureKind.IDENTITY and not isinstance(part.value, dict):
             for key, value in before.items():
                 is_cell = isinstance(part.value, types.CellType)
                 if now.get(key) is not value and (is_cell or not is_over):
-                    yield Change(part, key, now.get(key))  # the run may well change it back
+                    yield EnvironmentChange(
+                        part, key, now.get(key)
+                    )  # the run may well change it back
                 elif now.get(key) is not value:
                     if isinstance(part.value, types.MappingProxyType):
                         self.leaves_watched_objects = True  # perhaps only the first run does
@@ -465,14 +470,14 @@ class Environment(Found):
             if not _in_one_order(written, now):  # as a replay would leave them
                 self.block(f"the run changes the order of {part.label}", part.label)
         if part.kind is CaptureKind.LIST and len(before) != len(now):
-            yield Change(part, None, list(part.value))
+            yield EnvironmentChange(part, None, list(part.value))
             return
         for key, value in now.items():
             if key not in before or before[key] is not value:
-                yield Change(part, key, value)
+                yield EnvironmentChange(part, key, value)
         for key in before:
             if key not in now:
-                yield Change(part, key, None, deleted=True)
+                yield EnvironmentChange(part, key, None, deleted=True)
 
     def lift(self, labels: frozenset[str]) -> list[Captured]:
         """Return the parts that are numbers with some labels, which the run takes as inputs.
@@ -522,7 +527,7 @@ class Environment(Found):
                 tuples[holder.index] = stand_in
             assert part.parent is not None
             self._placed.append((part, stand_in))
-            put(part.parent.value, part.key, stand_in)
+            store_item(part.parent.value, part.key, stand_in)
             if part.parent.index not in self.places.taken:
                 held = self.held[part.parent.index]
                 self.held[part.parent.index] = {**held, part.key: stand_in}
@@ -535,14 +540,14 @@ class Environment(Found):
             assert part.parent is not None
             with suppress(LookupError, AttributeError):
                 if part.read_from(part.parent.value) is stand_in:
-                    put(part.parent.value, part.key, _thing_of(part))
+                    store_item(part.parent.value, part.key, _thing_of(part))
         self._placed.clear()
 
     def release(self) -> None:
         """Let go of tensors and contents once the run is over."""
         if self.compares_identity:
-            _ = self.owned
-        self.held, self.contents, self.places = {}, None, Places((), {})
+            _ = self.ownership_test
+        self.held, self.contents, self.places = {}, None, LookupPlaces((), {})
         self._items.clear()
         self.growing = {}
         self.depends: Depends = Depends()
@@ -592,7 +597,7 @@ _own_attributes = attrgetter("__dict__")
 # Telling whether a tensor is one that a model holds.
 
 
-class Owned:
+class OwnershipTest:
     """Tells whether a tensor is one that the code of a model may compare others to.
 
     A guard on what an insertion returns: the code sees whether it is a tensor that the model
@@ -625,7 +630,7 @@ class Owned:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Owned)
+        return isinstance(other, OwnershipTest)
 
     def __hash__(self) -> int:
-        return hash(Owned)
+        return hash(OwnershipTest)

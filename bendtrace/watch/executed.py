@@ -216,7 +216,7 @@ Called = tuple[str, str]  # the module that something is of, or its type, and it
 Place = tuple[types.CodeType, int]
 
 
-class Ran:
+class CodeMonitor:
     """The code that ran between `begin` and `end`, but not between `leave` and `enter`.
 
     It also answers questions about function modes, as if the run were not recorded.
@@ -258,7 +258,7 @@ class Ran:
             self._kinds[code] = known
         return known
 
-    def _started(self, frame: types.FrameType) -> None:
+    def _handle_start(self, frame: types.FrameType) -> None:
         code = frame.f_code
         kind = self._kinds.get(code)
         if kind is None:
@@ -272,7 +272,7 @@ class Ran:
             if outer is None or not self.is_foreign(outer):
                 self.enters_foreign(frame)
         module, caller = str(frame.f_globals.get("__name__")), frame.f_back
-        while module in OF_TORCH and caller is not None and _hands_on(caller):
+        while module in OF_TORCH and caller is not None and _is_wrapper_frame(caller):
             caller = caller.f_back
         if caller is None or self._is_finished(caller.f_code, caller.f_globals):
             return
@@ -286,7 +286,7 @@ class Ran:
         if self._hidden is None and is_answered_without(frame, question, self._wants_inside):
             self._hidden = hide_recorder()
 
-    def _answered(self) -> None:
+    def _restore_recorder(self) -> None:
         if self._hidden is not None:
             put_back(self._hidden)
             self._hidden = None
@@ -328,7 +328,7 @@ class Ran:
         """Note the code that the calling thread runs from now on."""
         # A profiler learns of calls of C functions, which `sys.settrace` does not report, and
         # which cannot be wrapped one by one. It replaces the user's own, so that Python 3.12 and
-        # later use `sys.monitoring` (`_Monitored`), which has room for several tools.
+        # later use `sys.monitoring` (`_EventCodeMonitor`), which has room for several tools.
         self._outer = sys.getprofile()
         self._away = 0
         sys.setprofile(self._profile)
@@ -359,7 +359,7 @@ class Ran:
         return bool(self._asking) and self._asking[-1] == self._away
 
     @contextmanager
-    def left(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Pause within the context."""
         self.leave()
         try:
@@ -368,7 +368,7 @@ class Ran:
             self.enter()
 
     @contextmanager
-    def entered(self) -> Iterator[None]:
+    def resume(self) -> Iterator[None]:
         """Note what runs meanwhile, however often it was left."""
         away, self._away = self._away, 1
         self.enter()
@@ -390,21 +390,21 @@ class Ran:
 
     def _profile(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "call":
-            self._started(frame)
+            self._handle_start(frame)
         elif event == "c_call":
             self._calls(frame, function)
         elif self._hidden is not None:  # a call of C has returned or raised
-            self._answered()
+            self._restore_recorder()
 
     def _profile_questions(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":
             if function in QUESTIONS:
                 self._asks(frame, function)
         elif self._hidden is not None:
-            self._answered()
+            self._restore_recorder()
 
 
-class _Monitored(Ran):
+class _EventCodeMonitor(CodeMonitor):
     """The same by `sys.monitoring`."""
 
     def begin(self) -> None:
@@ -436,16 +436,20 @@ class _Monitored(Ran):
     def _asks(self, frame: types.FrameType, question: Any) -> None:
         super()._asks(frame, question)
         if self._hidden is not None:
-            self._listen_to_returns(self._returned)
+            self._listen_to_returns(self._handle_return)
 
-    def _returned(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
+    def _handle_return(
+        self, code: types.CodeType, offset: int, function: Any, first: object
+    ) -> Any:
         if threading.get_ident() == self._thread:
             self._listen_to_returns(None)
-            self._answered()
+            self._restore_recorder()
         return None
 
     def _listen_to_returns(self, callback: Any) -> None:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        # These two come along with CALL, which is on; they cannot be set for themselves. So they
+        # have a callback only while a question is being answered.
         for event in (monitoring.events.C_RETURN, monitoring.events.C_RAISE):
             monitoring.register_callback(self._tool, event, callback)
 
@@ -457,10 +461,11 @@ class _Monitored(Ran):
             monitoring.free_tool_id(self._tool)
 
     def _py_start(self, code: types.CodeType, offset: int) -> Any:
+        # `sys.monitoring` reports what all threads do; `sys.setprofile` is for one.
         if not self._away and threading.get_ident() == self._thread:
             self._away += 1  # what is done here is not the model's
             try:
-                self._started(sys._getframe(1))
+                self._handle_start(sys._getframe(1))
             finally:
                 self._away -= 1
         return None
@@ -483,7 +488,7 @@ _NATIVE = (types.BuiltinFunctionType,)
 _NOWHERE: Place = ((lambda: None).__code__, 0)
 
 
-def _hands_on(frame: types.FrameType) -> bool:
+def _is_wrapper_frame(frame: types.FrameType) -> bool:
     """Return whether code is of a wrapper of torch's, which calls what it wraps."""
     return str(frame.f_globals.get("__name__")) in ("torch._compile", "torch._dynamo.eval_frame")
 
@@ -511,9 +516,9 @@ UNWATCHED = "which cannot be watched"
 OWN_NUMBER = "which no other object has, and none of another call"
 
 
-def ran(wants_inside: Callable[[], bool]) -> Ran:
+def new_code_monitor(wants_inside: Callable[[], bool]) -> CodeMonitor:
     """Return an object that notes the code of a run."""
-    return (_Monitored if sys.version_info >= (3, 12) else Ran)(wants_inside)
+    return (_EventCodeMonitor if sys.version_info >= (3, 12) else CodeMonitor)(wants_inside)
 
 
 # What runs have shown of a model's code that no estimate would find.
@@ -536,23 +541,23 @@ def functions_of_runs(function: Callable[..., Any]) -> tuple[types.FunctionType,
 
 
 def learn(
-    function: Callable[..., Any], ran: Ran, functions: Iterable[types.FunctionType]
+    function: Callable[..., Any], code_monitor: CodeMonitor, functions: Iterable[types.FunctionType]
 ) -> Iterator[types.CodeType]:
     """Yield the code of a run that was not known before it, and know it from now on.
 
     Args:
         function: the model.
-        ran: what ran.
+        code_monitor: what ran.
         functions: those that were known.
     """
     known = {one.__code__ for one in functions}
-    new = [code for code in ran.codes if code not in known]
+    new = [code for code in code_monitor.codes if code not in known]
     if new:
         nested = {inner for code in known for inner in codes_in(code)}
         new = [code for code in new if code not in nested]
     if not new:
         return
-    found = _functions_of(new, ran.codes)
+    found = _functions_of(new, code_monitor.codes)
     try:
         _learned.setdefault(key_of(function), {}).update(found)
     except TypeError:  # not hashable, or there can be no weak references to it
@@ -584,30 +589,30 @@ def _functions_of(
     return {code: tuple(functions) for code, functions in found.items()}
 
 
-def _place(code: types.CodeType, line: int) -> str:
+def _line_text(code: types.CodeType, line: int) -> str:
     return full_place_text(code.co_filename, line)
 
 
-def forbidden_in(ran: Ran) -> Iterator[str]:
+def forbidden_in(code_monitor: CodeMonitor) -> Iterator[str]:
     """Yield a reason for each thing that a run has asked of the world outside."""
-    for code, space in ran.codes.items():
+    for code, space in code_monitor.codes.items():
         if space.get("id", id) is id and (line := asks_for_ids(code)) is not None:
-            yield f"the code at {_place(code, line)} asks for an id, {OWN_NUMBER}"
+            yield f"the code at {_line_text(code, line)} asks for an id, {OWN_NUMBER}"
         for name in types_of_outside(code, space):
-            place = _place(code, line_naming(name.rpartition(".")[2], code))
+            place = _line_text(code, line_naming(name.rpartition(".")[2], code))
             yield f"{name} at {place} may give something else each time, {UNWATCHED}"
-    for name, (code, line) in ran.entropy.items():
-        yield f"{name} at {_place(code, line)} gives what nothing can give again"
-    for (module, name), (code, line) in ran.called.items():
+    for name, (code, line) in code_monitor.entropy.items():
+        yield f"{name} at {_line_text(code, line)} gives what nothing can give again"
+    for (module, name), (code, line) in code_monitor.called.items():
         if name in OF_GENERATORS and module in OF_TORCH:
             yield (
-                f"{module}.{name} at {_place(code, line)} is not recorded where forward has "
+                f"{module}.{name} at {_line_text(code, line)} is not recorded where forward has "
                 "another name for it"
             )
         elif name in UNDETECTABLE and module.partition(".")[0] == "torch":
-            yield f"{name} at {_place(code, line)} {UNDETECTABLE[name]}"
+            yield f"{name} at {_line_text(code, line)} {UNDETECTABLE[name]}"
         elif not is_steady(module, name):
             yield (
-                f"{module}.{name} at {_place(code, line)} may give something else each time, "
+                f"{module}.{name} at {_line_text(code, line)} may give something else each time, "
                 f"{UNWATCHED}"
             )

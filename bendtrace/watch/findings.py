@@ -52,9 +52,9 @@ from bendtrace.tape.captured import (
     identical,
     is_array,
     is_scalar,
-    module_of,
+    module_name_of,
+    slot_names,
     slot_of,
-    slots_of,
 )
 from bendtrace.tape.structure import entries_of, has_state_of_c, is_heap_type, read_partial
 from bendtrace.watch.code_facts import place_naming
@@ -88,7 +88,7 @@ def read_members(table: dict[str, Any]) -> tuple[Any, ...]:
 _ASKED = frozenset({"__call__", "__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
 
 
-def _order(value: Any) -> tuple[Any, ...]:
+def _dict_order(value: Any) -> tuple[Any, ...]:
     ordered = collections.OrderedDict
     return (*ordered.keys(value), *ordered.values(value))
 
@@ -124,7 +124,7 @@ def read_added_to_tensors(table: dict[str, Any]) -> list[str]:
     return [
         name
         for name, value in table.items()
-        if name not in _OF_TENSORS and not module_of(type(value)).startswith("bendtrace.")
+        if name not in _OF_TENSORS and not module_name_of(type(value)).startswith("bendtrace.")
     ]
 
 
@@ -137,12 +137,12 @@ def _array_of(value: Any) -> Any:
 
 def _state_of(value: Any) -> Any:
     generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
-    return [_flat(generator.state)]
+    return [_state_items(generator.state)]
 
 
-def _flat(state: Any) -> Any:
+def _state_items(state: Any) -> Any:
     if isinstance(state, dict):
-        return [(key, _flat(item)) for key, item in state.items()]
+        return [(key, _state_items(item)) for key, item in state.items()]
     return state.tobytes() if is_array(state) else state
 
 
@@ -155,7 +155,7 @@ def read_logger(value: Any) -> Any:
     return found
 
 
-def read_names(value: Any) -> Any:
+def read_definition(value: Any) -> Any:
     """Return the names and the docstring of a function or class."""
     return [getattr(value, name, None) for name in PYTHONS]
 
@@ -173,7 +173,7 @@ def _iterate(base: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 
 _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (collections.OrderedDict, _order),
+    (collections.OrderedDict, _dict_order),
     (collections.defaultdict, _factory),
     (dict, read_items),
     (list, _iterate(list)),
@@ -262,7 +262,10 @@ def is_opaque(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
         return False
-    if module_of(kind).partition(".")[0] == "torch" and module_of(kind) != "torch.classes":
+    if (
+        module_name_of(kind).partition(".")[0] == "torch"
+        and module_name_of(kind) != "torch.classes"
+    ):
         return not callable(value) and not all(map(_is_pythons, kind.__mro__))
     return not all(map(_is_pythons, kind.__mro__))
 
@@ -332,7 +335,7 @@ def _is_pythons(base: type) -> bool:
 _TRANSPARENT = frozenset({types.SimpleNamespace, BaseException, Exception, property})
 
 
-def table_of(cls: type) -> dict[Any, Any]:
+def class_dict(cls: type) -> dict[Any, Any]:
     """Return the dict that a class keeps its attributes in, past the proxy that it shows."""
     # `vars` gives a proxy, whose only referent is the dict (Python 3.11 to 3.14).
     table = gc.get_referents(vars(cls))[0]
@@ -346,16 +349,16 @@ def table_of(cls: type) -> dict[Any, Any]:
 class Finder(Protocol):
     """Receives what watched objects hold that is not watched by content."""
 
-    def met(self, value: Any, label: str) -> bool:
+    def take_thing(self, value: Any, label: str) -> bool:
         """Take a tensor, module, function or class; return False for any other thing."""
 
-    def met_object(self, kind: type) -> None:
+    def note_object(self, kind: type) -> None:
         """Note that there is an object of a class."""
 
-    def met_opaque(self, value: Any, label: str) -> None:
+    def note_opaque(self, value: Any, label: str) -> None:
         """Note an object whose content cannot be read."""
 
-    def met_too_many(self) -> None:
+    def note_too_many(self) -> None:
         """Note that there is more than can be watched."""
 
 
@@ -401,7 +404,7 @@ class WatchedContent:
             if id(value) not in self._seen:
                 if len(self._seen) >= MOST:
                     assert self._finder is not None
-                    self._finder.met_too_many()
+                    self._finder.note_too_many()
                     return
                 waiting += self._meet(value, label)
 
@@ -409,7 +412,7 @@ class WatchedContent:
         """Watch what a class of installed code has, without what that holds."""
         if id(cls) not in self._seen:
             self._seen[id(cls)] = cls
-            self._watch(table_of(cls), read_members, cls.__qualname__)
+            self._watch(class_dict(cls), read_members, cls.__qualname__)
 
     def add_settings(self, names: set[str]) -> None:
         """Watch settings that decide what code does that uses some names, or some packages."""
@@ -418,7 +421,7 @@ class WatchedContent:
                 self._add_content(value, read, label)
         if not _ASKING.isdisjoint(names):
             self._watch(
-                table_of(torch.Tensor), read_added_to_tensors, "the attributes of torch.Tensor"
+                class_dict(torch.Tensor), read_added_to_tensors, "the attributes of torch.Tensor"
             )
 
     def add_builtins(self, names: Collection[str]) -> None:
@@ -438,20 +441,20 @@ class WatchedContent:
     def add_names(self, things: Iterable[Any]) -> None:
         """Watch the names and texts that Python keeps of functions and classes."""
         for thing in things:
-            self._add_content(thing, read_names, getattr(thing, "__qualname__", ""))
+            self._add_content(thing, read_definition, getattr(thing, "__qualname__", ""))
 
     def add_attribute(self, thing: Any, name: str) -> None:
         """Watch one attribute of a function or class, and its content."""
         label = f"{thing.__qualname__}.{name}"
         content = self._add_content(thing, functools.partial(read_slots, (name,)), label)
-        for held in content.held():
+        for held in content.items():
             self.add(held, label)
 
     def add_slots(self, thing: Any, label: str) -> None:
         """Watch the slots of an object, and their content."""
-        if names := tuple(slots_of(type(thing))):
+        if names := tuple(slot_names(type(thing))):
             content = self._add_content(thing, functools.partial(read_slots, names), label)
-            for name, held in zip(names, content.held(), strict=True):
+            for name, held in zip(names, content.items(), strict=True):
                 self.add(held, f"{label}.{name}")
 
     def add_partial(self, partial: functools.partial[Any], label: str) -> None:
@@ -475,7 +478,7 @@ class WatchedContent:
 
     def add_cache(self, cache: functools._lru_cache_wrapper[Any], label: str) -> None:
         """Watch that a cache still gives what it gave."""
-        self._whole.append(_Kept(cache, entries_of, label))
+        self._whole.append(_CacheEntries(cache, entries_of, label))
 
     def same(self) -> bool:
         """Return whether all content is unchanged."""
@@ -537,7 +540,7 @@ class WatchedContent:
             return True
         return all(content.same() for content in self._others)
 
-    def changed(self) -> Iterator[str]:
+    def changed_labels(self) -> Iterator[str]:
         """Yield the labels of objects whose content has changed."""
         for content in (*self._tables, *self._others, *self._whole):
             if not content.same():
@@ -569,21 +572,25 @@ class WatchedContent:
         assert self._finder is not None
         self._seen[id(value)] = value
         if kind in weakref.ProxyTypes:  # which passes for what it stands for
-            self._finder.met_opaque(value, label)
+            self._finder.note_opaque(value, label)
             return []
         if is_array(value) and isinstance(value.base, ctypes.Array):  # memory that may be gone
-            self._finder.met_opaque(value, label)
+            self._finder.note_opaque(value, label)
             return []
-        if self._finder.met(value, label):
+        if self._finder.take_thing(value, label):
             return []
-        if module_of(kind).startswith(_OF_TORCH) and callable(value) and not is_users_class(kind):
+        if (
+            module_name_of(kind).startswith(_OF_TORCH)
+            and callable(value)
+            and not is_users_class(kind)
+        ):
             return []  # an operator, or a function that was compiled
-        if module_of(kind) in SWITCHES and not is_users_class(kind):
+        if module_name_of(kind) in SWITCHES and not is_users_class(kind):
             self._add_content(value, read_switched, label)
             return []
         if kind is tuple or kind is frozenset:  # which hold the same for ever
             return [(item, f"{label}[...]") for item in value]
-        self._finder.met_object(kind)
+        self._finder.note_object(kind)
         if isinstance(value, logging.Logger):  # it keeps answers, which come and go
             self._add_content(value, read_logger, label)
             return []
@@ -595,9 +602,9 @@ class WatchedContent:
                 found += self._add_table(value, label)
             else:
                 content = self._add_content(value, reader, label)
-                found += [(item, f"{label}[...]") for item in content.held()]
+                found += [(item, f"{label}[...]") for item in content.items()]
         elif is_opaque(value):
-            self._finder.met_opaque(value, label)
+            self._finder.note_opaque(value, label)
         # What code of the user's does not name, it does not look at; other code may.
         form = "{}.{}" if is_users_class(kind) else "{}[{}]"
         has_own = kind.__dictoffset__ and not isinstance(value, functools.partial)
@@ -608,10 +615,10 @@ class WatchedContent:
             self._own.append(own)
             self._add_table(own, label)
             found += [(item, form.format(label, name)) for name, item in own.items()]
-        if names := tuple(slots_of(kind)):
+        if names := tuple(slot_names(kind)):
             self._note(value)
             content = self._add_content(value, functools.partial(read_slots, names), label)
-            named = zip(names, content.held(), strict=True)
+            named = zip(names, content.items(), strict=True)
             found += [(item, form.format(label, name)) for name, item in named]
         return found
 
@@ -623,7 +630,7 @@ class WatchedContent:
             self._others.append(content)
             self._readers.append(read)
             self._values.append(value)
-            self._items += content.held()
+            self._items += content.items()
         return content
 
     def _watch(self, table: dict[Any, Any], read: Callable[[Any], Any], label: str) -> None:
@@ -658,18 +665,18 @@ class _Content:
         now = self._read(self.value)
         if type(now) is not tuple:
             return bool(now == self._was)
-        return len(now) == len(self._was) and all(map(_alike, now, self._was))
+        return len(now) == len(self._was) and all(map(_same_value, now, self._was))
 
     @property
     def is_whole(self) -> bool:
         """Return whether it is not compared item by item."""
         return type(self._was) is not tuple
 
-    def held(self) -> tuple[Any, ...]:
+    def items(self) -> tuple[Any, ...]:
         return self._was if type(self._was) is tuple else ()
 
 
-class _Kept(_Content):
+class _CacheEntries(_Content):
     """The entries of a cache, to which others may come."""
 
     __slots__ = ()
@@ -679,7 +686,7 @@ class _Kept(_Content):
         return all(now.get(id(key), now) is result for key, result in self._was)
 
 
-def _alike(a: Any, b: Any) -> bool:
+def _same_value(a: Any, b: Any) -> bool:
     return a is b or (type(a) in PLAIN_TYPES and identical(a, b))
 
 
@@ -814,7 +821,7 @@ _values = methodcaller("values")
 _cell_contents = attrgetter("cell_contents")
 
 
-class Places:
+class LookupPlaces:
     """Where to look: dicts that modules consist of, names in namespaces, and cells.
 
     Args:
@@ -954,7 +961,7 @@ class Route(NamedTuple):
         return parent is None
 
 
-class Found:
+class ScanResult:
     """The parts that a run can read, and what else was learnt on the way to them.
 
     Args:
@@ -1016,7 +1023,7 @@ class Found:
         self.own: list[Captured] = self.parts
         self.by_id: dict[int, Captured] = {}
         self.held: dict[int, dict[Any, Any]] = {}
-        self.places: Places = Places((), {})
+        self.places: LookupPlaces = LookupPlaces((), {})
         self.contents: Contents | None = self.places.read()
         self.bare: list[Captured] = []
         self.alone: list[Captured] = []

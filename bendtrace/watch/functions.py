@@ -76,7 +76,7 @@ class _New:
     """
 
     def __get__(self, tensor: Any, owner: Any) -> Any:
-        if current_watcher() is None or _is_at(sys._getframe(1), _ATTRIBUTES):
+        if current_watcher() is None or _is_at_instruction(sys._getframe(1), _ATTRIBUTES):
             return _base_new
         return _makes_tensor
 
@@ -140,7 +140,7 @@ _METHOD, _ATTRIBUTE = dis.opmap.get("LOAD_METHOD"), dis.opmap["LOAD_ATTR"]
 _ATTRIBUTES = (_METHOD, _ATTRIBUTE)
 
 
-def _is_at(frame: FrameType, instructions: tuple[int | None, ...]) -> bool:
+def _is_at_instruction(frame: FrameType, instructions: tuple[int | None, ...]) -> bool:
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in instructions
 
 
@@ -156,9 +156,9 @@ def _is_called(frame: FrameType) -> bool:
     # called has a null after it since Python 3.13, and until then one before it.
     after, before = _next(code, at + 2, 2), _next(code, at - 2, -2)
     if sys.version_info >= (3, 13):
-        return _name(code, after) == "PUSH_NULL"
-    following = _name(code, after)
-    if _name(code, before) != "LOAD_GLOBAL" or not code[before + 1] & 1:
+        return _opcode_name(code, after) == "PUSH_NULL"
+    following = _opcode_name(code, after)
+    if _opcode_name(code, before) != "LOAD_GLOBAL" or not code[before + 1] & 1:
         return False
     if following.startswith("BUILD_"):
         return not code[after + 1]
@@ -177,7 +177,7 @@ def _next(code: bytes, at: int, step: int) -> int:
     return at
 
 
-def _name(code: bytes, at: int) -> str:
+def _opcode_name(code: bytes, at: int) -> str:
     return dis.opname[code[at]] if 0 <= at < len(code) else ""
 
 
@@ -456,7 +456,7 @@ def may_vary(function: Any) -> bool:
     """
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return not owner.__module__.startswith("torch.") and _branches(owner.forward, set())
+        return not owner.__module__.startswith("torch.") and _has_branches(owner.forward, set())
     if getattr(function, "gives_nothing", False):
         return False
     if works_on_arrays(function):
@@ -472,7 +472,7 @@ def may_vary(function: Any) -> bool:
 _STEADY_PACKAGES = ("numpy", "torch", "_operator", "operator", "builtins", "bendtrace")
 
 
-def _branches(function: Any, seen: set[Any]) -> bool:
+def _has_branches(function: Any, seen: set[Any]) -> bool:
     """Return whether a function branches, or another one that it calls by a global name."""
     if not isinstance(function, types.FunctionType):
         return True
@@ -480,7 +480,7 @@ def _branches(function: Any, seen: set[Any]) -> bool:
     names = {name for how, name in global_uses(function.__code__) if how == "LOAD_GLOBAL"}
     named = map(function.__globals__.get, names)
     return branches(function.__code__) or any(
-        _branches(other, seen)
+        _has_branches(other, seen)
         for other in named
         if isinstance(other, types.FunctionType)
         and other not in seen
@@ -513,17 +513,23 @@ def is_loose(function: Any) -> bool:
     else:
         found = getattr(function, "schema", None) or getattr(function, "_schema", None)
         schemas = [found] if isinstance(found, torch._C.FunctionSchema) else []
-    return any(not _is_told(returned.type) for schema in schemas for returned in schema.returns)
+    return any(
+        not _is_fixed_by_schema(returned.type) for schema in schemas for returned in schema.returns
+    )
 
 
-def _is_told(type_: Any) -> bool:
+def _is_fixed_by_schema(type_: Any) -> bool:
     kind = type_.kind()
     if kind == "TupleType":
-        return all(map(_is_told, type_.elements()))
-    return kind in _TOLD or (kind == "ListType" and type_.getElementType().kind() in _TOLD)
+        return all(map(_is_fixed_by_schema, type_.elements()))
+    return kind in _FIXED_BY_SCHEMA or (
+        kind == "ListType" and type_.getElementType().kind() in _FIXED_BY_SCHEMA
+    )
 
 
-_TOLD = frozenset({"TensorType", "IntType", "FloatType", "BoolType", "ComplexType", "NoneType"})
+_FIXED_BY_SCHEMA = frozenset(
+    {"TensorType", "IntType", "FloatType", "BoolType", "ComplexType", "NoneType"}
+)
 _SCRIPTS = (ScriptFunction, ScriptModule, ScriptMethod)
 _OWN = frozenset({"aten", "prims", "prim"})  # of torch itself
 _DECLARED = (
@@ -642,10 +648,10 @@ def is_pure(function: Any) -> bool:
     if any(name in function.__name__ for name in _EXCEPTED):
         return False
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{function.__name__}")
-    return bool(schemas) and not any(map(_writes, schemas))
+    return bool(schemas) and not any(map(_schema_writes, schemas))
 
 
-def _writes(schema: Any) -> bool:
+def _schema_writes(schema: Any) -> bool:
     arguments = [a for a in schema.arguments if not a.is_out]
     return any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
 

@@ -16,15 +16,15 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.python.usage import ADDS, only_adds, read_names
-from bendtrace.tape.captured import Access, Captured, CaptureKind, module_of
+from bendtrace.python.usage import ADDS, names_used, only_adds
+from bendtrace.tape.captured import Access, Captured, CaptureKind, module_name_of
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.executed import key_of
-from bendtrace.watch.findings import Found
-from bendtrace.watch.provenance import is_finished, is_installed, is_torchs, is_users_class
+from bendtrace.watch.findings import ScanResult
+from bendtrace.watch.provenance import is_finished, is_installed_module, is_torchs, is_users_class
 
 
-def growing_in(found: Found) -> dict[int, Any]:
+def growing_in(found: ScanResult) -> dict[int, Any]:
     """Return the lists and deques, by identity, that code only adds to, or does not name at all.
 
     Whether it reads them is judged by the names in all code that the model can reach; where some
@@ -50,16 +50,16 @@ def growing_in(found: Found) -> dict[int, Any]:
     owners = owners_in(found)
     for part in found.parts:
         if part.index in tied:  # what holds it is known by another name, too
-            tied.update(_holders(part))
+            tied.update(_ancestors(part))
     growing = {
         part.index: part.value
         for part in candidates
         if part.index not in tied
         and (known[access_name(part)] >= _OFTEN or not is_read(part, codes, otherwise))
-        and is_users(part, owners, found)
+        and is_known_to_user_only(part, owners, found)
     }
     # Nobody looks into these, so the lists in them are no parts of their own.
-    inside = {part.index for part in candidates if not growing.keys().isdisjoint(_holders(part))}
+    inside = {part.index for part in candidates if not growing.keys().isdisjoint(_ancestors(part))}
     return {id(value): value for index, value in growing.items() if index not in inside}
 
 
@@ -74,7 +74,7 @@ def is_read(
         otherwise: names that are used otherwise than by instructions.
     """
     name = access_name(part)
-    reading = [code for code in codes if name in read_names(code)]
+    reading = [code for code in codes if name in names_used(code)]
     if name in otherwise:
         return True
     return bool(reading) and not all(only_adds(code, name, _keys_of(part)) for code in reading)
@@ -89,7 +89,7 @@ def _keys_of(part: Captured) -> list[Any]:
     return keys[::-1]
 
 
-def owners_in(found: Found) -> dict[int, type]:
+def owners_in(found: ScanResult) -> dict[int, type]:
     """Return the types of modules and other objects, by the identity of their dicts."""
     return {
         id(vars(part.value)): part.type
@@ -151,7 +151,7 @@ def _can_grow(part: Captured) -> bool:
 _LISTS = (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)
 
 
-def _holders(part: Captured) -> Iterator[int]:
+def _ancestors(part: Captured) -> Iterator[int]:
     while part.parent is not None:
         part = part.parent
         yield part.index
@@ -168,7 +168,7 @@ def _root_of(part: Captured) -> Captured:
     return part
 
 
-def level_of(part: Captured) -> int:
+def nesting_level(part: Captured) -> int:
     """Return how many items of items lie between what code names and a part."""
     root, level = _root_of(part), 0
     while part is not root and part.parent is not None:
@@ -182,7 +182,7 @@ def access_name(part: Captured) -> str:
     return root.label if root.access is Access.CELL else str(root.key)
 
 
-def is_users(part: Captured, owners: dict[int, type], found: Found) -> bool:
+def is_known_to_user_only(part: Captured, owners: dict[int, type], found: ScanResult) -> bool:
     """Return whether only code of the user's knows the name of a part."""
     root = _root_of(part)
     holder = root.parent
@@ -197,12 +197,12 @@ def is_users(part: Captured, owners: dict[int, type], found: Found) -> bool:
         owner = owners.get(id(holder.value))
         return owner is not None and _is_users_kind(owner)
     is_space = type(holder.value) is dict
-    return is_space and not is_installed(holder.value.get("__name__"))
+    return is_space and not is_installed_module(holder.value.get("__name__"))
 
 
 def _is_users_kind(kind: type) -> bool:
     bases = (base for base in kind.__mro__ if base not in (object, types.SimpleNamespace))
-    return all(is_users_class(base) or is_torchs(module_of(base)) for base in bases)
+    return all(is_users_class(base) or is_torchs(module_name_of(base)) for base in bases)
 
 
 # What may read a container that it does not name.

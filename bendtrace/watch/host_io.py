@@ -69,17 +69,17 @@ def entries_of_outside() -> Iterator[tuple[Any, str, Any]]:
         yield time, name, _clock(name)
     yield _Environment, "__getitem__", _reads_variable
     for name in ("__setitem__", "__delitem__", "__iter__", "__len__"):
-        yield _Environment, name, _reports("os.environ", vars(_Environment)[name])
+        yield _Environment, name, _reporting_wrapper("os.environ", vars(_Environment)[name])
     for owner in (builtins, io):
-        yield owner, "open", _reports("open", open, _ON_BEHALF)
+        yield owner, "open", _reporting_wrapper("open", open, _ON_BEHALF)
     yield builtins, "print", _prints
     yield torch.Tensor, "__hash__", _hashes
     for name in sorted(MEASURES):
         for owner in (torch.cuda, torch.cuda.memory):
             if name in vars(owner):
-                yield owner, name, _reports(f"torch.cuda.{name}", vars(owner)[name])
+                yield owner, name, _reporting_wrapper(f"torch.cuda.{name}", vars(owner)[name])
     for kind, name in _PROGRESS:
-        yield kind, name, _reports(f"torch.cuda.{kind.__name__}.{name}", vars(kind)[name])
+        yield kind, name, _reporting_wrapper(f"torch.cuda.{kind.__name__}.{name}", vars(kind)[name])
 
 
 def environ(name: str) -> str | None:
@@ -91,7 +91,7 @@ def environ(name: str) -> str | None:
 
 
 def _reads_variable(variables: Any, name: Any) -> Any:
-    watcher, frame = _asking(sys._getframe(1))
+    watcher, frame = _watcher_and_frame(sys._getframe(1))
     if watcher is not None and variables is not os.environ:
         watcher.unseen("os.environb")
     if watcher is None or variables is not os.environ:
@@ -111,7 +111,7 @@ def _clock(name: str) -> Callable[[], Any]:
 
     @functools.wraps(function)
     def call() -> Any:
-        watcher, frame = _asking(sys._getframe(1))
+        watcher, frame = _watcher_and_frame(sys._getframe(1))
         if watcher is None:
             return call.__wrapped__()
         if name not in frame.f_code.co_names:  # something in C asks, such as `date.today`
@@ -123,7 +123,7 @@ def _clock(name: str) -> Callable[[], Any]:
     return call
 
 
-def _reports(
+def _reporting_wrapper(
     what: str, function: Callable[..., Any], on_behalf: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
     """Return a function that notes, when a run calls it, that the run cannot be repeated.
@@ -136,7 +136,7 @@ def _reports(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        watcher, _ = _asking(sys._getframe(1), on_behalf)
+        watcher, _ = _watcher_and_frame(sys._getframe(1), on_behalf)
         if watcher is not None:
             watcher.unseen(what)
         return call.__wrapped__(*args, **kwargs)
@@ -146,7 +146,7 @@ def _reports(
 
 @functools.wraps(print)
 def _prints(*args: Any, **kwargs: Any) -> Any:
-    watcher, frame = _asking(sys._getframe(1))
+    watcher, frame = _watcher_and_frame(sys._getframe(1))
     function = _prints.__wrapped__
     if watcher is None or not isinstance(function, BuiltinFunctionType):
         return function(*args, **kwargs)
@@ -158,13 +158,13 @@ def _hashes(tensor: torch.Tensor) -> int:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _package_of(frame) in sys.stdlib_module_names - {"__main__"}:
         frame = frame.f_back
-    watcher = None if frame is None else _asking(frame)[0]
+    watcher = None if frame is None else _watcher_and_frame(frame)[0]
     if watcher is not None:
         watcher.identified(tensor)
     return id(tensor)
 
 
-def _asking(
+def _watcher_and_frame(
     frame: FrameType, on_behalf: frozenset[str] = frozenset()
 ) -> tuple[Watcher | None, FrameType]:
     """Return who records it if the model asks for something, and in which code it does."""

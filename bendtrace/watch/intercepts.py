@@ -75,7 +75,7 @@ class _RecordedHook(BackwardHook):
         self._carrier, *given = watcher.opaque_call(
             enter_hooked, (self.module, len(args), places, *tensors), {}
         )
-        return _with(args, places, given)
+        return _with_tensors(args, places, given)
 
     def setup_output_hook(self, args: Any) -> Any:
         """Return the output of the module, of which the gradients are hooked."""
@@ -89,7 +89,7 @@ class _RecordedHook(BackwardHook):
         _, *given = watcher.opaque_call(
             leave_hooked, (self._carrier, len(outputs), places, *tensors), {}
         )
-        found = _with(outputs, places, given)
+        found = _with_tensors(outputs, places, given)
         return found if isinstance(args, tuple) else found[0]
 
 
@@ -99,13 +99,13 @@ def enter_hooked(module: Any, count: int, places: tuple[int, ...], *tensors: Ten
     carrier.hook = BackwardHook(
         module, module._get_backward_hooks()[0], module._get_backward_pre_hooks()
     )
-    given = carrier.hook.setup_input_hook(_with((None,) * count, places, tensors))
+    given = carrier.hook.setup_input_hook(_with_tensors((None,) * count, places, tensors))
     return (carrier, *(given[place] for place in places))
 
 
 def leave_hooked(carrier: Any, count: int, places: tuple[int, ...], *tensors: Tensor) -> Any:
     """Hook the gradients of a module's outputs; replays call this as well."""
-    given = carrier.hook.setup_output_hook(_with((None,) * count, places, tensors))
+    given = carrier.hook.setup_output_hook(_with_tensors((None,) * count, places, tensors))
     return (torch.empty(0), *(given[place] for place in places))
 
 
@@ -114,7 +114,7 @@ def _tensors_of(values: tuple[Any, ...]) -> tuple[tuple[int, ...], list[Tensor]]
     return places, [values[place] for place in places]
 
 
-def _with(values: tuple[Any, ...], places: tuple[int, ...], tensors: Any) -> Any:
+def _with_tensors(values: tuple[Any, ...], places: tuple[int, ...], tensors: Any) -> Any:
     """Return values with other tensors in some places, in a tuple of the same type."""
     items = list(values)
     for place, tensor in zip(places, tensors, strict=True):
@@ -559,11 +559,14 @@ INTERCEPT_CODES = frozenset(
 )  # fmt: skip
 
 
-def _enter() -> None:
+def _install() -> None:
     if "torch._dynamo" in sys.modules:  # else nothing is compiled yet
         _run_compiled_code_eagerly()
     _add_numpys()
     _add_joint()
+    # All originals are noted before the first is exchanged: an interrupt may come in between, and
+    # `_uninstall` then restores what has been exchanged so far. They are read each time, since
+    # others exchange some of them, too.
     _before[:] = [vars(entry.owner).get(entry.name, _ABSENT) for entry in _ENTRY_POINTS]
     for entry, now in zip(_ENTRY_POINTS, _before, strict=True):
         if entry.owner in OFTEN_PATCHED and now is not entry.ours:
@@ -575,8 +578,9 @@ def _enter() -> None:
             delattr(entry.owner, entry.name)
 
 
-def _leave() -> None:
+def _uninstall() -> None:
     for entry, value in zip(_ENTRY_POINTS, _before, strict=False):
+        # What somebody else has put there during the run stays.
         current = vars(entry.owner).get(entry.name, GONE)
         if current is GONE and value is _ABSENT:
             continue
@@ -598,7 +602,7 @@ _before: list[Any] = []
 
 
 @contextmanager
-def watching(watcher: Watcher | None) -> Iterator[None]:
+def reporting_to(watcher: Watcher | None) -> Iterator[None]:
     """Report the calling thread's module calls and opaque calls to `watcher`.
 
     An interrupt may come at any point; everything entered until then is left again.
@@ -609,7 +613,7 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
             first = not _running
             _running.add(token)
             if first:
-                _enter()
+                _install()
         set_watcher(watcher)
         yield
     finally:
@@ -618,4 +622,4 @@ def watching(watcher: Watcher | None) -> Iterator[None]:
             if token in _running:
                 _running.discard(token)
                 if not _running:
-                    _leave()
+                    _uninstall()

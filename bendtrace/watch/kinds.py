@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from bendtrace.python.places import full_place_text
-from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_of, slots_of
+from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_name_of, slot_names
 from bendtrace.tape.plain_numbers import function_needs_plain
 from bendtrace.tape.structure import can_build
 from bendtrace.watch.collectives import is_wiring
-from bendtrace.watch.owners import parts_of
+from bendtrace.watch.owners import module_tree
 from bendtrace.watch.reachability import reachable_from
 
 _DEEP = 8  # plain objects nested deeper than this are guarded by identity
 
 
-def code_of(function: Any) -> types.CodeType | None:
+def underlying_code(function: Any) -> types.CodeType | None:
     """The code of a function, a method, a partial function or an object that can be called."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -39,7 +39,7 @@ def code_of(function: Any) -> types.CodeType | None:
 
 def definitions(functions: Iterable[Any]) -> str:
     """Say where functions are defined, as far as they are Python's."""
-    codes = map(code_of, functions)
+    codes = map(underlying_code, functions)
     places = [
         full_place_text(code.co_filename, code.co_firstlineno) for code in codes if code is not None
     ]
@@ -63,7 +63,7 @@ def is_plain_object(kind: type, depth: int) -> bool:
         return True
     if kind in (collections.UserDict, collections.UserList, collections.ChainMap):
         return True
-    package = module_of(kind).split(".")[0]
+    package = module_name_of(kind).split(".")[0]
     if package in sys.stdlib_module_names or package in ("torch", "numpy") or not can_build(kind):
         return False
     return bool(kind.__dictoffset__) or any("__slots__" in vars(cls) for cls in kind.__mro__[:-1])
@@ -96,7 +96,7 @@ def is_settings(value: Any) -> bool:
         return False
     if not type(value).__dictoffset__ or not value.__dict__:
         return False
-    if any(slots_of(type(value))):
+    if any(slot_names(type(value))):
         return False
     items = [
         nested
@@ -116,13 +116,13 @@ def is_constant(value: Any, kind: type) -> bool:
     The placement of a tensor over ranks counts as well.
     """
     if kind is slice:
-        return _is_plain(value)
+        return _is_plain_slice(value)
     if is_wiring(value):
         return True
     return is_scalar(kind) and kind.__name__ != "void"  # which can be written to
 
 
-def _is_plain(value: slice) -> bool:
+def _is_plain_slice(value: slice) -> bool:
     return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
 
 
@@ -167,7 +167,7 @@ def _is_plain_data(value: Any, depth: int = 0) -> bool:
 def tells_numbers_apart(function: Callable[..., Any]) -> bool:
     """Return whether the code of a model asks for the exact type of a number."""
     if isinstance(function, nn.Module):
-        classes: set[Any] = {type(module) for module in parts_of(function)}
+        classes: set[Any] = {type(module) for module in module_tree(function)}
         return any(reachable_from(cls).tells_numbers for cls in classes)
     called = getattr(function, "__func__", function)
     return isinstance(called, types.FunctionType) and reachable_from(called).tells_numbers

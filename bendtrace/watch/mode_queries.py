@@ -70,22 +70,24 @@ def is_answered_without(
         wants_inside: whether something is inserted inside the running module.
     """
     asker: types.FrameType | None = frame
-    while asker is not None and asker.f_code.co_name in _FOR_OTHERS and _is_torchs(asker.f_code):
+    while (
+        asker is not None and asker.f_code.co_name in _FOR_OTHERS and _is_torch_code(asker.f_code)
+    ):
         asker = asker.f_back
-    if asker is None or _hands_on(asker.f_code):
+    if asker is None or _hands_calls_on(asker.f_code):
         return False
     if question not in _WHETHER:
-        return not _is_torchs(asker.f_code)
+        return not _is_torch_code(asker.f_code)
     # A module that keeps to its parts where there are hooks does so for insertions.
     return not (_looks_at_hooks(asker.f_code) and wants_inside())
 
 
-def _is_torchs(code: types.CodeType) -> bool:
+def _is_torch_code(code: types.CodeType) -> bool:
     return code.co_filename.startswith(TORCH)
 
 
 @functools.lru_cache(maxsize=4096)
-def _hands_on(code: types.CodeType) -> bool:
+def _hands_calls_on(code: types.CodeType) -> bool:
     """Return whether code asks in order to hand a call to the modes."""
     if code.co_name.startswith("sym_"):  # of numbers, which have operators for it
         return False
@@ -103,26 +105,26 @@ def _looks_at_hooks(code: types.CodeType) -> bool:
     )
 
 
-def _modes() -> list[Any]:
+def _function_modes() -> list[Any]:
     return [_mode_at(position) for position in range(function_modes() if _CAN_EXCHANGE else 0)]
 
 
 def is_active(mode: TorchFunctionMode) -> bool:
     """Return whether a mode is on the stack of modes of the calling thread."""
-    return any(one is mode for one in _modes())
+    return any(one is mode for one in _function_modes())
 
 
 def hide_recorder() -> list[Any]:
     """Take recorders off the stack of modes of the calling thread; return the stack."""
-    stack = _modes()
+    stack = _function_modes()
     shown = ((one,) if not isinstance(one, RecordingMode) else one.around for one in stack)
-    _exchange(chain.from_iterable(shown))
+    _push_modes(chain.from_iterable(shown))
     return stack
 
 
 def put_back(stack: list[Any]) -> None:
     """Restore the stack of modes."""
-    _exchange(stack)
+    _push_modes(stack)
 
 
 # Modes around a call see what the model does, and nothing of what the library itself does.
@@ -132,7 +134,9 @@ def seeing_modes() -> tuple[Any, ...]:
     """Return the modes of the calling thread that see calls, which a default device does not."""
     if not function_modes():
         return ()
-    return tuple(one for one in _modes() if not isinstance(one, (RecordingMode, _DeviceContext)))
+    return tuple(
+        one for one in _function_modes() if not isinstance(one, (RecordingMode, _DeviceContext))
+    )
 
 
 @contextmanager
@@ -141,24 +145,24 @@ def without(modes: tuple[Any, ...]) -> Iterator[None]:
     if not modes:
         yield
         return
-    stack = _modes()
-    _exchange(one for one in stack if all(one is not other for other in modes))
+    stack = _function_modes()
+    _push_modes(one for one in stack if all(one is not other for other in modes))
     try:
         yield
     finally:
-        _exchange(stack)
+        _push_modes(stack)
 
 
 def run_under_modes(
     modes: tuple[Any, ...], function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """Call a function of the model's under modes that see it."""
-    stack = _modes()
-    _exchange((*modes, *stack))
+    stack = _function_modes()
+    _push_modes((*modes, *stack))
     try:
         return function(*args, **kwargs)
     finally:
-        _exchange(stack)
+        _push_modes(stack)
 
 
 def unseen() -> AbstractContextManager[Any]:
@@ -169,7 +173,7 @@ def unseen() -> AbstractContextManager[Any]:
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-def _exchange(modes: Iterable[Any]) -> None:
+def _push_modes(modes: Iterable[Any]) -> None:
     modes = list(modes)
     for _ in range(function_modes() if _CAN_EXCHANGE else 0):
         _pop()

@@ -42,7 +42,7 @@ _HANDLING: Any = internal(
 _DESCRIPTORS = (property, classmethod, staticmethod, types.GetSetDescriptorType)
 
 
-def _is_torchs(function: Any) -> bool:
+def _is_torch_defined(function: Any) -> bool:
     if isinstance(function, property):
         function = function.fget
     if type(function) in _NATIVE or isinstance(function, _DESCRIPTORS):
@@ -112,7 +112,9 @@ def _spaces() -> Iterator[_Space]:
     inherited: dict[str, Any] = {}
     for cls in reversed(torch.Tensor.__mro__):
         for name, value in _functions_in(vars(cls)).items():
-            if name not in inherited or _is_torchs(value):  # else it stands in for that by now
+            if name not in inherited or _is_torch_defined(
+                value
+            ):  # else it stands in for that by now
                 inherited[name] = value
     # A class shows its attributes through a proxy only, which refers to the table.
     table = gc.get_referents(vars(torch.Tensor))[0]
@@ -186,7 +188,7 @@ def may_be_patched(function: Any) -> bool:
     if type(function) in _NATIVE:
         getter = getattr(function, "__self__", None)  # of what is read, not called
         return type(getter) is property and id(getter) not in _ORIGINALS
-    return not _is_torchs(function)
+    return not _is_torch_defined(function)
 
 
 def original_of(function: Any, frame: types.FrameType) -> Any:
@@ -207,7 +209,7 @@ def original_of(function: Any, frame: types.FrameType) -> Any:
         original = _original_of(function, None)
         if original is None and type(function) is types.FunctionType:
             if id(function) not in _ORIGINALS:
-                raise InputError(f"{function!r} {_UNTOLD}: replace it with a plain function")
+                raise InputError(f"{function!r} {_AMBIGUOUS}: replace it with a plain function")
         return function if original is None else original
     code = asking.f_code
     if not code.co_filename.startswith(TORCH):
@@ -223,19 +225,19 @@ def original_of(function: Any, frame: types.FrameType) -> Any:
 
 
 _rebuilt: dict[types.CodeType, types.FunctionType] = {}
-_UNTOLD = "replaces a torch function, but which one it calls cannot be determined"
+_AMBIGUOUS = "replaces a torch function, but which one it calls cannot be determined"
 
 
 def _original_of(value: Any, code: types.CodeType | None) -> Any:
     """Return the function that a replacement stands for; None if there is none."""
     found = {id(patch.original): patch for patch in monkeypatches() if patch.value is value}
-    meant = list(found.values())
-    if len(meant) > 1 and code is not None:
-        meant = [s for s in meant if getattr(s.original, "__code__", None) is code]
-    if len(meant) > 1:
-        names = ", ".join(sorted(patch.name for patch in meant))
+    matches = list(found.values())
+    if len(matches) > 1 and code is not None:
+        matches = [s for s in matches if getattr(s.original, "__code__", None) is code]
+    if len(matches) > 1:
+        names = ", ".join(sorted(patch.name for patch in matches))
         raise InputError(f"{value!r} replaces {names}: {_ONE_EACH}")
-    return meant[0].original if meant else None
+    return matches[0].original if matches else None
 
 
 _ONE_EACH = "which of them it calls cannot be determined; replace each with a separate function"

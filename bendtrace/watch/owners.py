@@ -73,7 +73,7 @@ def named_modules(
         waiting += [(key, part, within) for key, part in reversed(inner) if part is not None]
 
 
-def parts_of(module: nn.Module) -> list[nn.Module]:
+def module_tree(module: nn.Module) -> list[nn.Module]:
     """Return a module and all in it, each once."""
     return [part for _, part in named_modules(module)]
 

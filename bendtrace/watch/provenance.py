@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import PACKAGE, TORCH
 from bendtrace.python.versions import TELLS_CHANGES, version_of
-from bendtrace.tape.captured import module_of
+from bendtrace.tape.captured import module_name_of
 from bendtrace.watch.code_facts import functions_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ else:
 
 
 @functools.cache
-def is_installed(module: str | None) -> bool:
+def is_installed_module(module: str | None) -> bool:
     """Return whether a Python module belongs to the standard library, or to an installed package.
 
     Its functions are followed, but of the globals that they name only what may be data is scanned.
@@ -101,7 +101,7 @@ def is_installed_space(space: Mapping[str, Any]) -> bool:
     file = space.get("__file__")
     if isinstance(file, str):
         return _is_finished_file(file)
-    return is_installed(space.get("__name__"))
+    return is_installed_module(space.get("__name__"))
 
 
 def is_finished_code(code: types.CodeType, space: Mapping[str, Any]) -> bool:
@@ -131,7 +131,7 @@ def is_torchs(module: str | None) -> bool:
     return (module or "").split(".")[0] == "torch"
 
 
-def is_torchs_function(function: types.FunctionType) -> bool:
+def is_unwrapped_torch_function(function: types.FunctionType) -> bool:
     """Return whether a function is torch's, and not a torch wrapper around the user's function."""
     return is_torchs(function.__module__) and function.__code__.co_filename.startswith(TORCH)
 
@@ -142,7 +142,7 @@ def is_users_module(module: types.ModuleType) -> bool:
     return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
 
 
-def is_standard(module: types.ModuleType) -> bool:
+def is_in_standard_library(module: types.ModuleType) -> bool:
     """Return whether a module is in Python's library, and a run replaces none of its functions."""
     name = module.__name__.partition(".")[0]
     return name in sys.stdlib_module_names and name not in ("time", "io", "__main__")
@@ -160,7 +160,7 @@ def is_constant_namespace(space: Mapping[str, Any]) -> bool:
 
 def is_users_class(cls: type) -> bool:
     """Return whether a class that code names, or has an object of, is worth following."""
-    return not is_installed(module_of(cls)) or _has_users_code(cls)
+    return not is_installed_module(module_name_of(cls)) or _has_users_code(cls)
 
 
 _with_users_code: weakref.WeakKeyDictionary[type, tuple[Any, bool]] = weakref.WeakKeyDictionary()
@@ -186,5 +186,5 @@ def _looks_for_users_code(cls: type) -> bool:
 def _is_of_package(function: types.FunctionType) -> bool:
     """Return whether a function is finished, or was compiled from text for a class of a package."""
     return is_finished(function) or (
-        function.__code__.co_filename == "<string>" and is_installed(function.__module__)
+        function.__code__.co_filename == "<string>" and is_installed_module(function.__module__)
     )

@@ -15,18 +15,18 @@ import torch
 from bendtrace.python.bytecode import names_passed_on, put_on_globals
 from bendtrace.python.sites import PACKAGE
 from bendtrace.python.versions import CodeVersion, Depends, Named
-from bendtrace.tape.captured import module_of
+from bendtrace.tape.captured import module_name_of
 from bendtrace.tape.plain_numbers import function_needs_plain
 from bendtrace.watch.code_facts import cells_of, facts_in, functions_of, names_in, other_names_in
 from bendtrace.watch.provenance import (
     CONSTANT,
     is_constant_namespace,
     is_finished,
-    is_installed,
+    is_in_standard_library,
+    is_installed_module,
     is_installed_space,
-    is_standard,
     is_torchs,
-    is_torchs_function,
+    is_unwrapped_torch_function,
     is_users_class,
     is_users_module,
 )
@@ -104,7 +104,7 @@ def reachable_from(
 
 
 def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reachable:
-    search = _Search()
+    search = _ReachabilitySearch()
     if isinstance(subject, type):
         search.add_class(subject, entries)
     else:
@@ -141,7 +141,7 @@ _STREAMS = frozenset({"stdout", "stderr"})
 _OF_STREAMS = frozenset(dir(sys.__stdout__)) - frozenset(dir(object))
 
 
-class _Search:
+class _ReachabilitySearch:
     """Follows names from functions to the functions and classes that they refer to."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _Search:
             function = self.waiting.popleft()
             if function.__code__.co_filename.startswith(PACKAGE):
                 self.opaque[id(function)] = function
-            elif id(function) not in self.functions and not is_torchs_function(function):
+            elif id(function) not in self.functions and not is_unwrapped_torch_function(function):
                 self.functions[id(function)] = function
                 self._follow(function)
 
@@ -288,7 +288,7 @@ class _Search:
             owner = namespace_of(base)
             if (
                 base is not object
-                and (not is_torchs(module_of(base)) or is_users_class(base))
+                and (not is_torchs(module_name_of(base)) or is_users_class(base))
                 and id(owner) not in self.owners
             ):
                 self.owners[id(owner)] = self.depends.sized[id(owner)] = owner
@@ -301,7 +301,7 @@ class _Search:
         for name in names:
             member = self._look(owner, name)
             # Classes of installed packages are taken to stay as they are.
-            if not (isinstance(member, DESCRIBED) and is_installed(owner.get("__module__"))):
+            if not (isinstance(member, DESCRIBED) and is_installed_module(owner.get("__module__"))):
                 self.members[id(owner), name] = (owner, name)
             self.waiting += functions_of(member)
             if isinstance(member, type) and is_users_class(member):
@@ -326,7 +326,7 @@ def _foreign_namespaces(
     while waiting:
         module = waiting.pop()
         if id(vars(module)) not in found and (
-            is_standard(module) or module.__name__.partition(".")[0] in CONSTANT
+            is_in_standard_library(module) or module.__name__.partition(".")[0] in CONSTANT
         ):
             space = found[id(vars(module))] = vars(module)
             inner = (space[name] for name in names & space.keys())

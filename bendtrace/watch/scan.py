@@ -43,13 +43,19 @@ from bendtrace.tape.captured import (
     Keys,
     Length,
     attributes_of,
-    content_of,
+    container_content,
     has_attributes,
     is_array,
-    module_of,
+    module_name_of,
 )
 from bendtrace.tape.plain_numbers import asks, is_exact_format
-from bendtrace.tape.structure import cached_results, entries_of, flat, is_heap_type, read_partial
+from bendtrace.tape.structure import (
+    cached_results,
+    entries_of,
+    is_heap_type,
+    key_parts,
+    read_partial,
+)
 from bendtrace.watch.code_facts import ASKING, facts_in, names_in, other_names_in, undetectable_in
 from bendtrace.watch.collectives import gather_locations, hidden_of, is_joint_hook
 from bendtrace.watch.draws import is_host_generator
@@ -58,8 +64,8 @@ from bendtrace.watch.findings import (
     MOST,
     PYTHONS,
     WHOLE,
-    Found,
     Route,
+    ScanResult,
     WatchedContent,
     content_reader,
     is_opaque,
@@ -67,7 +73,6 @@ from bendtrace.watch.findings import (
 )
 from bendtrace.watch.functions import LEGACY, ScriptModule
 from bendtrace.watch.kinds import (
-    code_of,
     container_kind,
     definitions,
     hides_attributes,
@@ -79,6 +84,7 @@ from bendtrace.watch.kinds import (
     judge_of,
     package_of,
     packages_of,
+    underlying_code,
 )
 from bendtrace.watch.monkeypatches import monkeypatches
 from bendtrace.watch.owners import named_modules
@@ -88,7 +94,7 @@ from bendtrace.watch.provenance import (
     is_installed_file,
     is_installed_space,
     is_torchs,
-    is_torchs_function,
+    is_unwrapped_torch_function,
     is_users_class,
     is_users_module,
 )
@@ -99,7 +105,7 @@ from bendtrace.watch.reachability import (
     namespace_of,
     reachable_from,
 )
-from bendtrace.watch.scan_cache import Notes, facts_of
+from bendtrace.watch.scan_cache import Notes, tensor_facts
 
 # The scan of what code can read: globals, closures, defaults, and members of classes.
 #
@@ -174,7 +180,7 @@ class CodeScan:
         notes: what the decisions of the scan depended on.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ScanResult) -> None:
         self.found = found
         self.notes: Notes = Notes()
         self._scanned: set[Any] = set()
@@ -187,7 +193,7 @@ class CodeScan:
         self._registers: set[type] = set()
         self._is_finished = False  # whether the values being scanned belong to installed code
 
-    def met_too_many(self) -> None:
+    def note_too_many(self) -> None:
         """Note that there is more than can be watched; all arguments are listed nevertheless."""
         self._is_too_much = True
         if self._may_stop:
@@ -376,7 +382,7 @@ class CodeScan:
         if is_pythons and not isinstance(namespace[name], types.FunctionType):
             return
         if len(self._names_scanned) >= MOST:
-            self.met_too_many()
+            self.note_too_many()
             return
         self._names_scanned.add((id(namespace), name))
         value = namespace[name]
@@ -389,7 +395,7 @@ class CodeScan:
             found.held[holder.index][name] = value
         route = Route(holder, Access.ITEM, name, name, False)
         by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
-        for inner in _inside(value) if by_identity else ():
+        for inner in _called_functions(value) if by_identity else ():
             if inner is not None and not isinstance(inner, types.FunctionType):
                 self._scan(inner, Route(None, Access.FIXED, None, name, False))
         if by_identity or not watched or type(value) is types.MethodDescriptorType:
@@ -399,14 +405,14 @@ class CodeScan:
 
     # Classes.
 
-    def met_object(self, kind: type) -> None:
+    def note_object(self, kind: type) -> None:
         """Scan the class of an object, and the registries of classes of installed packages."""
         self._meet_helper(kind)
         if kind in self._registers or not is_installed_file(_file_of(kind)):
             return
         self._registers.add(kind)
         for base in kind.__mro__:
-            if is_installed_file(_file_of(base)) and not is_torchs(module_of(base)):
+            if is_installed_file(_file_of(base)) and not is_torchs(module_name_of(base)):
                 for name, value in [*vars(base).items()]:
                     if isinstance(value, (list, dict, set)) and name[:2] != "__":
                         self.found.watched_objects.add(value, f"{base.__name__}.{name}")
@@ -491,8 +497,8 @@ class CodeScan:
 
     def _meet_installed(self, cls: type) -> None:
         """Watch a class of an installed package, whose attributes code may read."""
-        if not is_torchs(module_of(cls)) and package_of(cls) not in sys.stdlib_module_names:
-            self.met_object(cls)
+        if not is_torchs(module_name_of(cls)) and package_of(cls) not in sys.stdlib_module_names:
+            self.note_object(cls)
             self._named.append(cls)
 
     def _scan_installed(self, namespace: Mapping[str, Any], name: str) -> None:
@@ -559,16 +565,16 @@ class CodeScan:
 
 def _is_content(value: Any) -> bool:
     """Return whether a value of installed code holds other values, or changes when it is used."""
-    return not is_torchs(module_of(type(value))) and (
+    return not is_torchs(module_name_of(type(value))) and (
         isinstance(value, (Mapping, list, tuple, set, frozenset))
         or is_plain_object(type(value), 0)
         or position_reader(value) is not None
         or isinstance(value, random.Random)
-        or module_of(type(value)).startswith("numpy.random")
+        or module_name_of(type(value)).startswith("numpy.random")
     )
 
 
-def _inside(member: Any) -> tuple[Any, ...]:
+def _called_functions(member: Any) -> tuple[Any, ...]:
     """Return the functions that a member of a class calls."""
     if isinstance(member, (staticmethod, classmethod)):
         return (member.__func__,)
@@ -577,12 +583,14 @@ def _inside(member: Any) -> tuple[Any, ...]:
 
 def _is_torchs(subject: type | types.FunctionType) -> bool:
     if isinstance(subject, types.FunctionType):
-        return is_torchs_function(subject)
-    return all(is_torchs(module_of(base)) and not is_users_class(base) for base in subject.__mro__)
+        return is_unwrapped_torch_function(subject)
+    return all(
+        is_torchs(module_name_of(base)) and not is_users_class(base) for base in subject.__mro__
+    )
 
 
 def _file_of(kind: type) -> str:
-    return getattr(sys.modules.get(module_of(kind)), "__file__", None) or ""
+    return getattr(sys.modules.get(module_name_of(kind)), "__file__", None) or ""
 
 
 _HOOKS = (
@@ -625,7 +633,7 @@ class Scan(CodeScan):
         found: receives the parts.
     """
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: ScanResult) -> None:
         super().__init__(found)
         self._gathered: dict[int, set[str]] = {}
         # Hooks that keep a run from a replay: one with gradients, and one that computes gradients.
@@ -724,7 +732,7 @@ class Scan(CodeScan):
 
     # What `WatchedContent` finds (see `content.Finder`); `met_object` is inherited.
 
-    def met(self, value: Any, label: str) -> bool:
+    def take_thing(self, value: Any, label: str) -> bool:
         """Scan a tensor, module, function or class; return False for any other value."""
         known = self.found.by_id.get(id(value))
         if known is not None and known.kind is not CaptureKind.IDENTITY:
@@ -737,7 +745,7 @@ class Scan(CodeScan):
             return True
         return False
 
-    def met_opaque(self, value: Any, label: str) -> None:
+    def note_opaque(self, value: Any, label: str) -> None:
         """Note a value that cannot be watched. Of installed code's own, only iterators move on."""
         if self._is_finished:
             self.found.watched_objects.add_position(value, label)
@@ -793,7 +801,7 @@ class Scan(CodeScan):
             part = self._add(value, route, CaptureKind.TENSOR)
             is_bare = kind in _TENSORS and not value.__dict__
             attributes = found.held[part.index] = {} if is_bare else {**attributes_of(value)}
-            part.size = facts_of(value, attributes)
+            part.size = tensor_facts(value, attributes)
             if route.is_argument:
                 for key, item in attributes.items():
                     self._scan(item, route.into(part, key))
@@ -822,7 +830,7 @@ class Scan(CodeScan):
             self._add(value, route, CaptureKind.IDENTITY)
             found.block(f"{kind.__qualname__}.__getattribute__ hides what {route.label} holds", "")
         elif not route.is_argument and is_plain_object(kind, route.depth) and is_settings(value):
-            self.met_object(kind)
+            self.note_object(kind)
             # A configuration: no call creates it, so its identity is guarded, and its attributes
             # are scanned as a fixed mapping, like those of a module.
             self._add(value, route, CaptureKind.IDENTITY)
@@ -838,7 +846,7 @@ class Scan(CodeScan):
             if route.is_argument:
                 self._meet_helper(kind)
             else:
-                self.met_object(kind)
+                self.note_object(kind)
             self._scan_container(value, route)
         elif route.is_argument and (kind is torch.Generator or is_host_generator(value)):
             part = self._add(value, route, CaptureKind.OBJECT)  # any will do
@@ -934,7 +942,7 @@ class Scan(CodeScan):
                 holder = holder.parent
             found.watched_objects.add(value, label)
             if isinstance(value, (set, frozenset, collections.deque)):
-                found.members += flat(tuple(value))
+                found.members += key_parts(tuple(value))
 
     def _holds(self, value: Any) -> bool:
         """Return whether an object that can be called has content."""
@@ -942,7 +950,7 @@ class Scan(CodeScan):
 
     def _scan_container(self, value: Any, route: Route) -> None:
         part = self._add(value, route, container_kind(type(value)))
-        content = content_of(part)
+        content = container_content(part)
         if len(content) > _LARGE and _is_of_plain_values(part, content):
             part.kind, part.size = CaptureKind.LARGE, Copy(COPIED[CaptureKind.LARGE](value))
             return
@@ -958,7 +966,7 @@ class Scan(CodeScan):
             self._scan_enumerated(value, route.label)
             for key in filterfalse(is_value, value):
                 if not route.is_argument:
-                    self.found.members += flat(key)
+                    self.found.members += key_parts(key)
                     self.found.watched_objects.add(key, f"a key of {route.label}")
                 elif not isinstance(key, (torch.Tensor, nn.Module, type)):
                     self._unguarded.append(part)
@@ -1046,7 +1054,7 @@ class Scan(CodeScan):
         own = [hook for hook in hooks.values() if not is_joint_hook(hook)]
         if any(getattr(hook, "runs_user_code", False) for hook in own):  # in a file of ours
             return False
-        codes = list(map(code_of, own))
+        codes = list(map(underlying_code, own))
         if any(code is None for code in codes):
             return False
         for hook in own:
@@ -1074,7 +1082,7 @@ class Scan(CodeScan):
         if type(mapping) in WHOLE:  # these are compared as a whole
             held = dict(mapping.items())
         else:
-            held = self.found.held[part.index] = content_of(part)
+            held = self.found.held[part.index] = container_content(part)
         parts = self.found.parts
         for key, item in held.items():
             if key in hidden:

@@ -33,12 +33,12 @@ from bendtrace.tape.captured import (
     CaptureKind,
     TensorFacts,
     attributes_of,
-    content_of,
+    container_content,
     is_as_copied,
     requires_grad,
 )
 from bendtrace.watch.executed import functions_of_runs
-from bendtrace.watch.findings import Contents, Found
+from bendtrace.watch.findings import Contents, ScanResult
 from bendtrace.watch.growing import is_full
 from bendtrace.watch.monkeypatches import monkeypatches
 from bendtrace.watch.provenance import is_users_class
@@ -90,14 +90,14 @@ class Notes:
             if judge is not None and judge(value) is not answer:
                 return False
         return not any(name in namespace for namespace, name in self.absent) and not any(
-            map(_is_filled, self.empty)
+            map(_is_filled_cell, self.empty)
         )
 
 
 _MISSING = object()
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def _is_filled_cell(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - an empty one raises
     except ValueError:
@@ -105,7 +105,7 @@ def _is_filled(cell: types.CellType) -> bool:
     return True
 
 
-def facts_of(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorFacts:
+def tensor_facts(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorFacts:
     """Return the facts of a tensor that are guarded, with the number of its attributes."""
     own = sum(key.access is Access.DICT for key in attributes)
     with torch._C.DisableTorchFunction():  # a class may count what it is asked
@@ -128,7 +128,9 @@ class CachedScan:
         plain_numbers: whether numbers among the arguments must not be traced.
     """
 
-    def __init__(self, found: Found, notes: Notes, first: int, helpers: tuple[type, ...]) -> None:
+    def __init__(
+        self, found: ScanResult, notes: Notes, first: int, helpers: tuple[type, ...]
+    ) -> None:
         self._function = found.function
         self.plain_numbers: bool = found.plain_numbers
         self._notes = notes
@@ -176,7 +178,7 @@ class CachedScan:
             for part in self._parts
         )
 
-    def _note_code(self, found: Found) -> None:
+    def _note_code(self, found: ScanResult) -> None:
         self._functions = [*{id(function): function for function in found.functions}.values()]
         self._code = [*chain.from_iterable(map(_about, self._functions))]
         self._keywords = [f.__kwdefaults__ for f in self._functions if f.__kwdefaults__]
@@ -187,7 +189,7 @@ class CachedScan:
             found.depends.sized |= {id(namespace_of(base)): namespace_of(base) for base in bases}
         self._stamp = CodeVersion(found.depends)
 
-    def _note_parts(self, found: Found) -> None:
+    def _note_parts(self, found: ScanResult) -> None:
         """Tell the parts that each run has its own of from those that all runs share."""
         anew: set[int] = set()
         looked: list[Captured] = []
@@ -209,7 +211,7 @@ class CachedScan:
                 content = held[part.index]
                 self._content[part.index] = [*content], [*map(id, content.values())]
             elif part.kind is CaptureKind.TUPLE:
-                content = content_of(part)
+                content = container_content(part)
                 self._content[part.index] = [*content], [*map(id, content.values())]
             if part.index in anew or part.index in self._content or part.kind in COPIED:
                 looked.append(part)
@@ -236,7 +238,7 @@ class CachedScan:
 
     # Taking it over
 
-    def repeat(self, now: Found) -> bool:
+    def repeat(self, now: ScanResult) -> bool:
         """Give environment the parts of this scan, if it would lead to the same.
 
         Args:
@@ -263,7 +265,7 @@ class CachedScan:
             return False
         held: dict[int, dict[Any, Any]] = {}
         try:
-            made = self._made(held)
+            made = self._remake_parts(held)
         except _GONE:
             return False
         if made is None or not self._notes.hold() or not self._watched_objects.same():
@@ -280,13 +282,13 @@ class CachedScan:
             and self._stamp.holds()
         )
 
-    def _made(self, held: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
+    def _remake_parts(self, held: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
         """Return the parts that each run makes again, by index; None if one has been replaced."""
         made: dict[int, Captured] = {}
         for known in self._looked:
             part = known
             if known.index in self._anew:
-                part = made[known.index] = self._anew_of(known, made, held)
+                part = made[known.index] = self._remake_part(known, made, held)
             if part.kind is not CaptureKind.ALIAS and type(part.value) is not known.type:
                 return None
             if part.kind in COPIED and not is_as_copied(part, part.value):
@@ -298,10 +300,10 @@ class CachedScan:
                 continue
             if part.kind is CaptureKind.TENSOR:
                 content: dict[Any, Any] = attributes_of(part.value)
-                if facts_of(part.value, content) != part.size:
+                if tensor_facts(part.value, content) != part.size:
                     return None
             else:
-                content = content_of(part, noted[0])
+                content = container_content(part, noted[0])
             if not _same_keys([*content], noted[0]):
                 return None
             if [*map(id, content.values())] != noted[1]:
@@ -312,7 +314,7 @@ class CachedScan:
             return None
         return made
 
-    def _anew_of(
+    def _remake_part(
         self, known: Captured, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
     ) -> Captured:
         parent = known.parent
@@ -322,7 +324,7 @@ class CachedScan:
         if parent is not None:
             above = made.get(parent.index, parent)
             if known.kind in _IN_RUN:
-                value = _at(above, known, held)
+                value = _current_value(above, known, held)
             parent = above
         return Captured(
             known.index, parent, known.access, known.key, known.kind, value, known.type,
@@ -330,7 +332,7 @@ class CachedScan:
         )  # fmt: skip
 
     def _hand_over(
-        self, now: Found, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
+        self, now: ScanResult, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
     ) -> None:
         now.own = [*now.parts, *made.values()]  # shared parts are let go of by nobody
         now.parts += self._parts
@@ -354,7 +356,7 @@ class CachedScan:
 _GONE = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
-def _at(parent: Captured, part: Captured, held: dict[int, dict[Any, Any]]) -> Any:
+def _current_value(parent: Captured, part: Captured, held: dict[int, dict[Any, Any]]) -> Any:
     """Return the value that is now at the place of a part."""
     content = held.get(parent.index)
     if content is not None:

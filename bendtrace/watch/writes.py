@@ -72,16 +72,16 @@ class Writes:
         self.latest_unseen = -1
         # Memory that is known by tensors which do not share a version: through `.data`, for one.
         self._apart: set[int] = set()
-        self._there: set[int] = set()
+        self._existing: set[int] = set()
         self._replaced: set[int] = set()  # ops that gave a tensor whose `.data` was set
 
-    def there(self, tensor: Tensor) -> None:
+    def note_existing(self, tensor: Tensor) -> None:
         """Record a tensor that existed before the run, and may share memory with another one."""
         storage = storage_of(tensor)
-        if storage in self._there:
+        if storage in self._existing:
             self._apart.add(storage)
         elif storage:
-            self._there.add(storage)
+            self._existing.add(storage)
 
     def begin(self) -> None:
         """Forget the arguments of the previous op."""
@@ -89,7 +89,7 @@ class Writes:
         self._memory.clear()
         self.stale.clear()
 
-    def given(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
+    def receive(self, ref: Ref, tensor: Tensor, named_at: int) -> None:
         """Record that an op receives a tensor, which had version `named_at` when it was named."""
         version = version_of(tensor)
         self._given.append((ref, tensor, version))
@@ -108,7 +108,7 @@ class Writes:
         """Return the tensors that the current op received."""
         return [tensor for _, tensor, _ in self._given]
 
-    def read_by(self, op: Op) -> None:
+    def note_reads(self, op: Op) -> None:
         """Record on an op, before it runs, whose writes it reads."""
         if self.stale and not op.reads:
             op.reads = self.writers()
@@ -122,7 +122,7 @@ class Writes:
         found = {ref.index: self._writers.get(storage_of(tensor)) for ref, tensor in self.stale}
         return {index: writer for index, writer in found.items() if writer is not None}
 
-    def written_by(self, op: Op) -> None:
+    def note_writes(self, op: Op) -> None:
         """Record on an op, after it ran, the tensors that it has written to."""
         if not self._given:
             return
@@ -329,7 +329,9 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, 
     Returns:
         The positions of a tensor and an array, for each pair.
     """
-    taken = [(number, *_extent(array)) for number, array in enumerate(arrays) if array.nbytes]
+    taken = [
+        (number, *_memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes
+    ]
     found: set[tuple[int, int]] = set()
     with torch._C.DisableTorchFunction():
         for position, tensor in enumerate(tensors):
@@ -346,7 +348,7 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, 
     return found
 
 
-def _extent(array: Any) -> tuple[int, int]:
+def _memory_extent(array: Any) -> tuple[int, int]:
     """Return the address of the first byte of an array, and that after its last one."""
     begin = array.__array_interface__["data"][0]
     end = begin + array.itemsize
@@ -359,13 +361,13 @@ def _extent(array: Any) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedArray:
     """An array, and the tensors in its memory.
 
     Attributes:
         array: the array.
         content: what was in it.
-        was_there: whether it was there before the run: then a replay takes it, and no copy.
+        predates_run: whether it was there before the run: then a replay takes it, and no copy.
         is_resumed: whether the tensors are those of the replay that the run resumes, which are in
             the memory of another array.
         place: where that was.
@@ -373,7 +375,7 @@ class _Shared:
 
     array: Any
     content: Array
-    was_there: bool
+    predates_run: bool
     is_resumed: bool
     place: str
 
@@ -389,12 +391,12 @@ class SharedArrays:
     def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
         self._tape = tape
         self._find = find
-        self._shared: dict[int, _Shared] = {}  # by the storage of the tensors
+        self._shared: dict[int, _SharedArray] = {}  # by the storage of the tensors
 
     def __bool__(self) -> bool:
         return bool(self._shared)
 
-    def gave(
+    def note_result(
         self,
         op: Op,
         args: Iterable[Any],
@@ -418,45 +420,45 @@ class SharedArrays:
         for array in arrays:
             first = array.__array_interface__["data"][0]
             if first <= made.data_ptr() < first + array.nbytes:
-                was_there = self._find(array) is not None
-                self._shared[storage_of(out)] = _Shared(
-                    array, Array(array), was_there, again is not None and not was_there,
+                predates_run = self._find(array) is not None
+                self._shared[storage_of(out)] = _SharedArray(
+                    array, Array(array), predates_run, again is not None and not predates_run,
                     user_place(frame),
                 )  # fmt: skip
 
-    def begins(self, given: Iterable[Tensor]) -> None:
+    def check_arguments(self, given: Iterable[Tensor]) -> None:
         """Check the arrays before an op with tensor arguments."""
         for storage in self._storages_of(given):
             self._compare(self._shared[storage])
         for storage, shared in list(self._shared.items()):
-            if not shared.was_there and _is_free(shared):
+            if not shared.predates_run and _is_free(shared):
                 self._compare(shared)
                 self._shared.pop(storage, None)
 
-    def ended(self, op: Op, given: Iterable[Tensor]) -> None:
+    def check_writes(self, op: Op, given: Iterable[Tensor]) -> None:
         """Check the tensors that an op has written to."""
         for storage in self._storages_of(given) if op.writes else ():
             shared = self._shared[storage]
-            if shared.was_there or not _is_free(shared):
+            if shared.predates_run or not _is_free(shared):
                 self._block(shared, "is written to through the tensor")
 
     def finish(self) -> None:
         """Check the arrays that still exist at the end of the run."""
-        self.begins(())
+        self.check_arguments(())
         for shared in list(self._shared.values()):
             self._compare(shared)
-            if not shared.was_there:
+            if not shared.predates_run:
                 self._block(shared, "still exists after the run")
         self._shared.clear()
 
     def _storages_of(self, given: Iterable[Tensor]) -> set[int]:
         return {storage_of(tensor) for tensor in given} & self._shared.keys()
 
-    def _compare(self, shared: _Shared) -> None:
+    def _compare(self, shared: _SharedArray) -> None:
         if shared.content != shared.array:
             self._block(shared, "is written to afterwards")
 
-    def _block(self, shared: _Shared, what: str) -> None:
+    def _block(self, shared: _SharedArray, what: str) -> None:
         reason = f"the array whose memory a tensor shares since {shared.place} {what}"
         if shared.is_resumed:
             raise NondeterminismError(
@@ -469,7 +471,7 @@ class SharedArrays:
         self._shared = {key: other for key, other in self._shared.items() if other is not shared}
 
 
-def _is_free(shared: _Shared) -> bool:
+def _is_free(shared: _SharedArray) -> bool:
     """Return whether nobody but the tensor can reach an array."""
     held = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
     if held > (0 if shared.is_resumed else 1):

@@ -18,7 +18,7 @@ from torch import nn
 import bendtrace as bt
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
-from bendtrace.engine.stretches import Finished
+from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.record.run import Signature, record
 from tests.hf_models import MODELS
 from tests.promise import bits
@@ -49,7 +49,7 @@ def measure(model: nn.Module, inputs: dict[str, Any], rounds: int) -> dict[str, 
     bended(**inputs)
     assert bits(bended(**inputs)) == wanted
     result = program.run(arguments)
-    assert isinstance(result, Finished)
+    assert isinstance(result, FinishedReplay)
     assert bits(result.output) == wanted
 
     ways: dict[str, Callable[[], Any]] = {

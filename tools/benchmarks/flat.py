@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from bendtrace.engine.analysis import is_read
-from bendtrace.engine.source import Code, Source
+from bendtrace.engine.source import Code, GeneratedSource
 from bendtrace.record.finish import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.structure import Construction, Existing, Instance
@@ -86,7 +86,7 @@ class _Flat:
         if len({op.context for op in tape.ops if op.kind is OpKind.CALL}) > 1:
             raise ValueError("the run went from one mode to another")
         self._recording = recording
-        self._source = Source()
+        self._source = GeneratedSource()
         self._names: dict[int, str] = {}  # of the variable that an op's value is in
         self._built: dict[int, str] = {}  # objects of the output
         self._free: list[int] = []  # variables whose values nothing needs any more

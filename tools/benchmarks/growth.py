@@ -15,7 +15,7 @@ from torch import Tensor
 import bendtrace as bt
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
-from bendtrace.engine.stretches import Finished
+from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.record.recorder import Recording
 from bendtrace.record.run import Signature, record
 from tools.benchmarks.timing import once
@@ -88,7 +88,7 @@ def _of_ops(model: Callable[[Tensor], Tensor]) -> dict[str, float]:
     trace = _least(lambda: record(model, (x,), {}, signature), times)
     generate, program = _taken(lambda: _program(record(model, (x,), {}, signature)))
     result = program.run((x,))
-    assert isinstance(result, Finished)
+    assert isinstance(result, FinishedReplay)
     assert torch.equal(result.output, model(x))
     replay = _least(lambda: program.run((x,)), times)
     log = _least(lambda: bt.trace(model, x, save="all"), 2)

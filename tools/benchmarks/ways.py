@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
-from bendtrace.engine.stretches import Finished
+from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.record.run import Signature, record
 from tests.promise import bits
 from tools.benchmarks.flat import flat_of
@@ -160,7 +160,7 @@ def _replay(model: nn.Module, args: tuple[Tensor, ...]) -> Call:
 
     def call() -> Any:
         result = program.run(args)
-        assert isinstance(result, Finished)
+        assert isinstance(result, FinishedReplay)
         return result.output
 
     return call

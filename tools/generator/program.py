@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import bendtrace as bt
 from bendtrace.errors import NondeterminismError
-from bendtrace.watch.draws import global_generators, is_host_generator, state_of
+from bendtrace.watch.draws import generator_state, global_generators, is_host_generator
 from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import bits, footprint, state
 
@@ -348,7 +348,7 @@ def _one(
         except Exception as raised:
             error = raised
     drawn = filter(is_host_generator, vars(model).values())
-    hosts = [*map(state_of, (*global_generators(), *drawn))]
+    hosts = [*map(generator_state, (*global_generators(), *drawn))]
     rng = [torch.get_rng_state().tolist(), hosts]
     result = _read(bits, output)
     arguments = _read(bits, [args, kwargs])
