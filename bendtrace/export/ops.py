@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from bendtrace.export.machine import (
     rebuilt,
 )
 from bendtrace.record.effects import makes_anew
-from bendtrace.tape.structure import Existing, Instance
+from bendtrace.tape.structure import Existing
 from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.watch.functions import (
     METADATA,
@@ -43,6 +43,9 @@ from bendtrace.watch.functions import (
     display_name,
     name_of,
 )
+
+if TYPE_CHECKING:
+    from bendtrace.export.writer import ProgramWriter
 
 
 class Scope:
@@ -76,34 +79,22 @@ class SegmentOps(Expressions):
     """Writes the ops of one segment into a scope.
 
     Args:
+        writer: writes the program.
         scope: the function that receives the ops.
         run: the run of the segment.
         schedule: its ops; None for those that a question needs.
         known: the values at its start.
-        part: returns the value of an argument, or of state.
-        new: returns an unused name.
-        demand: writes an assertion, with its reason.
-        names: the values of generated names.
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        run: AnalysedRun,
-        schedule: Schedule | None,
+        self, writer: ProgramWriter, scope: Scope, run: AnalysedRun, schedule: Schedule | None,
         known: dict[int, Value],
-        part: Callable[[Any, Op | None], Value],
-        new: Callable[[str], str],
-        demand: Callable[[Scope, str, str], None],
-        names: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        names.update((k, v) for k, v in self.names.items() if k not in names)
-        self.names = names
-        self._scope, self._run, self._schedule = scope, run, schedule
+        self.names = writer.names
+        self._writer, self._scope, self._run, self._schedule = writer, scope, run, schedule
         self._ops = run.recording.tape.ops
         self.known = known
-        self._part, self._new, self._demand = part, new, demand
 
     def op(self, index: int) -> Op:
         """Return an op of the run."""
@@ -113,12 +104,7 @@ class SegmentOps(Expressions):
 
     def bound(self, value: Any) -> str:
         """Return a name that is bound to the value itself."""
-        bound = self.names.setdefault("__bound__", {})
-        name = bound.get(id(value))
-        if name is None:
-            name = bound[id(value)] = f"c{len(bound)}"
-            self.names[name] = value
-        return str(name)
+        return self._writer.bound(value)
 
     def constant(self, value: Any) -> str:
         """Return an expression for a value that does not change."""
@@ -148,18 +134,18 @@ class SegmentOps(Expressions):
         if type(value) is _Named:
             return value.text
         if type(value) is Existing:
-            return self._text(self._part(value.part, None))
+            return self._text(self._writer.part(value.part, None))
         return super().value(value)
 
     def value_of(self, index: int) -> Value:
         """Return the value of an op; compute it, if it was left out before."""
         op = self._ops[index]
         if index in self.known:
-            if is_outdated(self.known[index]):
-                raise ExportError(USED_LATE, cite(op))
+            if any(isinstance(leaf, Outdated) for leaf in leaves(self.known[index])):
+                raise ExportError(_USED_LATE, cite(op))
             return self.known[index]
         if op.is_given:
-            found = self._part(op.target, op)
+            found = self._writer.part(op.target, op)
             self.known[index] = found
             return found
         if self._schedule is not None and index in self._schedule.same:
@@ -195,10 +181,7 @@ class SegmentOps(Expressions):
             self._emit_tensors(op)
 
     def _define(self, text: str, op: Op, prefix: str = "v") -> str:
-        name = self._new(prefix)
-        self._scope.own.add(name)
-        self._scope.add(f"{name} = {text}", op)
-        return name
+        return self._writer.define(self._scope, prefix, text, op)
 
     def _emit_element(self, op: Op) -> None:
         owner = self.value_of(op.args[0].index)
@@ -209,7 +192,7 @@ class SegmentOps(Expressions):
             row = f"torch.full((1,), {key}, device={owner.name}.device)"
             name = self._define(f"{owner.name}.index_select(0, {row}).select(0, 0)", op)
             own = self._memory(op)  # the model has a view
-            self.names["__picked__"] |= own - owner.memory
+            self._writer.picked |= own - owner.memory
             self.known[op.index] = self._unpack(name, op.meta, own | owner.memory, op)
         elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
@@ -217,11 +200,13 @@ class SegmentOps(Expressions):
             raise ExportError(f"an element {key!r} of {display_name(op.target)} is used", cite(op))
 
     def _emit_static(self, op: Op, varies: bool) -> None:
-        self.names["__facts__"].add(fact_of(op))
+        if (fact := fact_of(op)) is not None:
+            self._writer.facts.add(fact)
         if op.kind is OpKind.CALL and type(op.meta) is tuple:
             tensor = self.value(op.args[0])
+            word = "stride" if name_of(op.target) == "stride" else "size"
             items = tuple(
-                Static(self._define(f"{tensor}.{_size_word(op)}({dim})", op, "s"), int, varies)
+                Static(self._define(f"{tensor}.{word}({dim})", op, "s"), int, varies)
                 for dim in range(len(op.meta))
             )
             self.known[op.index] = Several(items, (), torch.Size)
@@ -252,10 +237,8 @@ class SegmentOps(Expressions):
                 "keep to tensors, or to ints, floats and bools",
                 cite(op),
             )
-        if op.kind is OpKind.CALL:
-            text = self._out_of(op, kind)
-        else:
-            text = self._arithmetic(op, kind)
+        is_call = op.kind is OpKind.CALL
+        text = self._out_of(op, kind) if is_call else self._arithmetic(op)
         self.known[op.index] = Number(self._define(text, op, "n"), kind)
 
     def _listed(self, op: Op, index: int) -> Value:
@@ -330,7 +313,7 @@ class SegmentOps(Expressions):
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)
         if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
-            held = self._text(self._part(constant, op))
+            held = self._text(self._writer.part(constant, op))
             name = self._define(f"{held}.clone()", op)
             self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
@@ -338,32 +321,29 @@ class SegmentOps(Expressions):
             self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
             return
         text = self._gathered(op)
-        if text is not None and op.target is not Tensor.__setitem__:
+        is_stored = op.target is Tensor.__setitem__
+        if text is not None and not is_stored:
             name = self._define(text, op)
             self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
-        is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__) and text is None
+        is_index = (is_stored or op.target is Tensor.__getitem__) and text is None
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
-        if text is not None:
-            pass
-        elif is_picked:
+        if is_picked:
             text = self._indexed(op)
-        else:
+        elif text is None:
             args, kwargs = self._with_tensors(op)
-            if op.target is Tensor.__setitem__:
+            if is_stored:
                 args = (*args[:2], _Named(self._assigned(op)))
             text = self.call(_like(op, args, kwargs))
-        if op.target is Tensor.__setitem__:
+        if is_stored:
             self._scope.add(text, op)
             self._outdate(op)
             return
-        name = self._new("v")
-        self._scope.own.add(name)
-        self._scope.add(f"{name} = {text}", op)
+        name = self._define(text, op)
         memory = self._memory(op)
         self._outdate(op)
         if is_picked:
-            self.names["__picked__"] |= memory - memory_of(self.value_of(op.args[0].index))
+            self._writer.picked |= memory - _memory_of(self.value_of(op.args[0].index))
         if op.writes and isinstance(op.meta, TensorMeta):
             first = op.args[0] if op.args else None
             if type(first) is Ref and first.index in op.writes:  # it gives that very tensor back
@@ -375,7 +355,7 @@ class SegmentOps(Expressions):
 
     def _unpack(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
         if isinstance(meta, TensorMeta):
-            self.names["__memory_of__"][name] = memory
+            self._writer.memory_of[name] = memory
             return Tensors(name, memory)
         if type(meta) is tuple:
             items = []
@@ -392,8 +372,7 @@ class SegmentOps(Expressions):
 
     def _memory(self, op: Op) -> frozenset[int]:
         """Return the numbers of the memory that the result of an op may have."""
-        own = frozenset({len(self.names["__memories__"])})
-        self.names["__memories__"].append(None)
+        own = self._writer.memory()
         if makes_anew(op.target) or name_of(op.target) in _ANEW or gives_nothing(op):
             return own
         for index in op.operands:
@@ -407,22 +386,24 @@ class SegmentOps(Expressions):
         written_to = op.writes
         if written_to and name_of(op.target).endswith("_") and type(op.args[0]) is Ref:
             written_to = (op.args[0].index,)  # not its views among the other arguments
-        copied = self.names["__picked__"]
+        copied = self._writer.picked
         for target in written_to if copied else ():
-            written = memory_of(self.value_of(target))
-            if written & copied and not is_stored_back(op, self._ops):
-                raise ExportError(WRITTEN, cite(op))
+            written = _memory_of(self.value_of(target))
+            if written & copied and not _is_stored_back(op, self._ops):
+                raise ExportError(_WRITTEN, cite(op))
+
+            def after(leaf: Value, written: frozenset[int] = written) -> Value:
+                memory = leaf.memory if isinstance(leaf, Tensors) else frozenset()
+                return Outdated() if memory & written and memory & copied - written else leaf
+
             for index, value in self.known.items():
-                self.known[index] = mark_outdated(value, written, copied)
+                self.known[index] = rebuilt(value, after)
 
     # Numbers among the arguments of functions
 
     def _numbers(self, value: Any) -> list[int]:
-        found = []
-        for ref in refs_in(value):
-            if isinstance(self.value_of(ref.index), Number):
-                found.append(ref.index)
-        return found
+        indices = (ref.index for ref in refs_in(value))
+        return [index for index in indices if isinstance(self.value_of(index), Number)]
 
     def _with_tensors(self, op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of an op with tensors in the place of numbers, where that is equal.
@@ -570,7 +551,7 @@ class SegmentOps(Expressions):
         found = self.value_of(value.index)
         return found.type if isinstance(found, (Number, Static)) else object
 
-    def _arithmetic(self, op: Op, kind: type) -> str:
+    def _arithmetic(self, op: Op) -> str:
         target, infix = op.target, INFIX.get(op.target)
         kinds = [self._type(arg) for arg in op.args]
         given = [self.lift(arg, op) for arg in op.args]
@@ -620,16 +601,15 @@ class SegmentOps(Expressions):
                 if isinstance(number, Number):
                     name = number.name
                     within = f"(({name} < {_SMALL}) & ({name} > -{_SMALL}))"
-                    self._demand(self._scope, within, f"an integer in {cite(op)} is too large")
+                    self._writer.demand(
+                        self._scope, within, f"an integer in {cite(op)} is too large"
+                    )
 
     def _nonzero(self, op: Op, text: str) -> None:
         if type(op.args[1]) is Ref:
-            self._demand(
+            self._writer.demand(
                 self._scope, f"torch.as_tensor({text} != 0)", f"division by zero in {cite(op)}"
             )
-
-    def _instance(self, instance: Instance) -> str:
-        return self.value(tuple(instance.items))
 
 
 class _Named(Ref):
@@ -648,10 +628,6 @@ def _like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     made = Op(op.index, op.kind, op.target, args, kwargs, op.scope, op.site, op.context)
     made.meta = op.meta
     return made
-
-
-def _size_word(op: Op) -> str:
-    return "stride" if name_of(op.target) == "stride" else "size"
 
 
 def refusal_of(op: Op) -> str | None:
@@ -676,14 +652,10 @@ def refusal_of(op: Op) -> str | None:
         reason = None
     if reason is None and not op.context.is_usual:
         reason = f"{name} runs under autocast, in inference mode or under other settings"
-    return None if reason is None else f"{reason}: {_advice(reason)}"
-
-
-def _advice(reason: str) -> str:
-    for words, advice in _ADVICE.items():
-        if words in reason:
-            return advice
-    return "leave it out of the model for the export"
+    if reason is None:
+        return None
+    known = (advice for words, advice in _ADVICE.items() if words in reason)
+    return f"{reason}: {next(known, 'leave it out of the model for the export')}"
 
 
 _ADVICE = {
@@ -727,46 +699,22 @@ _PLAIN_ARITHMETIC = frozenset(
 # In the model, `x[n]` is a view of `x`. In a program it is a copy, as its index is a tensor.
 # Nothing tells them apart until one of them is written to in place.
 
-USED_LATE = (
+_USED_LATE = (
     "what this index out of a tensor picks is used after that tensor is written to: copy it with "
     "clone()"
 )
-WRITTEN = (
+_WRITTEN = (
     "it writes in place to what an index out of a tensor picks: compute a new value, and assign "
     "it to that index"
 )
 
 
-def memory_of(value: Value) -> frozenset[int]:
+def _memory_of(value: Value) -> frozenset[int]:
     """Return the numbers of the memory that tensors in a value may have."""
     return frozenset().union(*(one.memory for one in leaves(value) if isinstance(one, Tensors)))
 
 
-def mark_outdated(value: Value, written: frozenset[int], picked: set[int]) -> Value:
-    """Return a value after a write, which makes copies of the written tensor outdated.
-
-    Args:
-        value: the value before.
-        written: the memory that is written to.
-        picked: the memory of all copies.
-    """
-
-    def after(leaf: Value) -> Value:
-        if isinstance(leaf, Tensors) and leaf.memory & written and leaf.memory & picked - written:
-            return Outdated()
-        return leaf
-
-    return rebuilt(value, after)
-
-
-def is_outdated(value: Value) -> bool:
-    """Return whether a part of a value is a copy of a tensor that was written to since."""
-    return isinstance(value, Outdated) or (
-        isinstance(value, Several) and any(isinstance(leaf, Outdated) for leaf in leaves(value))
-    )
-
-
-def is_stored_back(op: Op, ops: Sequence[Op]) -> bool:
+def _is_stored_back(op: Op, ops: Sequence[Op]) -> bool:
     """Return whether an in-place op belongs to an augmented assignment, such as `x[n] += 1`."""
     taken, after = op.args[0] if op.args else None, ops[op.index + 1 : op.index + 2]
     if type(taken) is not Ref or not after or after[0].target is not Tensor.__setitem__:

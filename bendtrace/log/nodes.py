@@ -708,45 +708,54 @@ class TreeNode:
         """Return the path of a child."""
         return NodePath(f"{self.path}.{name}" if self.path else name)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the node and all nodes below as plain values, ready for JSON."""
-        row: dict[str, Any] = {"name": self.name, "kind": self.kind, "type": self.type}
-        row["role"] = self.role
-        for name in ("key", "label", "module", "class_name"):
-            if getattr(self, name) not in ("", None):
-                row[name] = getattr(self, name)
-        row["passes"] = [
-            [p.parent, p.index, plain_keys(p.element), None if p.shape is None else list(p.shape)]
-            + [p.called] * bool(p.called)
-            for p in self.passes
-        ]
-        for name in ("places", "code", "steps"):
-            if getattr(self, name):
-                row[name] = [list(item) for item in getattr(self, name)]
-        if self.children:
-            row["children"] = [child.to_dict() for child in self.children.values()]
-        return row
+    def to_rows(self) -> list[list[Any]]:
+        """Return the node and all nodes below as plain values, each with its parent's number.
+
+        A model that calls itself can have a tree deeper than JSON can be nested.
+        """
+        rows: list[list[Any]] = []
+        waiting: list[tuple[int | None, TreeNode]] = [(None, self)]
+        while waiting:
+            holder, node = waiting.pop()
+            waiting.extend((len(rows), child) for child in reversed(node.children.values()))
+            row: dict[str, Any] = {name: getattr(node, name) for name in _ALWAYS}
+            if node.key not in ("", None):
+                row["key"] = node.key
+            row |= {name: getattr(node, name) for name in _TEXTS if getattr(node, name)}
+            row["passes"] = [
+                [p.parent, p.index, plain_keys(p.element), None if p.shape is None else [*p.shape]]
+                + [p.called] * bool(p.called)
+                for p in node.passes
+            ]
+            for name in ("places", "code", "steps"):
+                if getattr(node, name):
+                    row[name] = [list(item) for item in getattr(node, name)]
+            rows.append([holder, row])
+        return rows
 
     @classmethod
-    def from_dict(cls, row: dict[str, Any], path: str = "") -> TreeNode:
-        """Read what `to_dict` wrote."""
-        node = cls(
-            name=row["name"], kind=row["kind"], type=row["type"], role=row["role"],
-            key=row.get("key"), label=row.get("label", ""), module=row.get("module", ""),
-            class_name=row.get("class_name", ""), path=path,
-        )  # fmt: skip
-        for parent, index, element, shape, *called in row["passes"]:
-            sizes = None if shape is None else tuple(shape)
-            node.passes.append(Pass(parent, index, tuple(element), sizes, *called))
-        node.places = tuple(Place(*place) for place in row.get("places", ()))
-        node.code = [Variant(text, tuple(passes)) for text, passes in row.get("code", ())]
-        for number, after, kind, text, outcomes, file, line in row.get("steps", ()):
-            counted = tuple((at, outcome, count) for at, outcome, count in outcomes)
-            node.steps.append(Step(number, after, kind, text, counted, file, line))
-        for item in row.get("children", ()):
-            child = cls.from_dict(item, node.child_path(item["name"]))
-            node.children[child.name] = child
-        return node
+    def from_rows(cls, rows: Iterable[list[Any]]) -> TreeNode:
+        """Read what `to_rows` wrote."""
+        nodes: list[TreeNode] = []
+        for holder, row in rows:
+            texts = {name: row.get(name, "") for name in _TEXTS}
+            node = cls(row["name"], row["kind"], row["type"], row["role"], row.get("key"), **texts)
+            if holder is not None:
+                node.path = nodes[holder].child_path(node.name)
+                nodes[holder].children[node.name] = node
+            for parent, index, element, shape, *called in row["passes"]:
+                sizes = None if shape is None else tuple(shape)
+                node.passes.append(Pass(parent, index, tuple(element), sizes, *called))
+            node.places = tuple(Place(*place) for place in row.get("places", ()))
+            node.code = [Variant(text, tuple(passes)) for text, passes in row.get("code", ())]
+            for number, after, kind, text, outcomes, file, line in row.get("steps", ()):
+                counted = tuple((at, outcome, count) for at, outcome, count in outcomes)
+                node.steps.append(Step(number, after, kind, text, counted, file, line))
+            nodes.append(node)
+        return nodes[0]
+
+
+_ALWAYS, _TEXTS = ("name", "kind", "type", "role"), ("label", "module", "class_name")
 
 
 # Names of nodes: identifiers that are stable from run to run.

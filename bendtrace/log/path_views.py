@@ -332,15 +332,15 @@ class Tree:
         elements = [
             [index, root, plain_keys(keys)] for index, (root, keys) in self._elements.items()
         ]
-        return {"root": self.data.to_dict(), "elements": elements}
+        return {"root": self.data.to_rows(), "elements": elements}
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Tree:
         """Read what `to_dict` wrote."""
         try:
             elements = {index: (root, tuple(keys)) for index, root, keys in row["elements"]}
-            return cls(TreeNode.from_dict(row["root"]), elements)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return cls(TreeNode.from_rows(row["root"]), elements)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"this is not a stored tree of paths: {error!r}") from error
 
     @cached_property

@@ -321,7 +321,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
         }
         draft.write_json("flow.json", flow)
         draft.write_json("graph.json", to_node_link(history.graph))
-        draft.write_json("tree.json", encode(_flat(history._tree)))
+        draft.write_json("tree.json", encode(history._tree.to_dict()))
         activations = {e.label: e.saved for e in entries if e.saved is not None}
         gradients = {e.label: e.gradient for e in entries if e.gradient is not None}
         values = {
@@ -369,21 +369,6 @@ def _read_passed(
             entry = replace(entry, saved=saved, unsaved=unsaved, gradient=None)
         found[call, way, named] = entry
     return found
-
-
-def _flat(tree: Tree) -> dict[str, Any]:
-    """Return a tree with its nodes as a list, each with the number of the node it belongs to.
-
-    A model that calls itself can have a tree deeper than JSON can be nested.
-    """
-    nested = tree.to_dict()
-    rows: list[list[Any]] = []
-    waiting: list[tuple[int | None, dict[str, Any]]] = [(None, nested["root"])]
-    while waiting:
-        holder, row = waiting.pop()
-        waiting.extend((len(rows), child) for child in reversed(row.pop("children", ())))
-        rows.append([holder, row])
-    return nested | {"root": rows}
 
 
 def load(directory: str | os.PathLike[str], *, device: torch.device | str | None = None) -> RunLog:
@@ -458,21 +443,12 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
             log.passed = _read_passed(tensors["passed"], entries, files, device)
         facts = FACTS.read(contents["facts"])
         rows = decode(flow["guards"])
-        return RunLog(log, _tree_of(decode(tree)), from_node_link(graph), facts, rows)
+        return RunLog(log, Tree.from_dict(decode(tree)), from_node_link(graph), facts, rows)
     except (BendtraceError, LookupError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, LoadError):
             raise
         # The checksums are right: it is as it was written, but not by this format's rules.
         raise LoadError(opened.folder, f"what it says makes no sense: {error}") from error
-
-
-def _tree_of(flat: dict[str, Any]) -> Tree:
-    rows: list[dict[str, Any]] = []
-    for holder, row in flat["root"]:
-        if holder is not None:
-            rows[holder].setdefault("children", []).append(row)
-        rows.append(row)
-    return Tree.from_dict(flat | {"root": rows[0]})
 
 
 # The directory of a save: how it is exchanged as a whole, and what is recognised as ours.
