@@ -24,13 +24,14 @@ from bendtrace.debug.visit import (
     text_of,
 )
 from bendtrace.engine.global_state import GlobalState
-from bendtrace.errors import BendtraceError, InputError, NodePathError
+from bendtrace.errors import BendtraceError, InputError, NodePathError, NondeterminismError
 from bendtrace.flow import FlowStep
 from bendtrace.insert.resolver import describe_where, name_of, resolve_meaning
 from bendtrace.log.capture import aligned_copy, materialize, tensors_in
 from bendtrace.log.entries import Source
 from bendtrace.log.names import Names, call_around, holders_of, near_names, passes_of
 from bendtrace.log.nodes import Pass, Registry, TreeNode
+from bendtrace.python.checks import required_int
 from bendtrace.python.places import is_file, place_text, read_place
 from bendtrace.python.sites import Place, Site
 from bendtrace.record.recorder import Recording
@@ -39,6 +40,7 @@ from bendtrace.show.viewer import step_html, viewer_frame
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.tape import ModuleCall, OpKind, Tape
+from bendtrace.watch.draws import RandomStates
 
 _AROUND = 3  # events that are printed before and after the position
 
@@ -92,7 +94,7 @@ class SteppedRun:
         registry: Registry,
         budget: int,
     ) -> None:
-        _require_budget(budget, "bytes")
+        required_int("budget", budget, 0)
         if has_lazy_modules(function):
             raise cannot("the model has lazy modules: call it once first")
         self._function = function
@@ -224,12 +226,9 @@ class SteppedRun:
             return self._answer(number)
         if edit is not None and edit.element == element:
             return aligned_copy(edit.value.detach())
-        if event.index in self._kept:
-            found = self._kept.get(event.index)
-        else:
-            found = self._visit(min(number + 1, len(self._events)), {event.index}).found[
-                event.index
-            ]
+        index, stop = event.index, min(number + 1, len(self._events))
+        is_kept = index in self._kept
+        found = self._kept.get(index) if is_kept else self._visit(stop, {index}).found[index]
         for key in element:
             found = found[key]
         for tensor in tensors_in(found):
@@ -237,9 +236,7 @@ class SteppedRun:
         return found
 
     def _answer(self, number: int) -> Any:
-        if number in self._edits:
-            return self._edits[number].value
-        return self._require_recording().tape.guards[self._events[number].index].answer
+        return _answer_in(self._require_recording().tape, self._events, self._edits, number)
 
     @property
     def output(self) -> Any:
@@ -398,7 +395,7 @@ class SteppedRun:
             >>> "tensor (2,) float32: [1, 1]" in run.to_html()
             True
         """
-        _require_budget(budget, "characters")
+        required_int("budget", budget, 0)
         shown = self._shown
         if shown is None or shown["budget"] != budget or not shown["has_all"]:
             shown = self._shown = self._to_show(budget)
@@ -417,10 +414,26 @@ class SteppedRun:
                 other._recording = None
                 sides[number].append(self._record_looks(other, left, number))
                 left -= sides[number][-1].looks.size
-        data = step_data(now, trace.flow_steps, sides, budget)
+        rows = _Rows(trace.flow_steps)
         every = [now, *(side for found in sides.values() for side in found)]
-        data["has_all"] = all(len(each.looks.frames) == len(each.events) for each in every)
-        return data
+        return {
+            "budget": budget,
+            "events": rows.of(now, 0, {}),
+            "end": now.end,
+            "sides": [
+                {
+                    "at": number,
+                    "answer": text_of(side.answer(number)),
+                    "events": rows.of(side, number + 1, _lines(side, number)),
+                    "end": side.end,
+                }
+                for number, found in sides.items()
+                for side in found
+            ],
+            "frames": rows.frames,
+            "texts": rows.texts,
+            "has_all": all(len(each.looks.frames) == len(each.events) for each in every),
+        }
 
     @staticmethod
     def _record_looks(run: SteppedRun, budget: int, centre: int) -> Version:
@@ -463,7 +476,7 @@ class SteppedRun:
         tape = None if before is None else before.tape
         known: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
         visit = Visit(self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks)
-        around, context = self._start.random_now(), ContextSwitch()
+        around, context = RandomStates(self._start.generators), ContextSwitch()
         self._start.begin()
         try:
             context.to(self._global_state.context)
@@ -508,7 +521,11 @@ class SteppedRun:
     def _judge(self, visit: Visit, recording: Recording) -> None:
         if visit.refusal:
             raise cannot(visit.refusal)
-        visit.require_same()
+        if visit.went_astray:
+            raise NondeterminismError(
+                "the model did not do the same again that it did before from the same start: "
+                + visit.went_astray
+            )
         if visit.frames is None:
             tape = recording.tape
             reasons = list(tape.blockers)
@@ -603,11 +620,6 @@ class SteppedRun:
         return "\n".join(lines)
 
 
-def _require_budget(budget: int, of: str) -> None:
-    if type(budget) is not int or budget < 0:
-        raise InputError(f"budget has to be a number of {of}, not {budget!r}")
-
-
 # What the page of a stepped run has: events, what is seen at each, changes, and other sides.
 
 
@@ -632,42 +644,20 @@ class Version(NamedTuple):
 
     def answer(self, number: int) -> Any:
         """Return the answer to a question."""
-        if number in self.edits:
-            return self.edits[number].value
-        return self.recording.tape.guards[self.events[number].index].answer
+        return _answer_in(self.recording.tape, self.events, self.edits, number)
+
+    @property
+    def end(self) -> dict[str, str]:
+        """The text of its output, or of its error."""
+        error = self.recording.error
+        if error is not None:
+            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        return {"output": text_of(self.output)}
 
 
-def step_data(
-    version: Version, steps: Sequence[FlowStep], sides: Mapping[int, Sequence[Version]], budget: int
-) -> dict[str, Any]:
-    """Return the data that the viewer needs, besides the log, to step through a run."""
-    rows = _Rows(steps)
-    events = rows.of(version, 0, {})
-    others = [
-        {
-            "at": number,
-            "answer": text_of(side.answer(number)),
-            "events": rows.of(side, number + 1, _lines(side, number)),
-            "end": _end(side),
-        }
-        for number, found in sides.items()
-        for side in found
-    ]
-    return {
-        "budget": budget,
-        "events": events,
-        "end": _end(version),
-        "sides": others,
-        "frames": rows.frames,
-        "texts": rows.texts,
-    }
-
-
-def _end(version: Version) -> dict[str, str]:
-    error = version.recording.error
-    if error is not None:
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
-    return {"output": text_of(version.output)}
+def _answer_in(tape: Tape, events: Sequence[Event], edits: Mapping[int, Edit], number: int) -> Any:
+    """Return the answer to a question in a run, which may be given by hand."""
+    return edits[number].value if number in edits else tape.guards[events[number].index].answer
 
 
 class _Rows:
@@ -709,17 +699,14 @@ class _Rows:
             if hasattr(tape.ops[event.index].meta, "shape"):
                 row["change"] = f"run.set({number}, torch.zeros_like(run.value({number})))"
         else:
-            answer = version.answer(number)
+            answer, steps = version.answer(number), self._steps.get(event.index, ())
             # A number has many others, so the present one is there to be edited.
             other = not answer if type(answer) is bool else answer
             row |= {
                 "name": "" if place is None else place.text,
                 "answer": text_of(answer),
                 "change": f"run.answer({number}, {_answer_text(other)})",
-                "step": next(
-                    (n for n, step in self._steps.get(event.index, ()) if is_of(step, event, tape)),
-                    None,
-                ),
+                "step": next((n for n, step in steps if is_of(step, event, tape)), None),
             }
         if number in version.edits:
             row["given"] = text_of(version.edits[number].value)
@@ -728,26 +715,21 @@ class _Rows:
         if number in looks.frames:
             row["frames"] = tuple(map(self._frame, looks.frames[number]))
         if number in looks.results:
-            row["result"] = self._number(self.texts, looks.results[number])
+            row["result"] = self._number(looks.results[number])
         return row
 
     def _frame(self, frame: Any) -> int:
         if frame not in self._places:
             self._places[frame] = len(self.frames)
-            self.frames.append(
-                {
-                    "source": Source(frame.file, frame.line, frame.function, "", ""),
-                    "variables": tuple(
-                        (name, self._number(self.texts, text)) for name, text in frame.variables
-                    ),
-                }
-            )
+            variables = tuple((name, self._number(text)) for name, text in frame.variables)
+            source = Source(frame.file, frame.line, frame.function, "", "")
+            self.frames.append({"source": source, "variables": variables})
         return self._places[frame]
 
-    def _number(self, rows: list[str], text: str) -> int:
+    def _number(self, text: str) -> int:
         if text not in self._places:
-            self._places[text] = len(rows)
-            rows.append(text)
+            self._places[text] = len(self.texts)
+            self.texts.append(text)
         return self._places[text]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.debug.preserved_state import ModelState
-from bendtrace.errors import InputError, NondeterminismError
+from bendtrace.errors import InputError
 from bendtrace.log.capture import aligned_copy, lazily_copied, materialize, tensors_in
 from bendtrace.python.compare import same_bits
 from bendtrace.python.sites import BEHIND, PACKAGE, TORCH
@@ -191,7 +191,10 @@ class Visit:
             return run(function, args, kwargs, frame)
         self._arrive(frame)
         with torch._C.DisableTorchFunction():
-            self._refuse(self._start.before(function, args, kwargs))
+            self.refusal = self._start.before(function, args, kwargs)
+            if self.refusal:
+                self._ended = True
+                raise StopRun
             if "out" in kwargs or table_name(function).startswith(("resize", "set_")):
                 for tensor in tensors_in((args, kwargs)):
                     materialize(tensor)
@@ -270,11 +273,6 @@ class Visit:
             with torch._C.DisableTorchFunction():
                 call_silently(self._looks.take, (len(self.events), _frames_of_model(frame)), {})
 
-    def _refuse(self, why: str) -> None:
-        if why:
-            self._ended, self.refusal = True, why
-            raise StopRun
-
     def _compare(self, number: int, now: Op | Guard) -> None:
         """End a run that takes another step than before."""
         events, ops, guards = self._known
@@ -291,24 +289,13 @@ class Visit:
             self.went_astray = f"event {number} is {now!r} and was {before!r}"
             raise StopRun
 
-    def require_same(self) -> None:
-        """Raise if the run took another step than before."""
-        if self.went_astray:
-            raise NondeterminismError(
-                "the model did not do the same again that it did before from the same start: "
-                + self.went_astray
-            )
-
     def _exchanged(self, edit: Edit, out: Any, element: tuple[Any, ...], frame: FrameType) -> Any:
         """Return the result of an op with the given value in it."""
         if not element:
             return self._stage.gate(edit, (out,), frame)
         items = list(out)
         items[element[0]] = self._exchanged(edit, items[element[0]], element[1:], frame)
-        kind = type(out)
-        if issubclass(kind, tuple) and hasattr(out, "_fields"):
-            return kind(*items)
-        return kind(items)
+        return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
 
     # Looking
 
@@ -495,10 +482,6 @@ class Start(ModelState):
         super().__init__(function, bound, lambda reasons: cannot("; ".join(reasons)))
         self.require_restorable()
         self._random = RandomStates(self.generators)
-
-    def random_now(self) -> RandomStates:
-        """Return the states of the generators now."""
-        return RandomStates(self.generators)
 
     def begin(self) -> None:
         """Have a run begin here."""

@@ -20,6 +20,7 @@ from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, S
 from bendtrace.log.building import Log
 from bendtrace.log.entries import (
     LayerEntry,
+    Listing,
     ModuleEntry,
     Table,
     counted,
@@ -816,29 +817,17 @@ Key: TypeAlias = int | OneSelectable | NodeRef | LayerEntry | ModuleEntry
 _NEAR = 6
 
 
-class Entries(Sequence[LayerEntry]):
+class Entries(Listing[LayerEntry]):
     """Several entries: a slice of a log, the passes of a layer, or all outputs of a module."""
 
     def __init__(self, entries: Sequence[LayerEntry], name: str = "") -> None:
-        self._entries = list(entries)
+        super().__init__(entries)
         self._name = name
-
-    @overload
-    def __getitem__(self, index: int) -> LayerEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Entries: ...
-    def __getitem__(self, index: int | slice) -> LayerEntry | Entries:
-        if isinstance(index, slice):
-            return Entries(self._entries[index], self._name)
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in LayerEntry.__dataclass_fields__ | _PROPERTIES:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        labels = [repr(entry.label) for entry in self._entries]
+        labels = [repr(entry.label) for entry in self]
         raise AttributeError(
             f"{self._name or 'this'} is {counted(len(self), 'entry')}, not one: use {name} of "
             f"one of them ({listed(labels)})"
@@ -852,7 +841,7 @@ class Entries(Sequence[LayerEntry]):
                 *_meta_texts(entry),
                 entry.module,
             )
-            for entry in self._entries
+            for entry in self
         ]
         if not rows:
             return "no entries"

@@ -132,7 +132,7 @@ class Wire:
     joins: bool = False
 
 
-class Plan:
+class _Levelling:
     """The heights of the ranks of a level, and the lines between them.
 
     Attributes:
@@ -428,7 +428,7 @@ def _gap(left: Vertex, right: Vertex) -> float:
 
 def _finish(box: Shape, level: Level) -> _Placed:
     """Give everything its y, and draw the lines."""
-    plan = Plan(level, box.head)
+    plan = _Levelling(level, box.head)
     left = min((v.x - v.left for v in level.vertices()), default=0.0) - _PAD
     right = max((v.x + v.right for v in level.vertices()), default=0.0) + _PAD
     for vertex in level.vertices():
@@ -493,7 +493,8 @@ _PORT = 13.0  # between lines that end at the same shape
 _EDGE = 9.0  # from the corner of a shape to the nearest line
 
 
-class Column:
+@dataclass(eq=False, slots=True)
+class _Column:
     """Vertices of neighbouring ranks that keep their positions relative to each other.
 
     Attributes:
@@ -504,14 +505,11 @@ class Column:
         lefts: the same to its left.
     """
 
-    __slots__ = ("lefts", "pulls", "rights", "vertices", "x")
-
-    def __init__(self) -> None:
-        self.vertices: dict[Vertex, float] = {}
-        self.x: float = 0.0
-        self.pulls: list[tuple[float, Column, float]] = []
-        self.rights: dict[Column, float] = {}
-        self.lefts: dict[Column, float] = {}
+    vertices: dict[Vertex, float] = field(default_factory=dict)
+    x: float = 0.0
+    pulls: list[tuple[float, _Column, float]] = field(default_factory=list)
+    rights: dict[_Column, float] = field(default_factory=dict)
+    lefts: dict[_Column, float] = field(default_factory=dict)
 
     @property
     def is_line(self) -> bool:
@@ -620,9 +618,9 @@ def _spread(level: Level) -> None:
             level.back_at[net, vertex] = float(round(start + (place - straight) * step))
 
 
-def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Column]:
-    of: dict[Vertex, Column] = {}
-    columns: list[Column] = []
+def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[_Column]:
+    of: dict[Vertex, _Column] = {}
+    columns: list[_Column] = []
     for row in level.ranks:
         for vertex in row:
             straight = next((link for link in vertex.ups if link.is_straight), None)
@@ -630,7 +628,7 @@ def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Colum
                 column = of[straight.upper]
                 offset = column.vertices[straight.upper] + straight.upper_at - straight.lower_at
             else:
-                column, offset = Column(), 0.0
+                column, offset = _Column(), 0.0
                 columns.append(column)
             of[vertex] = column
             column.vertices[vertex] = offset
@@ -652,7 +650,7 @@ def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Colum
     return columns
 
 
-def _tie(of: dict[Vertex, Column], link: Link) -> None:
+def _tie(of: dict[Vertex, _Column], link: Link) -> None:
     upper, lower = of[link.upper], of[link.lower]
     start = upper.vertices[link.upper] + link.upper_at
     end = lower.vertices[link.lower] + link.lower_at
@@ -662,7 +660,7 @@ def _tie(of: dict[Vertex, Column], link: Link) -> None:
     lower.pulls.append((weight, upper, start - end))
 
 
-def _in_order(columns: Sequence[Column]) -> list[Column]:
+def _in_order(columns: Sequence[_Column]) -> list[_Column]:
     """Return the columns such that each comes after those to its left."""
     missing = {column: len(column.lefts) for column in columns}
     ready = [column for column in columns if not column.lefts]
@@ -674,14 +672,14 @@ def _in_order(columns: Sequence[Column]) -> list[Column]:
     return ready
 
 
-def _settle(columns: Sequence[Column]) -> None:
+def _settle(columns: Sequence[_Column]) -> None:
     """Move columns towards their targets, as far as their neighbours let them."""
     inside = set(columns)
     lefts = {c: [(o, d) for o, d in c.lefts.items() if o in inside] for c in columns}
     rights = {c: [(o, d) for o, d in c.rights.items() if o in inside] for c in columns}
     for _ in range(_SWEEPS):
         wanted = {c: 0.5 * (c.x + _pull(c)) for c in columns}
-        pushed: dict[Column, float] = {}
+        pushed: dict[_Column, float] = {}
         for c in columns:
             pushed[c] = max([wanted[c], *(pushed[o] + d for o, d in lefts[c])])
         for c in reversed(columns):
@@ -703,9 +701,9 @@ def _settle(columns: Sequence[Column]) -> None:
             c.x = min(max(wanted_x, least), most)
 
 
-def _gather(columns: Sequence[Column]) -> None:
+def _gather(columns: Sequence[_Column]) -> None:
     """Move shapes without edges to the rest next to it."""
-    group: dict[Column, int] = {}
+    group: dict[_Column, int] = {}
     for number, first in enumerate(columns):
         stack = [first] if first not in group else []
         while stack:
@@ -725,7 +723,7 @@ def _gather(columns: Sequence[Column]) -> None:
             column.x -= min(room, default=0.0)
 
 
-def _pull(column: Column) -> float:
+def _pull(column: _Column) -> float:
     total = sum(weight for weight, _, _ in column.pulls)
     if not total:
         return column.x
@@ -826,6 +824,7 @@ class LocalNet:
 Role = Literal["shape", "in", "out", "bend", "lane"]
 
 
+@dataclass(eq=False, slots=True)
 class Vertex:
     """An item with a position in a rank: a shape, a port of the border, or a line running past.
 
@@ -845,28 +844,22 @@ class Vertex:
         downs: links that go down.
     """
 
-    y: float
-    x: float
-    height: float
-    right: float
-    left: float
-    order: int
-    rank: int
-
-    __slots__ = ("downs", "height", "index", "left", "net", "order", "rank", "right", "role",
-                 "shape", "ups", "x", "y")  # fmt: skip
-
-    def __init__(self, role: Role, shape: Shape | None, net: LocalNet | None, index: int) -> None:
-        self.role = role
-        self.shape: Shape | None = shape
-        self.net: LocalNet | None = net
-        self.index: int = index
-        self.rank = self.order = 0
-        self.left = self.right = self.height = self.x = self.y = 0.0
-        self.ups: list[Link] = []
-        self.downs: list[Link] = []
+    role: Role
+    shape: Shape | None
+    net: LocalNet | None
+    index: int
+    rank: int = 0
+    order: int = 0
+    left: float = 0.0
+    right: float = 0.0
+    x: float = 0.0
+    height: float = 0.0
+    y: float = 0.0
+    ups: list[Link] = field(default_factory=list)
+    downs: list[Link] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
 class Link:
     """A part of a net between neighbouring ranks.
 
@@ -874,24 +867,22 @@ class Link:
         upper: its upper vertex.
         lower: its lower vertex.
         net: the net.
-        is_inner: whether it connects two parts of a line.
         upper_at: its start on `upper`, from the middle.
         lower_at: its end on `lower`, from the middle.
         is_straight: whether both ends have the same x.
     """
 
-    lower_at: float
-    upper_at: float
+    upper: Vertex
+    lower: Vertex
+    net: LocalNet
+    upper_at: float = 0.0
+    lower_at: float = 0.0
+    is_straight: bool = False
 
-    __slots__ = ("is_inner", "is_straight", "lower", "lower_at", "net", "upper", "upper_at")
-
-    def __init__(self, upper: Vertex, lower: Vertex, net: LocalNet) -> None:
-        self.upper: Vertex = upper
-        self.lower: Vertex = lower
-        self.net: LocalNet = net
-        self.is_inner: bool = upper.role == "bend" and lower.role == "bend"
-        self.upper_at = self.lower_at = 0.0
-        self.is_straight: bool = False
+    @property
+    def is_inner(self) -> bool:
+        """True if it connects two parts of a line."""
+        return self.upper.role == self.lower.role == "bend"
 
 
 class Level:

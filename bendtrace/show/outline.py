@@ -10,13 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from textwrap import shorten
-from typing import Any, overload
+from typing import Any
 
 from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree
 from bendtrace.flow import _plain_json
-from bendtrace.log.entries import counted, number_text
+from bendtrace.log.entries import Listing, counted, number_text
 from bendtrace.python.checks import required_choice
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import is_installed, place_text
@@ -509,7 +509,7 @@ class BranchCoverage:
         return f"{self.kind} `{self.text}` at {where}: {self.seen}"
 
 
-class Coverage(Sequence[BranchCoverage]):
+class Coverage(Listing[BranchCoverage]):
     """The branches with a side that was not seen: a list that prints as a table.
 
     It covers the functions that ran, including those of installed packages that the model consists
@@ -524,34 +524,19 @@ class Coverage(Sequence[BranchCoverage]):
     def __init__(
         self, branches: Sequence[BranchCoverage], total: int, uneven: Sequence[BranchCoverage] = ()
     ) -> None:
-        self._branches = list(branches)
+        super().__init__(branches)
         self.total = total
         self.uneven: list[BranchCoverage] = list(uneven)
 
-    @overload
-    def __getitem__(self, index: int) -> BranchCoverage: ...
-    @overload
-    def __getitem__(self, index: slice) -> Coverage: ...
-    def __getitem__(self, index: int | slice) -> BranchCoverage | Coverage:
-        if isinstance(index, slice):
-            return Coverage(self._branches[index], self.total, self.uneven)
-        return self._branches[index]
-
-    def __len__(self) -> int:
-        return len(self._branches)
-
     def to_list(self) -> list[dict[str, Any]]:
         """Return the branches as plain values, ready for JSON."""
-        return [branch.to_dict() for branch in self._branches]
-
-    def __repr__(self) -> str:
-        return str(self)
+        return [branch.to_dict() for branch in self]
 
     def __str__(self) -> str:
         both = self.total - len(self)
         head = f"branches seen on both sides: {both} of {self.total}"
-        watched = [branch for branch in self._branches if branch.watched]
-        others = [branch for branch in self._branches if not branch.watched]
+        watched = [branch for branch in self if branch.watched]
+        others = [branch for branch in self if not branch.watched]
         sections = [head]
         if watched:
             sections.append("decided by the inputs:\n" + _table(watched))

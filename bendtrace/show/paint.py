@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -54,15 +54,15 @@ class Figure:
 def figure(scene: Scene) -> Figure:
     """Compute the position of each item of a scene."""
     shapes: dict[Node, Shape] = {}
-    nets = _nets(scene)
+    # The edges that carry the same value of the same node, from which they start together.
+    nets: dict[tuple[Node, str, str], list[Edge]] = {}
+    for edge in scene.edges:
+        nets.setdefault((edge.source, edge.port, edge.kind), []).append(edge)
     texts: dict[Node, str] = {}
-    for (source, _, _), edges in nets.items():
-        text = net_text(edges)
-        if len(text) > len(texts.get(source, "")):
-            texts[source] = text
-    ports: dict[Node, dict[str, None]] = {}
-    for source, port, _ in nets:
-        ports.setdefault(source, {})[port] = None
+    ports: dict[Node, set[str]] = {}
+    for (source, port, _), edges in nets.items():
+        texts[source] = max(texts.get(source, ""), net_text(edges), key=len)
+        ports.setdefault(source, set()).add(port)
 
     def shape(node: Node) -> Shape:
         if node.children is not None:
@@ -118,14 +118,6 @@ def _join(scene: Scene, shapes: dict[Node, Shape], made: dict[Net, list[Edge]]) 
                 break
 
 
-def _nets(scene: Scene) -> dict[tuple[Node, str, str], list[Edge]]:
-    """Put edges together that carry the same value of the same node."""
-    nets: dict[tuple[Node, str, str], list[Edge]] = {}
-    for edge in scene.edges:
-        nets.setdefault((edge.source, edge.port, edge.kind), []).append(edge)
-    return nets
-
-
 def net_text(edges: list[Edge]) -> str:
     """Return the text beside the edges of a net."""
     texts = {edge.text for edge in edges}
@@ -179,8 +171,8 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
     scene = drawn.scene
     root = drawn.shapes[scene.root]
     head = _head(scene, scale)
-    top = max((_bottom(mark) for mark in head), default=0.0) + 14
-    wide = max([root.width, *(_right(mark) - _MARGIN for mark in head)])
+    top = 14 + max(mark.y + (mark.height if isinstance(mark, Rectangle) else 4) for mark in head)
+    wide = max([root.width, *(mark.x + mark.width - _MARGIN for mark in head)])
     canvas = Canvas(wide + 2 * _MARGIN, top + root.height + _MARGIN)
     canvas.title, canvas.description = scene.title, scene.description
     canvas.marks += head
@@ -191,10 +183,12 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
     inner: list[Mark] = [
         _box(node, drawn.shapes[node], depth[node], scale) for node in scene.boxes()
     ]
-    inner += [_wire(wire) for wire in drawn.wires]
-    ends = (wire for wire in drawn.wires if wire.target is not None)
-    inner += [_arrow(wire) for wire in ends if wire.target and wire.target.children is None]
-    inner += [_arrow(wire) for wire in drawn.wires if wire.joins]
+    inner += [
+        Line(tuple(wire.points), _wire_color(wire), 1.2, _DASHES.get(wire.net.kind, ()))
+        for wire in drawn.wires
+    ]
+    ends = [wire for wire in drawn.wires if wire.target and wire.target.children is None]
+    inner += map(_arrow, [*ends, *(wire for wire in drawn.wires if wire.joins)])
     inner += [_node(node, drawn.shapes[node], scale) for node in scene.nodes()]
     inner += _labels(drawn)
     left = _MARGIN + (wide - root.width) / 2
@@ -202,35 +196,25 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
     return canvas
 
 
-def _head(scene: Scene, scale: Scale | None) -> list[Mark]:
+def _head(scene: Scene, scale: Scale | None) -> list[Rectangle | Text]:
     """Write a legend: the content of the picture, omissions, and the meaning of colours."""
     y = _MARGIN + 10
-    marks: list[Mark] = [Text(_MARGIN, y, cut(scene.title, 80), 13, INK, bold=True)]
+    marks: list[Rectangle | Text] = [Text(_MARGIN, y, cut(scene.title, 80), 13, INK, bold=True)]
     for line in scene.note.splitlines():
         y += 14
         marks.append(Text(_MARGIN, y, line, SMALL, FAINT))
     if scale is not None:
         y += 10
-        texts = (f"{scale.title}:", scale.text(scale.least), scale.text(scale.most))
-        title, least, most = (Text(0, y + 9, text, SMALL, FAINT) for text in texts)
         x = _MARGIN
-        marks.append(_move(title, x, 0))
-        x += title.width + 8
-        marks.append(_move(least, x, 0))
-        x += least.width + 6
+        for text, after in ((f"{scale.title}:", 8), (scale.text(scale.least), 6)):
+            mark = Text(x, y + 9, text, SMALL, FAINT)
+            marks.append(mark)
+            x += mark.width + after
         for step in range(_STEPS):
             marks.append(Rectangle(x, y, _STEP, 11, color((step + 0.5) / _STEPS)))
             x += _STEP
-        marks.append(_move(most, x + 6, 0))
+        marks.append(Text(x + 6, y + 9, scale.text(scale.most), SMALL, FAINT))
     return marks
-
-
-def _bottom(mark: Mark) -> float:
-    return mark.y + (mark.height if isinstance(mark, Rectangle) else 4)  # type: ignore[union-attr]
-
-
-def _right(mark: Mark) -> float:
-    return mark.x + mark.width  # type: ignore[union-attr]
 
 
 def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
@@ -317,25 +301,19 @@ def _wire_color(wire: Wire) -> str:
     return STROKES["decision"] if wire.net.kind == "control" else WIRE
 
 
-def _wire(wire: Wire) -> Mark:
-    return Line(tuple(wire.points), _wire_color(wire), 1.2, _DASHES.get(wire.net.kind, ()))
-
-
 def _arrow(wire: Wire) -> Mark:
     x, y = wire.points[-1]
-    if wire.joins:
-        back = 6.5 if wire.points[-2][0] > x else -6.5
-        return Polygon(((x, y), (x + back, y - 3.2), (x + back, y + 3.2)), _wire_color(wire))
-    return Polygon(((x, y), (x - 3.2, y - 6.5), (x + 3.2, y - 6.5)), _wire_color(wire))
+    back = 6.5 if wire.points[-2][0] > x else -6.5
+    sides = ((back, -3.2), (back, 3.2)) if wire.joins else ((-3.2, -6.5), (3.2, -6.5))
+    return Polygon(((x, y), *((x + dx, y + dy) for dx, dy in sides)), _wire_color(wire))
 
 
 def _move(mark: Mark, x: float, y: float) -> Mark:
     if isinstance(mark, Group):
         return Group(tuple(_move(m, x, y) for m in mark.marks), mark.title, mark.name)
     if isinstance(mark, (Polygon, Line)):
-        points = tuple((px + x, py + y) for px, py in mark.points)
-        return type(mark)(**{**vars(mark), "points": points})
-    return type(mark)(**{**vars(mark), "x": mark.x + x, "y": mark.y + y})
+        return replace(mark, points=tuple((px + x, py + y) for px, py in mark.points))
+    return replace(mark, x=mark.x + x, y=mark.y + y)
 
 
 # Overlays: a number for each node, shown as its colour.
@@ -408,8 +386,8 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
                 'overlay= has to be "time", "memory", "flops", a mapping or a function, not '
                 f"{overlay!r}"
             )
-        title, unit, measure = _MEASURES[overlay]
-        _fill(scene, measure, sum)
+        title, unit, name = _MEASURES[overlay]
+        _fill(scene, lambda one: getattr(one, name) if one.kind == "op" else None, sum)
     elif isinstance(overlay, Mapping):
         title, unit = "overlay", ""
         _fill_from(scene, overlay, history)
@@ -428,22 +406,11 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
     return Scale(title, unit, min(values), max(values))
 
 
-def _time(entry: LayerEntry) -> float | None:
-    return entry.time if entry.kind == "op" else None
-
-
-def _memory(entry: LayerEntry) -> float | None:
-    return float(entry.nbytes) if entry.kind == "op" else None
-
-
-def _flops(entry: LayerEntry) -> float | None:
-    return entry.flops if entry.kind == "op" else None
-
-
-_MEASURES: dict[str, tuple[str, str, Callable[[LayerEntry], float | None]]] = {
-    "time": ("time", "s", _time),
-    "memory": ("memory", "B", _memory),
-    "flops": ("operations", "FLOP", _flops),
+# For each named overlay its title, its unit, and the attribute of the results of ops.
+_MEASURES = {
+    "time": ("time", "s", "time"),
+    "memory": ("memory", "B", "nbytes"),
+    "flops": ("operations", "FLOP", "flops"),
 }
 
 

@@ -324,7 +324,8 @@ def difference_text(difference: Difference, limit: int | None) -> str:
         found = "the two runs do the same, in modules of other names"
     sections = ["\n".join([f"{title}: {found}", *_indent(_summary(difference))])]
     if difference.first is not None:
-        sections.append(f"First difference {_first(difference)}")
+        at = "" if difference.first.kind == "layers" else "at "
+        sections.append(f"First difference {at}{difference.first.text}")
     for name, headers, rows in _tables(difference):
         sections.append(f"{name}:\n{_table(headers, rows, limit)}")
     return "\n\n".join(sections)
@@ -387,14 +388,6 @@ def _values(difference: Difference) -> Iterator[str]:
         yield f"activations not compared: {', '.join(left)}"
 
 
-def _first(difference: Difference) -> str:
-    first = difference.first
-    assert first is not None
-    if first.kind == "layers":
-        return first.text
-    return f"at {first.text}"
-
-
 _Rows = list[tuple[str, ...]]
 
 
@@ -413,7 +406,11 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
         ("Only in b", difference.added, matching.b, names.values()),
     ):
         if entries:
-            yield name, ("", "shape", "module", "at"), _only(roll(entries, run, known))
+            cells: _Rows = [
+                (row.what, row.shape, row.module, shorten(row.place, _WIDE, placeholder=" ..."))
+                for row in roll(entries, run, known)
+            ]
+            yield name, ("", "shape", "module", "at"), cells
     if difference.changed:
         changes = roll_changes(difference.changed)
         renamed = any(change.a.label != change.b.label for change in difference.changed)
@@ -422,11 +419,6 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
             what = shorten(what, _WIDE_CHANGE, placeholder=" ...")
             rows.append((a, b, what) if renamed else (a, what))
         yield "Changed", ("a", "b", "change") if renamed else ("", "change"), rows
-
-
-def _only(groups: list[Row]) -> _Rows:
-    return [(group.what, group.shape, group.module,
-             shorten(group.place, _WIDE, placeholder=" ...")) for group in groups]  # fmt: skip
 
 
 def _table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
@@ -475,11 +467,6 @@ class Union:
     notes: dict[str, str] = field(default_factory=dict)
     step_changes: dict[int, FlowChange] = field(default_factory=dict)
     under: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-
-    @property
-    def layers(self) -> list[LayerEntry]:
-        """The entries that count as layers."""
-        return [entry for entry in self.entries if entry.is_layer]
 
 
 class _Builder:
@@ -540,7 +527,10 @@ class _Builder:
                     numbers_b[self.matching.steps[i]] = len(steps)
                 if change is not None:
                     self.union.step_changes[len(steps)] = change
-                steps.append(step if change is None else _with_outcomes(step, change))
+                # The number of iterations of a loop stands beside it.
+                if change is not None and change.b is not None and change.kind != "iterations":
+                    step = replace(step, value=_Both(change))
+                steps.append(step)
             for j in following.get(i, ()):
                 numbers_b[j] = len(steps)
                 if id(self.b.steps[j]) in only_b:
@@ -667,15 +657,6 @@ def _copy(
         # Blocks that differ in other ways are not drawn as repetitions.
         copy.function = f"{entry.function} ({tone})"
     return copy
-
-
-def _with_outcomes(step: FlowStep, change: FlowChange) -> FlowStep:
-    """Return a flow step with its outcomes in both runs."""
-    if change.b is None:
-        return step
-    if change.kind == "iterations" and isinstance(step, LoopFlowStep):
-        return step  # its number of iterations stands beside it
-    return replace(step, value=_Both(change))
 
 
 class StepText(str):
@@ -809,14 +790,9 @@ def _first_node(made: Scene, union: Union, difference: Difference) -> Node | Non
         tests = [n for n, change in changes if change.kind == "side" and n > exact]
         numbers = (n for n in (exact, *tests) if n in made.step_nodes)
         return next((made.step_nodes[n] for n in numbers), None)
-    labels = [side.label for side in (first.a, first.b) if isinstance(side, LayerEntry)]
-    names = [*(f"{_name(label, run)}" for label in labels for run in "ab"), *labels]
+    sides = [side for side in (first.a, first.b) if isinstance(side, LayerEntry)]
+    names = [_label(side, run) for side in sides for run in "ab"] + [side.label for side in sides]
     return next((made.node_of[name] for name in names if name in made.node_of), None)
-
-
-def _name(label: str, run: str) -> str:
-    name, colon, number = label.partition(":")
-    return f"{name} in {run}{colon}{number}"
 
 
 def _color(canvas: Canvas, made: Scene, tones: dict[Node, str], first: Node | None) -> None:

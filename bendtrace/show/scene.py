@@ -14,7 +14,7 @@ import torch
 
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
-from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, counted, number_text
+from bendtrace.log.entries import LayerEntry, ModuleEntry, counted, number_text
 from bendtrace.python.checks import did_you_mean, listed, required_int
 from bendtrace.python.places import place_text
 from bendtrace.show.canvas import cut, printable
@@ -402,7 +402,8 @@ def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
         for other in islice(following, rank[place] + 1, rank[place] + 1 + _CANDIDATES):
             period = other - place
             count = _count(keys, place, period)
-            if count >= _LEAST and (by_name or _has_box(items[place:other])):
+            has_box = any(isinstance(item, Box) for item in items[place:other])
+            if count >= _LEAST and (by_name or has_box):
                 count = _alike(items, place, period, count, by_name, tokens)
                 if count >= _LEAST:
                     break
@@ -417,10 +418,6 @@ def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
         changed = True
     box.items = kept
     return changed
-
-
-def _has_box(items: Sequence[Item]) -> bool:
-    return any(isinstance(item, Box) for item in items)
 
 
 def _count(keys: Sequence[Token], place: int, period: int) -> int:
@@ -717,40 +714,44 @@ class Emitter:
             if item.kind == "decision":
                 its = [steps[number] for number in item.steps]
                 node = Node(self._key(), "decision", its[0].text or its[0].kind)
-                node.lines = decision_lines(its[:1] if around > 1 and _agree(its) else its)
+                agree = len({str(step.value) for step in its}) == 1
+                node.lines = decision_lines(its[:1] if around > 1 and agree else its)
                 node.tooltip = tooltip([], [], its)
-                self.step_nodes.update((number, node) for number in item.steps)
+                self._represent(node, [item])
                 return node
-            node = Node(self._key(), item.kind, leaf_title(item))
-            node.lines = leaf_lines(item, parent, named)
-            node.entries = item.entries
-            node.times = str(item.times) if item.times > around else ""
-            node.has_parameters = any(entry.state for entry in item.entries)
             calls = item.box.calls if item.box else []
-            node.modules = [call.label for call in calls]
+            node = Node(self._key(), item.kind, cut(leaf_title(item), _MOST))
+            node.lines = leaf_lines(item, parent, named)
+            node.times = str(item.times) if item.times > around else ""
             node.tooltip = tooltip(item.entries, calls, [])
-            self.node_of.update((entry.label, node) for entry in item.entries)
-            return node
-        node = Node(self._key(), item.kind, box_title(item, parent, named))
-        node.modules = [call.label for call in item.calls]
-        if max(item.times) > 1:
-            node.times = "\N{EN DASH}".join(map(str, sorted({min(item.times), max(item.times)})))
-        node.lines = box_lines(item)
-        if not item.is_folded:
-            node.tooltip = tooltip([], item.calls, [])
-            around *= max(item.times)
-            named = named or len(item.names) > 1
-            name = item.name or parent
-            node.children = [self.node(inner, name, around, named) for inner in item.items]
-            return node
-        node.is_folded = True
-        for leaf in item.leaves():
+            self._represent(node, [item])
+        else:
+            calls = item.calls
+            node = Node(self._key(), item.kind, cut(box_title(item, parent, named), _MOST))
+            node.lines = box_lines(item)
+            node.tooltip = tooltip([], calls, [])
+            if max(item.times) > 1:
+                ends = sorted({min(item.times), max(item.times)})
+                node.times = "\N{EN DASH}".join(map(str, ends))
+            node.is_folded = item.is_folded
+            if item.is_folded:
+                self._represent(node, item.leaves())
+            else:
+                around *= max(item.times)
+                named = named or len(item.names) > 1
+                name = item.name or parent
+                node.children = [self.node(inner, name, around, named) for inner in item.items]
+        node.modules = [call.label for call in calls]
+        node.lines = [cut(line, _MOST) for line in node.lines]
+        return node
+
+    def _represent(self, node: Node, leaves: Iterable[Leaf]) -> None:
+        """Note which node represents the values and flow steps of some leaves."""
+        for leaf in leaves:
             node.entries += leaf.entries
             self.node_of.update((entry.label, node) for entry in leaf.entries)
             self.step_nodes.update((number, node) for number in leaf.steps)
         node.has_parameters = any(entry.state for entry in node.entries)
-        node.tooltip = tooltip([], item.calls, [])
-        return node
 
     def _outside(self, root: Node) -> dict[str, Node]:
         """Add nodes for values that come from outside, or leave."""
@@ -873,10 +874,6 @@ class Emitter:
             if number != its:
                 return True
         return False
-
-
-def _agree(steps: Sequence[FlowStep]) -> bool:
-    return len({str(step.value) for step in steps}) == 1
 
 
 def scene(
@@ -1015,14 +1012,14 @@ def leaf_title(leaf: Leaf) -> str:
     """Return the first line of a node: the name that finds it in the log."""
     entry = leaf.entries[0]
     if entry.kind == "number":
-        return cut(f"{entry.label} = {number_text(entry.value)}", _MOST)
+        return f"{entry.label} = {number_text(entry.value)}"
     if leaf.times > 1:
-        return cut(entry.layer_type, _MOST)
+        return entry.layer_type
     # (The gradients that one node of a backward pass returns differ only by their numbers.)
     labels = list(dict.fromkeys(_ITEM.sub("", one.label) for one in leaf.entries))
     if len(labels) > 2:  # several values of one op
-        return cut(f"{labels[0]} \N{HORIZONTAL ELLIPSIS} {labels[-1]}", _MOST)
-    return cut(", ".join(labels), _MOST)
+        return f"{labels[0]} \N{HORIZONTAL ELLIPSIS} {labels[-1]}"
+    return ", ".join(labels)
 
 
 def leaf_lines(leaf: Leaf, parent: str, first: bool) -> list[str]:
@@ -1037,28 +1034,23 @@ def leaf_lines(leaf: Leaf, parent: str, first: bool) -> list[str]:
     lines = []
     if leaf.box is not None:
         name = _names(leaf.box.names[:1] if first else leaf.box.names, parent)
-        lines.append(cut(f"{name}{_DOT}{_classes(leaf.box)}", _MOST))
-    entry = leaf.entries[0]
-    if entry.state:
-        lines.append(cut(_state(entry.state), _MOST))
+        lines.append(f"{name}{_DOT}{_classes(leaf.box)}")
+    uses = leaf.entries[0].state
+    if uses:
+        uses = sorted(uses, key=lambda use: (not use.is_parameter, "weight" not in use.name))
+        shown = [f"{use.name.rpartition('.')[2]} {shape(use.shape)}" for use in uses[:_STATE]]
+        more = len(uses) - _STATE
+        lines.append(", ".join(shown) + (f", {more} more" if more > 0 else ""))
     return lines
-
-
-def _state(uses: Sequence[ParameterUse]) -> str:
-    uses = sorted(uses, key=lambda use: (not use.is_parameter, "weight" not in use.name))
-    shown = [f"{use.name.rpartition('.')[2]} {shape(use.shape)}" for use in uses[:_STATE]]
-    more = len(uses) - _STATE
-    return ", ".join(shown) + (f", {more} more" if more > 0 else "")
 
 
 def box_title(box: Box, parent: str, first: bool) -> str:
     """Return the name of a box."""
     if box.kind == "module":
-        return cut(_names(box.names[:1] if first else box.names, parent), _MOST)
-    leaves = list(box.leaves())
+        return _names(box.names[:1] if first else box.names, parent)
     if box.kind == "part":
-        named = [leaf.entries[0].name for leaf in leaves if leaf.entries]
-        return cut(f"{named[0]} \N{HORIZONTAL ELLIPSIS} {named[-1]}", _MOST) if named else "part"
+        named = [leaf.entries[0].name for leaf in box.leaves() if leaf.entries]
+        return f"{named[0]} \N{HORIZONTAL ELLIPSIS} {named[-1]}" if named else "part"
     return "repeated"
 
 
@@ -1066,7 +1058,7 @@ def box_lines(box: Box) -> list[str]:
     """Return the other lines of a box: classes, and the content if it is closed."""
     lines = [_classes(box)] if box.kind == "module" else []
     if not box.is_folded:
-        return [cut(line, _MOST) for line in lines]
+        return lines
     leaves = list(box.leaves())
     ops = sum(leaf.kind == "op" for leaf in leaves)
     facts = [plural(ops, "op")]
@@ -1082,8 +1074,7 @@ def box_lines(box: Box) -> list[str]:
     decisions = sum(leaf.kind == "decision" for leaf in leaves)
     if decisions:
         facts.append(plural(decisions, "decision"))
-    lines.append(_DOT.join(facts))
-    return [cut(line, _MOST) for line in lines]
+    return [*lines, _DOT.join(facts)]
 
 
 def _classes(box: Box) -> str:
@@ -1112,10 +1103,8 @@ def decision_lines(steps: Sequence[FlowStep]) -> list[str]:
         noun = "iteration" if its == [1] else "iterations"
         return [f"{first.kind}: {often} {noun}"]
     sides = Counter(str(step.value) for step in steps)
-    if len(steps) == 1:
-        taken = next(iter(sides))
-    else:
-        taken = ", ".join(f"{side} {_TIMES}{number}" for side, number in sides.items())
+    taken = ", ".join(f"{side} {_TIMES}{number}" for side, number in sides.items())
+    taken = next(iter(sides)) if len(steps) == 1 else taken
     return [cut(f"{first.kind} \N{RIGHTWARDS ARROW} {taken}", _MOST)]
 
 
