@@ -184,16 +184,15 @@ class Events:
         recording = self.recording
         calls = recording.tape.calls
         if calls and calls[0].parent is not None:
-            outer = calls[0].parent
-            while outer.parent is not None:
-                outer = outer.parent
-            return calls[0] if isinstance(self.function, nn.Module) else outer
-        if self.ops:
-            outer = self.ops[0].scope
-            while outer.parent is not None:
-                outer = outer.parent
-            return outer
-        return recording.root
+            is_module = isinstance(self.function, nn.Module)
+            return calls[0] if is_module else _outermost(calls[0].parent)
+        return _outermost(self.ops[0].scope) if self.ops else recording.root
+
+
+def _outermost(call: ModuleCall) -> ModuleCall:
+    while call.parent is not None:
+        call = call.parent
+    return call
 
 
 def _managers(context: Context, around: Context) -> Iterator[str]:
@@ -514,7 +513,7 @@ class _Picture:
                 like.append((child, passes))
                 continue
             tell_alike()
-            rows.append(_child_row(child, passes))
+            rows.append(_Row(f"{child.name}: {describe(child, passes)}", child, passes))
             rows += after
             if folds:
                 like.append((child, passes))
@@ -525,10 +524,6 @@ class _Picture:
         """Return a number that is the same for nodes that look the same."""
         below = tuple((c.name, self._form(c, passes)) for c, passes in children_of(node, chosen))
         return self._forms.setdefault((describe(node, chosen), below), len(self._forms))
-
-
-def _child_row(child: TreeNode, chosen: Chosen) -> _Row:
-    return _Row(f"{child.name}: {describe(child, chosen)}", child, chosen)
 
 
 def _step_rows(steps: Sequence[Step], chosen: Chosen) -> list[_Row]:
@@ -787,7 +782,7 @@ def identifier(text: str) -> str:
 
 
 @dataclass
-class _Names:
+class _NamesBelow:
     """The names below one node."""
 
     by_key: dict[Hashable, str] = field(default_factory=dict)
@@ -811,7 +806,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.lock: threading.RLock = threading.RLock()
-        self._names: dict[str, _Names] = {}
+        self._names: dict[str, _NamesBelow] = defaultdict(_NamesBelow)
         self._sites: dict[tuple[int, ...], int] = {}
         self._contents: dict[tuple[Any, ...], int] = {}
         # Code objects go by identity because hashing one is slow; they are kept alive, so that
@@ -858,9 +853,7 @@ class Registry:
 
     def name(self, parent: str, key: Hashable, base: str) -> str:
         """Return the name of a node."""
-        names = self._names.get(parent)
-        if names is None:
-            names = self._names[parent] = _Names()
+        names = self._names[parent]
         name = names.by_key.get(key)
         if name is not None:
             return name
@@ -876,19 +869,14 @@ class Registry:
 
         Nodes of values are identified by a key and a kind: `key` is the former.
         """
-        names = self._names.get(parent)
-        if names is None:
-            names = self._names[parent] = _Names()
-        name = names.reserved.get(key)
-        if name is not None:
-            return name
-        name = names.first.get(key)
+        names = self._names[parent]
+        name = names.reserved.get(key) or names.first.get(key)
         if name is None:
             name = names.reserved[key] = names.first[key] = self._give(names, base)
         return name
 
     @staticmethod
-    def _give(names: _Names, base: str) -> str:
+    def _give(names: _NamesBelow, base: str) -> str:
         name = base
         while name in names.taken:
             names.counts[base] = names.counts.get(base, 0) + 1
@@ -898,7 +886,7 @@ class Registry:
 
     def output(self, parent: str, key: Hashable) -> str:
         """Return the name of a graph's output: `output`, unless its structure differs."""
-        names = self._names.setdefault(parent, _Names())
+        names = self._names[parent]
         if not names.has_output:
             names.has_output = True
             names.by_key[key] = OUTPUT
@@ -1032,11 +1020,14 @@ class LiveNames:
         else:
             path = self._below(self._paths[id(outer)], scope)
         self._paths[id(scope)] = path
-        known = self._parameters.get(id(scope.module))
-        if known is None:
-            known = self._parameters[id(scope.module)] = parameters_of(scope.module)
-        self._inputs(path, bound(known, args, kwargs))
+        self._inputs(path, bound(self._parameters_of(scope.module), args, kwargs))
         return path
+
+    def _parameters_of(self, owner: Any) -> list[tuple[str, Any]]:
+        known = self._parameters.get(id(owner))
+        if known is None:
+            known = self._parameters[id(owner)] = parameters_of(owner)
+        return known
 
     def rename(self, scope: ModuleCall, path: str) -> None:
         """Give a call the path that it has in other runs."""
@@ -1044,23 +1035,15 @@ class LiveNames:
 
     def function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Name the arguments of a function that is not a module."""
-        self._inputs("", bound(parameters_of(self._function), args, kwargs))
+        self._inputs("", bound(self._parameters_of(self._function), args, kwargs))
 
     def arguments(
         self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments of a call, by the names of the inputs in the tree."""
         owner = self._function if scope is self._root else scope.module
-        known = self._parameters.get(id(owner))
-        if known is None:
-            known = self._parameters[id(owner)] = parameters_of(owner)
-        path = self._paths[id(scope)]
-        with self._registry.lock:
-            return {
-                self._registry.reserve(path, ("input", name), identifier(name)): value
-                for name, value in bound(known, args, kwargs).items()
-                if not isinstance(value, _NO_NODES) and _may_hold_values(value)
-            }
+        given = bound(self._parameters_of(owner), args, kwargs)
+        return self._inputs(self._paths[id(scope)], given)
 
     def op(
         self, scope: ModuleCall, site: Site | None, function: Any, states: Iterable[str]
@@ -1094,11 +1077,13 @@ class LiveNames:
             name = self._registry.name(outer, key, identifier(relative or "forward"))
         return f"{outer}.{name}" if outer else name
 
-    def _inputs(self, path: str, given: dict[str, Any]) -> None:
+    def _inputs(self, path: str, given: dict[str, Any]) -> dict[str, Any]:
         with self._registry.lock:
-            for name, value in given.items():
-                if not isinstance(value, _NO_NODES) and _may_hold_values(value):
-                    self._registry.reserve(path, ("input", name), identifier(name))
+            return {
+                self._registry.reserve(path, ("input", name), identifier(name)): value
+                for name, value in given.items()
+                if not isinstance(value, _NO_NODES) and _may_hold_values(value)
+            }
 
     def _number(self, site: Site | None) -> int:
         if site is None:

@@ -59,7 +59,7 @@ class Builder:
         self._registry = registry
         function = events.function
         root = function if isinstance(function, nn.Module) else events.root.module
-        self._holders = Holders(root)
+        self.holders = Holders(root)
         self._places: dict[int, tuple[Place, ...]] = {}
         self._sites: dict[int, tuple[int, Site]] = {}
         self._codes: dict[int, dict[str, list[int]]] = {}
@@ -144,8 +144,17 @@ class Builder:
             type_, made = type_name(value), Pass(number)
         elif isinstance(value, Ref):
             index, element = self.events.origin(value.index)
-            kind, type_, shape = _describe_element(self.events, index, element)
-            made = Pass(number, index, element, shape)
+            if self.events.ops[index].kind is OpKind.UNKNOWN:
+                meta = self.events.ops[index].meta
+            else:
+                try:
+                    meta = self.events.meta((index, element))
+                except (LookupError, TypeError):
+                    meta = None
+            kind, type_ = "number", type(meta).__name__
+            if isinstance(meta, TensorMeta):
+                kind, type_ = "tensor", "Tensor"
+            made = Pass(number, index, element, getattr(meta, "shape", None))
         else:
             kind, type_, made = "other", type_name(value), Pass(number)
         group = type_ if kind in ("container", "other") else kind
@@ -186,29 +195,6 @@ class Builder:
         """Record that some children precede another."""
         _, inserted = self._inserted.setdefault(id(node), (node, []))
         inserted += [(name, after) for name in names]
-
-    def relative(self, call: ModuleCall) -> str:
-        """Return the name of a module in the code around a call: `layers.8`."""
-        return self._holders.module(call)
-
-    def state(self, op: Op, call: ModuleCall) -> str:
-        """Return the name of a parameter or buffer in the code of a call: `weight`."""
-        return self._holders.state(str(op.target), call)
-
-
-def _describe_element(
-    events: Events, index: int, element: tuple[Any, ...]
-) -> tuple[Kind, str, tuple[int, ...] | None]:
-    if events.ops[index].kind is OpKind.UNKNOWN:
-        meta = events.ops[index].meta
-    else:
-        try:
-            meta = events.meta((index, element))
-        except (LookupError, TypeError):
-            meta = None
-    if isinstance(meta, TensorMeta):
-        return "tensor", "Tensor", meta.shape
-    return "number", type(meta).__name__, None
 
 
 class Visit:
@@ -256,10 +242,11 @@ class Visit:
         if not self.builder.has_values(value):
             return
         child = self.builder.value(self.node, self.number, ("input", name), name, value, "input")
-        self.header.append(f"{child.name} : {_annotation(child)}")
+        annotation = "torch.Tensor" if child.kind == "tensor" else child.type
+        self.header.append(f"{child.name} : {annotation}")
         self._stand(child)
         self.body.arguments.append(child.name)
-        self.body.call_argument(child)
+        self.body.call_parts(child)
         self.given.update(ref.index for ref in refs_in(value))
 
     def _op(self, op: Op) -> None:
@@ -369,7 +356,7 @@ class Visit:
         builder = self.builder
         args, kwargs = self.events.recording.plain((call.args, call.kwargs))
         used = self._take_state((args, kwargs))
-        relative = builder.relative(call)
+        relative = builder.holders.module(call)
         label = relative or "forward"
         key = "call", builder.site(call.site), relative
         child = builder.node(self.node, key, label, "graph", "Graph", "call")
@@ -384,7 +371,7 @@ class Visit:
         if call.path.startswith("<"):  # of no module around it
             called = f"<{type(call.module).__name__}>"
         self.body.assign(child.name, f"{called}({', '.join(given)})", used)
-        self.body.call_results(call.output, child.name)
+        self.body.call_items(call.output, child.name)
 
     def _output(self) -> None:
         value = self.call.output
@@ -404,7 +391,7 @@ class Visit:
                 continue
             if op.index in self.given:
                 continue
-            label = self.builder.state(op, self.call)
+            label = self.builder.holders.state(str(op.target), self.call)
             child = self.builder.value(
                 self.node, self.number, ("state", label), label, ref, "state"
             )
@@ -444,10 +431,6 @@ class Visit:
             arguments = ["self", *arguments]
         head = f"def {name}({', '.join(arguments)}):"
         return "\n".join([head, *(f"    {line}" for line in self.body.text())])
-
-
-def _annotation(child: TreeNode) -> str:
-    return "torch.Tensor" if child.kind == "tensor" else child.type
 
 
 _Counts = dict[tuple[int, str], int]
@@ -978,18 +961,12 @@ class Body:
         """Record the variable that holds a value."""
         self._names[index, element] = self._local(name)
 
-    def call_argument(self, child: TreeNode) -> None:
-        """Record the names of the values in an argument."""
-        self._call_parts(child, self._local(child.name))
-
-    def call_results(self, value: Any, name: str) -> None:
-        """Record the names of the values in the output of a call, which has a variable."""
-        self._call_items(value, self._local(name))
-
     def _local(self, name: str) -> _Local:
         return _Local(name, self._versions.get(name, 0))
 
-    def _call_parts(self, child: TreeNode, local: _Local) -> None:
+    def call_parts(self, child: TreeNode, local: _Local | None = None) -> None:
+        """Record the names of the values in an argument, which is a variable unless given."""
+        local = self._local(child.name) if local is None else local
         if child.kind in ("tensor", "number"):
             made = child.passes[-1]
             assert made.index is not None
@@ -999,12 +976,14 @@ class Body:
                 access = f"[{inner.key!r}]"
                 if child.type not in ("tuple", "list", "dict") and isinstance(inner.key, str):
                     access = f".{inner.key}" if inner.key.isidentifier() else access
-                self._call_parts(inner, local._replace(access=local.access + access))
+                self.call_parts(inner, local._replace(access=local.access + access))
 
-    def _call_items(self, value: Any, local: _Local) -> None:
+    def call_items(self, value: Any, name: str, access: str = "") -> None:
+        """Record the names of the values in the output of a call, which has a variable."""
         value = self._builder.plain(value)
         if isinstance(value, Ref):
-            self._names[self._builder.events.origin(value.index)] = local
+            origin = self._builder.events.origin(value.index)
+            self._names[origin] = self._local(name)._replace(access=access)
             return
         for item in items_of(value, self._builder.events) or ():
-            self._call_items(item.value, local._replace(access=local.access + item.access))
+            self.call_items(item.value, name, access + item.access)

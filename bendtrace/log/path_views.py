@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
+from bendtrace.log.entries import counted
 from bendtrace.log.nodes import (
     LIMIT,
     Chosen,
@@ -158,8 +159,7 @@ class _Search:
             if not 1 <= number <= len(passes):
                 self._fail(
                     node, chosen, depth,
-                    f"{node.path!r} has {_count(len(passes), 'pass', 'passes')}, so there is no "
-                    f":{number}",
+                    f"{node.path!r} has {counted(len(passes), 'pass')}, so there is no :{number}",
                 )  # fmt: skip
                 return
             chosen, rest = [passes[number - 1]], rest[named.end() :]
@@ -234,10 +234,6 @@ def _aliases(node: TreeNode) -> Iterator[str]:
                 yield f"{node.key}{suffix}"
     if node.name.endswith("_") and iskeyword(node.name[:-1]):
         yield node.name[:-1]
-
-
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
 
 
 class Tree:
@@ -544,25 +540,17 @@ class LazyRoot(Node):
         return getattr(self, name)
 
 
-def resolve(tree: Tree, path: str | Node, *, leaf: bool = True) -> Node:
-    """Return the node at a path (see `Tree.resolve`)."""
-    return tree.resolve(path, leaf=leaf)
-
-
 def _shape(node: TreeNode, number: int) -> Any:
     if node.kind == "tensor":
         return torch.Size(node.passes[number].shape or ())
-    inside = list(children_of(node, [number]))
+    inside = [
+        _shape(child, passes[0] if passes else 0)
+        for child, passes in children_of(node, [number])
+        if node.kind == "container" or child.role == "output"
+    ]
     if node.kind == "graph":
-        outputs = [(child, passes) for child, passes in inside if child.role == "output"]
-        return _shape_in(*outputs[0]) if outputs else None
-    if node.kind == "container":
-        return tuple(_shape_in(child, passes) for child, passes in inside)
-    return None
-
-
-def _shape_in(node: TreeNode, chosen: Chosen) -> Any:
-    return _shape(node, chosen[0] if chosen else 0)
+        return inside[0] if inside else None
+    return tuple(inside) if node.kind == "container" else None
 
 
 def _pass_text(passes: tuple[int, ...]) -> str:
@@ -795,7 +783,8 @@ class RunNodes:
         if node.path not in self.candidates:
             is_root = call is self.events.root
             output = self.events.recording.root.output if is_root else call.output
-            meta = next(filter(None, map(self._first_of, refs_in(output))), None)
+            metas = (_first_tensor(self.events.ops[ref.index].meta) for ref in refs_in(output))
+            meta = next(filter(None, metas), None)
             around = None if is_root else call.parent
             self.candidates[node.path] = Candidate(
                 node.path, node.label or node.name, call.module, call.path, None,
@@ -831,9 +820,6 @@ class RunNodes:
     def _is_parameter(self, ref: Ref) -> bool:
         op = self.events.ops[ref.index]
         return op.kind is OpKind.STATE and issubclass(op.target.type, nn.Parameter)
-
-    def _first_of(self, ref: Ref) -> TensorMeta | None:
-        return _first_tensor(self.events.ops[ref.index].meta)
 
 
 _GIVEN = (OpKind.INPUT, OpKind.STATE)
