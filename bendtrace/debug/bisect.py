@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import itertools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
-from textwrap import shorten
 from typing import Any, Literal, Protocol
 
 import torch
@@ -34,7 +34,7 @@ from bendtrace.python.checks import required_model, required_number
 from bendtrace.python.compare import same_bits
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import place_text
-from bendtrace.show.difference import Difference
+from bendtrace.show.difference import Difference, expression_of
 from bendtrace.show.matching import (
     FlowChange,
     Parting,
@@ -51,7 +51,6 @@ _ROUNDING = {
     torch.bfloat16: (1.6e-2, 1e-5),
     torch.float32: (1.3e-6, 1e-5),
 }
-_WIDEST = 60
 _ALIKE = 0.6  # of the ops, if runs are aligned op by op
 _PARTED = "the other run has its inputs, but nowhere its result"
 
@@ -162,13 +161,15 @@ class Culprit:
             "value": None if self.value is None else self.value.to_dict(),
         }
 
-    def __str__(self) -> str:
-        entry = self.entry
+    @property
+    def _label(self) -> str:
         names = [e.label for e in (self.a, self.b) if e is not None]
-        label = " / ".join(dict.fromkeys(names))
         only = "" if len(names) == 2 else f" (only in {'a' if self.b is None else 'b'})"
+        return " / ".join(dict.fromkeys(names)) + only
+
+    def __str__(self) -> str:
         far = "" if self.value is None else f"; {self.value}"
-        return f"{label}{only}{_at(entry)}: {self.why}{far}"
+        return f"{self._label}{expression_of(self.entry)}: {self.why}{far}"
 
 
 class Bisection:
@@ -231,7 +232,9 @@ class Bisection:
             for side in (a, b)
         ]
         is_known = all(values and all(value is not None for value in values) for values in outputs)
-        self.by_content: bool = is_known and share_in_common(a.log, b.log, self._pairs) < _ALIKE
+        ops = [sum(entry.kind == "op" for entry in side.log.entries) for side in (a, b)]
+        aligned = sum(e.kind == "op" and e.label in self._pairs for e in a.log.entries)
+        self.by_content: bool = is_known and aligned / max(*ops, 1) < _ALIKE
         self._parts: bool = self.by_content and self._far(*outputs) is not None
         if self.by_content:
             self.path = None
@@ -265,8 +268,7 @@ class Bisection:
         one, two = partings(a, b, lambda x, y: self._far(x, y) is None)
         if one is not None or two is not None:
             is_state = one is not None and one.kind == "state"
-            kind: Literal["state", "op"] = "state" if is_state else "op"
-            self.culprits.append(Culprit(kind, one, two, _PARTED))
+            self.culprits.append(Culprit("state" if is_state else "op", one, two, _PARTED))
 
     def _alike(self) -> Iterator[tuple[str, str]]:
         """Yield ops of one run and of the other that are written otherwise and give the same.
@@ -525,10 +527,8 @@ class Bisection:
 
     def _first(self, culprit: Culprit) -> Iterator[str]:
         entry = culprit.entry
-        names = [e.label for e in (culprit.a, culprit.b) if e is not None]
-        only = "" if len(names) == 2 else f" (only in {'a' if culprit.b is None else 'b'})"
         target = f"  {entry.target}" if entry.target else ""
-        yield f"    {' / '.join(dict.fromkeys(names))}{only}{target}"
+        yield f"    {culprit._label}{target}"
         for side in (culprit.a, culprit.b) if self.by_content else (entry,):
             if side is not None and side.source is not None:
                 where = place_text(side.source.file, side.source.line)
@@ -603,13 +603,6 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _at(entry: LayerEntry) -> str:
-    if entry.source is None:
-        return ""
-    text = shorten(entry.source.text, _WIDEST, placeholder=" ...")
-    return f" `{text}` ({place_text(entry.source.file, entry.source.line)})"
-
-
 def _row(culprit: Culprit) -> tuple[str, str, str]:
     source = culprit.entry.source
     at = "" if source is None else place_text(source.file, source.line)
@@ -625,13 +618,6 @@ def _row(culprit: Culprit) -> tuple[str, str, str]:
 # common with the original are values. An op is *sound* if another op of the other run gives the
 # same value, or if such an op depends on it. The first that is not sound, though all that it
 # reads is, is where the runs part.
-
-
-def share_in_common(a: RunLog, b: RunLog, pairs: dict[str, str]) -> float:
-    """Return which share of the ops of the longer run is aligned with one of the other run."""
-    counts = [sum(entry.kind == "op" for entry in log.entries) for log in (a, b)]
-    aligned = sum(entry.kind == "op" and entry.label in pairs for entry in a.entries)
-    return aligned / max(*counts, 1)
 
 
 def partings(
@@ -901,7 +887,7 @@ def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any
             with module.graph.inserting_after(node):
                 taken = node
                 for key in path:
-                    taken = module.graph.call_function(_item, (taken, key))
+                    taken = module.graph.call_function(operator.getitem, (taken, key))
             with module.graph.inserting_after(taken):
                 copies.append(module.graph.call_function(torch.clone, (taken,)))
             keys.append((op.index, path))
@@ -913,10 +899,6 @@ def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any
             module.graph.erase_node(node)
     module.recompile()
     return keys
-
-
-def _item(value: Any, key: Any) -> Any:
-    return value[key]
 
 
 # Both
@@ -941,11 +923,7 @@ def _with_values(log: Trace, kept: _RunValues) -> RunLog:
             return value(parents[0]) if len(parents) == 1 else None
         return kept.saved.get((entry.index, entry.element))
 
-    def changed() -> Iterator[LayerEntry]:
-        for entry in parts[0].entries:
-            yield dataclasses.replace(entry, saved=value(entry))
-
-    entries = list(changed())
+    entries = [dataclasses.replace(entry, saved=value(entry)) for entry in parts[0].entries]
     return RunLog(dataclasses.replace(parts[0], entries=entries), *parts[1:])
 
 

@@ -7,11 +7,9 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -87,20 +85,12 @@ class Rows(Generic[T]):
         return [self.read(row) for row in rows]
 
 
-def _nested_form(rows: Rows[Any], cls: type[Any]) -> Form:
-    return Form(cls, lambda codec, value: rows.write(value), lambda codec, row: rows.read(row))
-
-
-def _several(rows: Rows[Any]) -> Form:
-    return Form(
-        list,
-        lambda codec, values: [rows.write(value) for value in values],
-        lambda codec, data: rows.read_all(data),
-    )
-
-
-_SOURCE = _nested_form(Rows(Source, {}, GRAPH_CODEC), Source)
-_PARAMETERS = _several(Rows(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC))
+_SOURCES = Rows(Source, {}, GRAPH_CODEC)
+_USES = Rows(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC)
+_SOURCE = Form(Source, lambda _, value: _SOURCES.write(value), lambda _, row: _SOURCES.read(row))
+_PARAMETERS = Form(
+    list, lambda _, uses: list(map(_USES.write, uses)), lambda _, rows: _USES.read_all(rows)
+)
 LAYERS = Rows(
     LayerEntry,
     {
@@ -154,9 +144,13 @@ def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str
         slots: list[tuple[str, Tensor | StoredTensor | NotSaved]] = []
         plain = _take_out(value, name, slots, len(rows), ())
         for inner, tensor in slots:
-            reason = _reason(tensor)
-            rows.append({} if reason is None else {"not_saved": reason, **_about(tensor)})
-            if reason is None and not isinstance(tensor, NotSaved):
+            if isinstance(tensor, NotSaved):
+                rows.append({"not_saved": tensor.reason})
+            elif isinstance(tensor, Tensor) and (reason := why_not(tensor)) is not None:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                rows.append({"not_saved": reason, "dtype": dtype, "device": str(tensor.device)})
+            else:
+                rows.append({})
                 found.append((inner, tensor))
         written.append([_CODEC.encode(name), _CODEC.encode(plain)])
     stored = _write(draft, kind, found)
@@ -185,18 +179,6 @@ def _take_out(value: Any, name: str, slots: list[Any], first: int, around: tuple
         _take_out(item, f"{name}[{position}]", slots, first, around)
         for position, item in enumerate(value)
     )
-
-
-def _reason(tensor: Tensor | StoredTensor | NotSaved) -> str | None:
-    if isinstance(tensor, NotSaved):
-        return tensor.reason
-    return None if isinstance(tensor, StoredTensor) else why_not(tensor)
-
-
-def _about(tensor: Tensor | StoredTensor | NotSaved) -> dict[str, Any]:
-    if isinstance(tensor, NotSaved):
-        return {}
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "device": str(tensor.device)}
 
 
 def _write(
@@ -240,23 +222,16 @@ def read_values(
     rows = index["tensors"]
     for name, data in index["values"]:
         name, value = _CODEC.decode(name), _CODEC.decode(data)
-        slots: list[_Slot] = []
-        stored = _replace(value, _Slot, partial(_handle, name, rows, files, device, slots))
-        is_inside = bool(slots) and not isinstance(value, _Slot)
+        handles: list[StoredTensor | NotSaved] = []
+
+        def handle(slot: _Slot, name: str = name, handles: list[Any] = handles) -> Any:
+            handles.append(tensor_handle(name, rows[slot.number], files, device))
+            return handles[-1]
+
+        stored = _replace(value, _Slot, handle)
+        is_inside = bool(handles) and not isinstance(value, _Slot)
         values[name] = StoredValue(stored) if is_inside else stored
     return values
-
-
-def _handle(
-    name: str,
-    rows: Sequence[Mapping[str, Any]],
-    files: Mapping[str, tuple[DataFile, Header]],
-    device: torch.device | None,
-    slots: list[_Slot],
-    slot: _Slot,
-) -> StoredTensor | NotSaved:
-    slots.append(slot)
-    return tensor_handle(name, rows[slot.number], files, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -511,7 +486,10 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
                 }
                 replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
             except BaseException:
-                if not _is_current(directory, draft):
+                has_effect = False
+                with suppress(LoadError):
+                    has_effect = _manifest(directory)["data"] == os.path.basename(draft.folder)
+                if not has_effect:
                     shutil.rmtree(draft.folder, ignore_errors=True)
                 raise
             _clean(directory)
@@ -564,13 +542,6 @@ def _manifest(directory: str) -> dict[str, Any]:
     if not _DATA.fullmatch(str(manifest.get("data"))) or type(manifest.get("files")) is not dict:
         raise LoadError(os.path.join(directory, MANIFEST), "the file is damaged")
     return manifest
-
-
-def _is_current(directory: str, draft: Draft) -> bool:
-    try:
-        return bool(_manifest(directory)["data"] == os.path.basename(draft.folder))
-    except LoadError:
-        return False
 
 
 def _clean(directory: str) -> None:
@@ -773,14 +744,10 @@ def tensor_handle(
     if found != (code_of(dtype), shape_in_file(layout), layout.nbytes):
         raise ValueError(f"what is said of {name!r} is not what the file holds")
     extent = Extent(row["key"], start, layout.nbytes, row["crc32"])
-    return StoredTensor(name, layout, _device(row["device"]), file, extent, to)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError:  # of a kind that this torch does not have
-        return torch.device("cpu")
+    device = torch.device("cpu")
+    with suppress(RuntimeError):  # it is of a kind that this torch does not have
+        device = torch.device(row["device"])
+    return StoredTensor(name, layout, device, file, extent, to)
 
 
 STREAM = "stream.json"
@@ -906,12 +873,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:  # the directory goes on saying that it is unfinished

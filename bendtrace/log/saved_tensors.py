@@ -406,16 +406,13 @@ def _dump(value: Any) -> bytes:
 
 def free_key(name: str, taken: TensorFile | set[str]) -> str:
     """Return a key for a name: the name itself, if JSON readers of every kind can take it."""
-    key = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", _escape, name) or "_"
+    plain = r"[^\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]"
+    key = re.sub(plain, lambda match: f"\\u{ord(match[0]):04x}", name) or "_"
     base, number = key, 1
     while key in taken or key == "__metadata__":
         number += 1
         key = f"{base}#{number}"
     return key
-
-
-def _escape(match: re.Match[str]) -> str:
-    return f"\\u{ord(match[0]):04x}"
 
 
 def bytes_of(tensor: Tensor) -> bytes:

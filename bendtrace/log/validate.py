@@ -239,7 +239,7 @@ class Validator:
             tensors = [((), self._ops[op.writes[0]].meta)]
         if not tensors:
             if op.kind is OpKind.CALL and VALUES.get(op.target) is Use.FORMAT:
-                return _without_graph(again) == _without_graph(op.meta)
+                return _GRAPH.sub("", again) == _GRAPH.sub("", op.meta)
             gives_nothing = op.kind is OpKind.CALL and op.meta is None
             return gives_nothing or same_bits(_plainly(again), _plainly(op.meta))
         for path, _ in tensors:
@@ -247,7 +247,7 @@ class Validator:
             for key in path:
                 value = value[key]
             saved = self._capture.saved.get((op.index, path))
-            if not isinstance(saved, Tensor) or not same_bits(_bare(value), _bare(saved)):
+            if not isinstance(saved, Tensor) or not same_bits(_plainly(value), saved.detach()):
                 return False
         return True
 
@@ -319,10 +319,6 @@ def _copy(value: Any, with_graph: bool) -> Any:
     return value
 
 
-def _bare(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
 def _plainly(value: Any) -> Any:
     """Return a result with detached tensors, and sizes as tuples."""
     if isinstance(value, Tensor):
@@ -334,11 +330,6 @@ def _plainly(value: Any) -> Any:
 
 # The part of a tensor's text about the autograd graph, which a copy lacks (torch 2.13).
 _GRAPH = re.compile(r",\s+(grad_fn=<\w+>|requires_grad=True)(?=[,)])")
-
-
-def _without_graph(text: str) -> str:
-    """Return the text of a tensor without the part about the autograd graph."""
-    return _GRAPH.sub("", text)
 
 
 def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor | None:

@@ -694,7 +694,7 @@ class Timeline:
         if governed is not None:
             parting = self._of_flow(governed, after)
         else:
-            texts = [f"{entry.label}{_at(entry)} only in {run}"
+            texts = [f"{entry.label}{expression_of(entry)} only in {run}"
                      for entry, run in ((a, "a"), (b, "b")) if entry is not None]  # fmt: skip
             text = (f"after {after}: " if after else "at the start: ") + "; ".join(texts)
             parting = Parting("layers", a, b, after, text + self._read_before(time))
@@ -751,7 +751,7 @@ class Timeline:
     def _of_change(self, change: LayerChange) -> Parting:
         position = self.a.position[change.a.label]
         after = self.a.entries[position - 1].label if position else ""
-        text = f"{change.a.label}{_at(change.a)}: {change}"
+        text = f"{change.a.label}{expression_of(change.a)}: {change}"
         return Parting("change", change.a, change.b, after, text)
 
 
@@ -809,7 +809,8 @@ def _origin(entry: LayerEntry) -> object:
     return None
 
 
-def _at(entry: LayerEntry) -> str:
+def expression_of(entry: LayerEntry) -> str:
+    """Return where an entry was computed, for a message: its expression and its place."""
     if entry.source is None:
         return ""
     text = shorten(entry.source.text, _WIDEST, placeholder=" ...")
