@@ -821,19 +821,15 @@ class _OutputRecorder(Interjection):
 def _replay_side(model: BendedModule, call: Call) -> Side:
     """Replay a model while its nodes are looked at."""
     native = _native_model(model)
-    with PreservedState(native, modes=True):
-        log = _traced(native, call)
-    with PreservedState(native, modes=True):
-        _own_call(model, call)
-    with PreservedState(native, modes=True):
-        output = _own_call(model, call)
+    log = _preserving(native, _traced, native, call)
+    for _ in range(2):
+        output = _preserving(native, _own_call, model, call)
     seen = _OutputRecorder()
     with model.interject(lambda candidate: True, seen):
         for _ in range(2):
             seen.values.clear()
             before = model.stats.replays
-            with PreservedState(native, modes=True):
-                _own_call(model, call)
+            _preserving(native, _own_call, model, call)
     if model.stats.replays == before:
         why = "; ".join(model.why_live) or "it was recorded again"
         raise InputError(f"the call is not replayed, so there is nothing to compare: {why}")
@@ -849,26 +845,29 @@ def _own_call(model: Callable[..., Any], call: Call) -> Any:
     return own_copy(call).to(model)
 
 
+def _preserving(native: Any, run: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, and leave a model as it was."""
+    with PreservedState(native, modes=True):
+        return run(*args)
+
+
 # Compiled
 
 
 def _compile_side(model: Any, call: Call) -> Side:
     """Compile the traced ops as the model is compiled, and have the graph return every value."""
     native = model._orig_mod
-    with PreservedState(native, modes=True):
-        log = _traced(native, call)
-    with PreservedState(native, modes=True):
-        output = _own_call(model, call)
+    log = _preserving(native, _traced, native, call)
+    output = _preserving(native, _own_call, model, call)
     try:
         graph = log.to_fx(guards=False)
     except ConversionError as error:
         raise InputError(f"the run cannot be compiled op by op: {error}") from error
     keys = _return_all(log, graph)
-    inputs = [log._capture.saved[op.index, ()] if (op.index, ()) in log._capture.saved else op.meta  # type: ignore[union-attr]
+    inputs = [log._capture.saved[op.index, ()] if (op.index, ()) in log._capture.saved else op.meta
               for op in log.ops if op.kind is OpKind.INPUT]  # fmt: skip
-    compiled = model.dynamo_ctx(graph)
-    with PreservedState(native, modes=True):
-        values = compiled(*(aligned_copy(v) if isinstance(v, Tensor) else v for v in inputs))
+    copies = (aligned_copy(v) if isinstance(v, Tensor) else v for v in inputs)
+    values = _preserving(native, model.dynamo_ctx(graph), *copies)
     kept = _of_same_run(log)
     for key, value in zip(keys, values, strict=True):
         kept.saved[key] = value.detach()

@@ -157,8 +157,8 @@ class Branch:
 
     def flow(self, value: Any) -> Flow:
         """Return the code under an outcome of a condition."""
-        found = [taken.flow for taken in self.taken.values() if taken.value is value]
-        return found[0] if found else Flow(self)
+        found = (taken.flow for taken in self.taken.values() if taken.value is value)
+        return next(found, Flow(self))
 
     @property
     def total(self) -> int:
@@ -273,7 +273,8 @@ def programs_as_text(programs: Sequence[ProgramOutline], mine: bool = False) -> 
     for program in programs:
         rows = list(_flow(program.flow, 1, mine))
         read = tuple(code for code, _, _ in rows)
-        facts = list(_facts(program))
+        facts, more = program.selected_by[:_FACTS], len(program.selected_by) - _FACTS
+        facts += [f"{more} more"] if more > 0 else []
         counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
         if read in known:
             where = f", where {' and '.join(facts)}" if facts else ""
@@ -296,12 +297,6 @@ def _align(rows: list[Line]) -> Iterator[str]:
 
 
 _FACTS = 8
-
-
-def _facts(program: ProgramOutline) -> Iterator[str]:
-    yield from program.selected_by[:_FACTS]
-    if len(program.selected_by) > _FACTS:
-        yield f"{len(program.selected_by) - _FACTS} more"
 
 
 def _items(flow: Flow, mine: bool) -> Iterator[Branch | End]:
@@ -336,7 +331,7 @@ def end_text(end: End) -> str:
 
 def _condition(branch: Branch, depth: int, prefix: str, mine: bool) -> Iterator[Line]:
     indent = _INDENT * depth
-    yield indent + prefix + branch.text + _colon(branch), summary(branch), _where(branch)
+    yield _heading(branch, indent + prefix)
     yield from _flow(branch.flow(True), depth + 1, mine)
     other = branch.flow(False)
     items = list(_items(other, mine))
@@ -356,7 +351,7 @@ def _colon(branch: Branch) -> str:
 
 def _sides(branch: Branch, depth: int, mine: bool) -> Iterator[Line]:
     """Yield a loop over an iterable and its body, or a value and the code after each outcome."""
-    yield _INDENT * depth + branch.text + _colon(branch), summary(branch), _where(branch)
+    yield _heading(branch, _INDENT * depth)
     for taken in branch.sides():
         if branch.is_loop:
             yield from _flow(taken.flow, depth + 1, mine)
@@ -365,14 +360,13 @@ def _sides(branch: Branch, depth: int, mine: bool) -> Iterator[Line]:
             yield from _flow(taken.flow, depth + 2, mine)
 
 
-def _where(branch: Branch) -> str:
+def _heading(branch: Branch, prefix: str) -> Line:
+    """Return the first line of a branch."""
     modules = [path for path in branch.modules if path]
-    if not modules:
-        return branch.where
     if len(modules) > 2:
         modules[1:] = [f"{len(modules) - 1} more"]
-    inside = " and ".join(modules)
-    return f"{branch.where} in {inside}"
+    where = f"{branch.where} in {' and '.join(modules)}" if modules else branch.where
+    return prefix + branch.text + _colon(branch), summary(branch), where
 
 
 def summary(branch: Branch) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 from bendtrace.engine.analysis import GuardKind
-from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree
@@ -409,11 +408,20 @@ _SHOWN = 8
 def selection(programs: Sequence[Program]) -> list[list[str]]:
     """Return for each program the properties that not all of them share, the most telling first."""
     facts = [_facts_of(program) for program in programs]
-    different = set(_distinct(facts))
-    return [
-        list(_group({label: text for label, text in own.items() if label in different}))
-        for own in facts
-    ]
+    different = _distinct(facts)
+    found = []
+    for own in facts:
+        # Equal facts about many modules' attributes: `self.training = True (and 12 more)`.
+        alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for label, text in own.items():
+            if label in different:
+                name = "." + label.rpartition(".")[2] if label.startswith("self.") else label
+                alike[name, text].append(f"{label.partition('#')[0]} {text}")
+        found.append([
+            first + (f" (and {len(others)} more like it)" if others else "")
+            for first, *others in alike.values()
+        ])  # fmt: skip
+    return found
 
 
 def differing(programs: Sequence[Program]) -> tuple[str, int]:
@@ -438,26 +446,6 @@ def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
     return {label: len(found) for label, found in values.items() if len(found) > 1}
 
 
-def _group(facts: Facts) -> Iterator[str]:
-    """Merge equal facts about many modules' attributes: `self.training = True (and 12 more)`."""
-    alike: Counter[tuple[str, str]] = Counter()
-    for label, text in facts.items():
-        alike[_attribute(label), text] += 1
-    for label, text in facts.items():
-        count = alike.pop((_attribute(label), text), 0)
-        if count:
-            more = f" (and {count - 1} more like it)" if count > 1 else ""
-            yield f"{_selector_text(label, text)}{more}"
-
-
-def _selector_text(label: str, text: str) -> str:
-    return f"{label.partition('#')[0]} {text}"
-
-
-def _attribute(label: str) -> str:
-    return "." + label.rpartition(".")[2] if label.startswith("self.") else label
-
-
 def _facts_of(program: Program) -> Facts:
     facts: Facts = {}
     parts = program.recording.environment.parts
@@ -466,28 +454,31 @@ def _facts_of(program: Program) -> Facts:
     state: Facts = {}
     for part in parts:
         target = facts if part.is_argument else state
-        if part.kind is CaptureKind.TENSOR:
-            if part.is_argument or part in program.analysis.typed_state:
-                target.update(_facts_of_tensor(part))
-        elif (text := _fact(part)) is not None:
-            target[part.label] = text
+        size = part.size
+        if part.kind is not CaptureKind.TENSOR:
+            text = _fact(part)
+            target |= {} if text is None else {part.label: text}
+        elif isinstance(size, TensorFacts) and (
+            part.is_argument or part in program.analysis.typed_state
+        ):
+            grad = "requires grad" if size.requires_grad else "does not require grad"
+            target |= {
+                f"{part.label}#rank": f"has {counted(size.rank, 'dimension')}",
+                f"{part.label}#dtype": f"is {_plain(size.dtype)}",
+                f"{part.label}#device": f"is on {size.device}",
+                f"{part.label}#layout": f"is {_plain(size.layout)}",
+                f"{part.label}#grad": grad,
+            }
     facts.update(_conditions(program))
-    facts.update(_facts_of_ambience(program.global_state))
-    return facts | state
-
-
-def _facts_of_ambience(global_state: GlobalState) -> Facts:
-    context = global_state.context
+    context = program.global_state.context
     used = [f"{cast.device_type} {_plain(cast.dtype)}" for cast in context.autocast if cast.enabled]
-    facts = {
-        "grad mode": f"is {'on' if context.grad else 'off'}",
-        "inference mode": f"is {'on' if context.inference else 'off'}",
-        "autocast": f"is {', '.join(used) or 'off'}",
-    }
-    for name, value in global_state._asdict().items():
+    facts["grad mode"] = f"is {'on' if context.grad else 'off'}"
+    facts["inference mode"] = f"is {'on' if context.inference else 'off'}"
+    facts["autocast"] = f"is {', '.join(used) or 'off'}"
+    for name, value in program.global_state._asdict().items():
         if name != "context":
             facts[_AMBIENCE.get(name, name)] = f"is {_short(value)}"
-    return facts
+    return facts | state
 
 
 _AMBIENCE = {
@@ -499,30 +490,14 @@ _AMBIENCE = {
 }
 
 
-def _facts_of_tensor(part: Captured) -> Facts:
-    facts, label = part.size, part.label
-    if not isinstance(facts, TensorFacts):
-        return {}
-    texts = {
-        f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
-        f"{label}#dtype": f"is {_plain(facts.dtype)}",
-    }
-    texts[f"{label}#device"] = f"is on {facts.device}"
-    texts[f"{label}#layout"] = f"is {_plain(facts.layout)}"
-    texts[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
-    return texts
-
-
 def _fact(part: Captured) -> str | None:
     kind = part.kind
-    if kind is CaptureKind.PLAIN:
-        return f"is {_short(part.value)}"
     if kind in (CaptureKind.LIST, CaptureKind.TUPLE):
         count = part.size.number if isinstance(part.size, (Length, Keys)) else 0
         return f"is a {part.type.__name__} of {count}"
     if isinstance(part.size, Keys) and kind is CaptureKind.DICT:
         return f"has the keys {_short(tuple(map(str, part.size.keys)))}"
-    if kind in (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY):
+    if kind in (CaptureKind.PLAIN, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY):
         return f"is {_short(part.value)}"
     if kind is CaptureKind.ALIAS:
         return f"is {part.value.label}"

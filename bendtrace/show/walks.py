@@ -461,20 +461,11 @@ def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
         if found is not None and event.is_condition:
             return number, found, event.place.file
         number = event.under
-    place = _last_root_place(path.recording)
-    if place is None:
-        return None, None, ""
-    return None, return_around(place) or last_return(place), place.file
-
-
-def _last_root_place(recording: Recording) -> Place | None:
-    """Return the last place in the code of the model itself."""
-    for op in reversed(recording.tape.ops):
-        if op.site is not None:
-            places = [place for place, _ in running_code(op.scope, op.site)]
-            if places:
-                return places[-1]
-    return None
+    for op in reversed(path.recording.tape.ops):
+        places = () if op.site is None else [place for place, _ in running_code(op.scope, op.site)]
+        if places:  # the last of the model itself
+            return None, return_at(places[-1]), places[-1].file
+    return None, None, ""
 
 
 def _raising_walk(path: PathEvents, index: int, name: str, times: int) -> Walk:
@@ -534,15 +525,15 @@ def header_of(place: Place, kind: str, text: str) -> Header:
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:
-        return Header(_plainly(kind, text or "(source not found)"))
+        return Header(_SUITE_WORDS.get(kind, "{}").format(text or "(source not found)"))
     if kind in ("for", "comprehension"):
         for _, parent in file.ancestors(node):
             if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
                 line = f"for {file.text(parent.target)} in {file.text(parent.iter)}"
                 line = line if kind == "for" else f"[... {line}]"
                 return Header(line, False, span_of(parent.iter))
-    if kind in ("in", "any", "all", "key", "match", "index") or kind not in _SUITE_WORDS:
-        return Header(_plainly(kind, text))
+    if kind not in _SUITE_WORDS:
+        return Header(text)
     test = follow_truth(file, node)
     text = f"not {text}" if test.inverted and kind != "not" else text
     return Header(_SUITE_WORDS[kind].format(_before(file, node, test.child) + text), test.inverted)
@@ -553,12 +544,6 @@ _SUITE_WORDS = {
     "or": "{} or ...", "not": "not {}", "conditional expression": "... if {} else ...",
     "comprehension filter": "[... if {}]",
 }  # fmt: skip
-
-
-def _plainly(kind: str, text: str) -> str:
-    if kind in _SUITE_WORDS:
-        return _SUITE_WORDS[kind].format(text)
-    return text
 
 
 def _before(file: SourceFile, node: ast.AST, last: ast.AST) -> str:
@@ -607,24 +592,18 @@ def return_under(place: Place, outcome: bool) -> ast.Return | None:
     return None
 
 
-def return_around(place: Place) -> ast.Return | None:
-    """Return the `return` whose value contains a place."""
-    statement = _statement_around(source_file(place.file), place)
-    return statement if isinstance(statement, ast.Return) else None
-
-
 @functools.cache
-def last_return(place: Place) -> ast.Return | None:
-    """Return the `return` with which the function around a place ends."""
+def return_at(place: Place) -> ast.Return | None:
+    """Return the `return` whose value contains a place, or with which its function ends."""
     file = source_file(place.file)
+    around = _statement_around(file, place)
+    if isinstance(around, ast.Return):
+        return around
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
-    if node is None:
-        return None
-    for _, parent in file.ancestors(node):
-        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            last = parent.body[-1]
-            return last if isinstance(last, ast.Return) else None
-    return None
+    while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        node = file.parents.get(node)
+    last = None if node is None else node.body[-1]
+    return last if isinstance(last, ast.Return) else None
 
 
 def _statement_around(file: SourceFile, place: Place) -> ast.stmt | None:
