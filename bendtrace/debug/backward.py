@@ -417,7 +417,7 @@ def backward(
     }  # fmt: skip
     changes = list(_changes(graph, edits or {}))
     record = BackwardPass(trace, graph, losses, earlier, create_graph)
-    watch = _Watch(graph, record, kept, starts or ())
+    watch = _PassHooks(graph, record, kept, starts or ())
     options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
     try:
         with contextlib.ExitStack() as hooks:
@@ -564,7 +564,7 @@ def _changes(graph: AutogradGraph, edits: Edits) -> Iterator[_Change]:
 # During the pass
 
 
-class _Watch:
+class _PassHooks:
     """The hooks that record a pass."""
 
     def __init__(

@@ -25,10 +25,10 @@ from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import ConversionError, InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.structure import assemble, take_apart
-from bendtrace.log.capture import SaveOptions, State, aligned_copy
+from bendtrace.log.capture import EarlierTensor, SaveOptions, aligned_copy
 from bendtrace.log.entries import LayerEntry, counted, tensors_of
 from bendtrace.log.run_log import RunLog
-from bendtrace.log.validate import MISSING, SavedValues, Validator
+from bendtrace.log.validate import MISSING, SavedValues, Validator, plainly
 from bendtrace.module import BendedModule
 from bendtrace.python.checks import required_model, required_number
 from bendtrace.python.compare import same_bits
@@ -206,7 +206,7 @@ class Bisection:
     b: RunLog
     a: RunLog
 
-    def __init__(self, a: Side, b: Side, rtol: float | None, atol: float | None) -> None:
+    def __init__(self, a: Twin, b: Twin, rtol: float | None, atol: float | None) -> None:
         self.a, self.b = a.log, b.log
         self._sides = a, b
         exact = Difference(a.log, b.log, 0.0, 0.0)
@@ -263,7 +263,7 @@ class Bisection:
                      for change in self.difference.changed)  # fmt: skip
         return bool(self.culprits or self.unknown or values or self.unseen or self.path)
 
-    def _part(self, a: Side, b: Side) -> None:
+    def _part(self, a: Twin, b: Twin) -> None:
         """Look for where two runs part that have few ops in common."""
         one, two = partings(a, b, lambda x, y: self._far(x, y) is None)
         if one is not None or two is not None:
@@ -456,7 +456,7 @@ class Bisection:
             except AssertionError:
                 return False
             return True
-        return same_bits(_bare(x), _bare(y))
+        return same_bits(plainly(x), plainly(y))
 
     # Telling
 
@@ -592,17 +592,6 @@ def _first_unmatched(label: str, entries: dict[str, LayerEntry], known: Any) -> 
     return found
 
 
-def _bare(value: Any) -> Any:
-    """Return a result without its autograd graph."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _bare(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_bare(item) for item in value]
-    return value
-
-
 def _row(culprit: Culprit) -> tuple[str, str, str]:
     source = culprit.entry.source
     at = "" if source is None else place_text(source.file, source.line)
@@ -621,7 +610,7 @@ def _row(culprit: Culprit) -> tuple[str, str, str]:
 
 
 def partings(
-    a: Side, b: Side, is_same: Callable[[Tensor, Tensor], bool]
+    a: Twin, b: Twin, is_same: Callable[[Tensor, Tensor], bool]
 ) -> tuple[LayerEntry | None, LayerEntry | None]:
     """Return the first entry of each run that is not sound, though all that it reads is."""
     ones, others = _values(a), _values(b)
@@ -640,7 +629,7 @@ def partings(
     return first_a, first_b
 
 
-def _values(side: Side) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
+def _values(side: Twin) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
     """Return the entries with their values, by shape, without dimensions of one element."""
     found: dict[Any, list[tuple[LayerEntry, Tensor]]] = {}
     for entry in side.log.entries:
@@ -651,7 +640,7 @@ def _values(side: Side) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
     return found
 
 
-def _tensor_of(side: Side, entry: LayerEntry) -> Tensor | None:
+def _tensor_of(side: Twin, entry: LayerEntry) -> Tensor | None:
     """Return a value that can be told from others; None if there is none."""
     if entry.kind not in ("op", "state", "input"):
         return None
@@ -662,7 +651,7 @@ def _tensor_of(side: Side, entry: LayerEntry) -> Tensor | None:
     return value if is_plain and value.numel() > 1 else None
 
 
-def _first(side: Side, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
+def _first(side: Twin, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
     """Return the first op that is not sound, and what it reads of the state that is not."""
     entries = side.log.entries
     # What an op gives may be several entries, and other ops read one of them.
@@ -689,7 +678,7 @@ def _first(side: Side, found: set[str]) -> tuple[LayerEntry | None, list[LayerEn
     return None, []
 
 
-def _read_by(side: Side, entry: LayerEntry) -> list[str]:
+def _read_by(side: Twin, entry: LayerEntry) -> list[str]:
     """Return the labels of an entry's inputs, state included."""
     if entry.kind != "op":
         return entry.parents
@@ -703,7 +692,7 @@ def _read_by(side: Side, entry: LayerEntry) -> list[str]:
 
 
 @dataclass
-class Side:
+class Twin:
     """One of the two runs.
 
     Attributes:
@@ -725,7 +714,7 @@ class _RunValues:
 
     saved: dict[Any, Any] = field(default_factory=dict)
     reread: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, EarlierTensor] = field(default_factory=dict)
     random: dict[int, Tensor] = field(default_factory=dict)
     grad_fns: dict[Any, str] = field(default_factory=dict)
 
@@ -772,14 +761,14 @@ def _is_compiled(model: object) -> bool:
     return isinstance(model, nn.Module) and "_orig_mod" in model._modules
 
 
-def side_of(model: Any, call: Call | None) -> Side:
+def side_of(model: Any, call: Call | None) -> Twin:
     """Run one side."""
     if isinstance(model, RunLog):
         if all(entry.tensor_contents is None for entry in model.layers):
             raise InputError(
                 f"the log of {model.name} holds no values to compare: trace with save='all'"
             )
-        return Side(model, again_of(model), "traced" if isinstance(model, Trace) else "loaded")
+        return Twin(model, again_of(model), "traced" if isinstance(model, Trace) else "loaded")
     if call is None:
         raise InputError("a model needs inputs: bisect(a, b, inputs)")
     if hasattr(model, "_torchdynamo_orig_callable") and not _is_compiled(model):
@@ -792,7 +781,7 @@ def side_of(model: Any, call: Call | None) -> Side:
         if _is_compiled(model):
             return _compile_side(model, call)
         log = _traced(model, call)
-        return Side(log, again_of(log), "traced", log.output)
+        return Twin(log, again_of(log), "traced", log.output)
 
 
 def _traced(model: Callable[..., Any], call: Call) -> Trace:
@@ -818,7 +807,7 @@ class _OutputRecorder(Interjection):
         )
 
 
-def _replay_side(model: BendedModule, call: Call) -> Side:
+def _replay_side(model: BendedModule, call: Call) -> Twin:
     """Replay a model while its nodes are looked at."""
     native = _native_model(model)
     log = _preserving(native, _traced, native, call)
@@ -838,7 +827,7 @@ def _replay_side(model: BendedModule, call: Call) -> Side:
         value = seen.values.get((entry.node_path, entry.pass_number - 1))
         if entry.index is not None and isinstance(value, Tensor) and not entry.element:
             kept.saved[entry.index, ()] = value
-    return Side(_with_values(log, kept), again_of(log, kept), "replayed", output)
+    return Twin(_with_values(log, kept), again_of(log, kept), "replayed", output)
 
 
 def _own_call(model: Callable[..., Any], call: Call) -> Any:
@@ -854,7 +843,7 @@ def _preserving(native: Any, run: Callable[..., Any], *args: Any) -> Any:
 # Compiled
 
 
-def _compile_side(model: Any, call: Call) -> Side:
+def _compile_side(model: Any, call: Call) -> Twin:
     """Compile the traced ops as the model is compiled, and have the graph return every value."""
     native = model._orig_mod
     log = _preserving(native, _traced, native, call)
@@ -871,7 +860,7 @@ def _compile_side(model: Any, call: Call) -> Side:
     kept = _of_same_run(log)
     for key, value in zip(keys, values, strict=True):
         kept.saved[key] = value.detach()
-    return Side(_with_values(log, kept), again_of(log, kept), "compiled", output)
+    return Twin(_with_values(log, kept), again_of(log, kept), "compiled", output)
 
 
 def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any, ...]]]:

@@ -25,7 +25,7 @@ from bendtrace.record.recorder import Recording
 from bendtrace.show.walks import Choice
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, build
-from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta, map_leaves
 from bendtrace.watch.functions import name_of
 
 _FAR = 1e6  # where no distance is known
@@ -427,13 +427,7 @@ def _as_list(value: Tensor) -> Any:
 
 def map_numbers(value: Any) -> Any:
     """Replace truths and indices, wherever they are, by numbers with gradients."""
-    if isinstance(value, (Margin, Index)):
-        return value.number()
-    if type(value) in (tuple, list):
-        return type(value)(map(map_numbers, value))
-    if type(value) is dict:
-        return {key: map_numbers(item) for key, item in value.items()}
-    return value
+    return map_leaves(value, lambda one: one.number() if isinstance(one, (Margin, Index)) else one)
 
 
 _LOGIC = frozenset({"and", "or", "xor", "not", "invert", "iand", "ior", "ixor", "rand", "ror"})
@@ -446,7 +440,7 @@ _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.
 # source to guide the search; whether a side was taken is known from the operations under it.
 
 
-class _Unknown(Exception):
+class _NotRead(Exception):
     """Raised for an expression in the source that cannot be read."""
 
 
@@ -499,10 +493,10 @@ def formula_of(
     values = recorded.get(choice.file)
     if node is None or values is None:
         return None
-    reader = _Reader(function, values, recording)
+    reader = _ConditionReader(function, values, recording)
     try:
         read = reader.read(node, node.lineno)
-    except (_Unknown, RecursionError):
+    except (_NotRead, RecursionError):
         return None
     if reader.last is None:
         return None
@@ -527,7 +521,7 @@ _COMPARISONS: dict[type[ast.AST], Callable[..., Any]] = {
 _FUNCTIONS = ("float", "int", "bool", "abs", "round")
 
 
-class _Reader:
+class _ConditionReader:
     """Turns expressions of the source into functions of a course."""
 
     def __init__(
@@ -567,14 +561,14 @@ class _Reader:
                 return self._applied(getattr(builtins, name), line, *node.args)
             if name.startswith("math.") and hasattr(math, name[5:]):
                 return self._applied(getattr(math, name[5:]), line, *node.args)
-        raise _Unknown
+        raise _NotRead
 
     def _is_read(self, operand: ast.expr) -> bool:
         """Return whether an operand of `and` or `or` can be read: the run may have skipped it."""
-        trial = _Reader(self._function, self._values, self._recording)
+        trial = _ConditionReader(self._function, self._values, self._recording)
         try:
             trial.read(operand, operand.lineno)
-        except _Unknown:
+        except _NotRead:
             return False
         return bool(trial.roots)
 
@@ -593,7 +587,7 @@ class _Reader:
                 for left, op, right in zip(operands, node.ops, operands[1:], strict=False)
             ]
             return self._applied(operator.and_, line, *parts)
-        raise _Unknown
+        raise _NotRead
 
     def _applied(self, function: Callable[..., Any], line: int, *operands: ast.AST) -> _Read:
         reads = [self.read(operand, line) for operand in operands]
@@ -627,4 +621,4 @@ class _Reader:
                 self.roots.append(op.index)
                 index = op.index
                 return lambda course: course.value(index)
-        raise _Unknown
+        raise _NotRead

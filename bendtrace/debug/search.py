@@ -433,7 +433,7 @@ def explore(
     space = Space(domain, Signature(model), seed)
     starts = [space.candidate(*call) for call in calls]
     with alone("a search for inputs"), PreservedState(model) as before:
-        search = _Search(space, Subject(model, space, before), tree, seconds, tries)
+        search = _InputSearch(space, Subject(model, space, before), tree, seconds, tries)
         return search.result(starts)
 
 
@@ -441,7 +441,7 @@ class _OutOfBudget(Exception):
     """The search has had its time, or its runs."""
 
 
-class _Search:
+class _InputSearch:
     def __init__(
         self, space: Space, subject: Subject, tree: TraceTree, seconds: float | None,
         tries: int | None,
@@ -955,7 +955,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class AskedTruth:
     """A truth that a run asked for.
 
     Attributes:
@@ -991,7 +991,7 @@ class Question:
             for choice, side in decided
         ]
 
-    def leads_to(self, other: Question | Formula) -> bool:
+    def leads_to(self, other: AskedTruth | Formula) -> bool:
         """Return whether a later question is only asked because of the answer to this one."""
         mine, running = self.around[0]
         if mine == other.around[0][0] and running == other.around[0][1]:
@@ -1025,13 +1025,13 @@ class CandidateRun:
     candidate: TrialInput
     recording: Recording | None = None
     raised: str = ""
-    questions: dict[Key, Question] = field(default_factory=dict)
+    questions: dict[Key, AskedTruth] = field(default_factory=dict)
     taken: set[Answers] = field(default_factory=set)
     under: set[tuple[Choice, str, bool]] = field(default_factory=set)
     formulas: dict[Key, Formula | None] = field(default_factory=dict)
     _recorded: Recorded | None = None
 
-    def question_of(self, key: Key) -> Question | Formula | None:
+    def question_of(self, key: Key) -> AskedTruth | Formula | None:
         """Return a question; None if the run did not come to it."""
         if self.recording is None or type(key[0]) is not Choice:
             return self.questions.get(key)
@@ -1085,7 +1085,7 @@ class Subject:
             place, running, scope = user_code(guard.scope, guard.site)
             event = events.get(number)
             decides = event is not None and event.is_condition
-            question = Question(
+            question = AskedTruth(
                 (*key, asked[key]), guard, ((place, running), *around[1:]), scope.path,
                 event.iteration if event is not None else (), decides,
             )  # fmt: skip

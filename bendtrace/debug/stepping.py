@@ -13,12 +13,12 @@ from torch import Tensor
 from bendtrace._trace import Trace
 from bendtrace.debug.visit import (
     Edit,
-    Event,
+    EventVisit,
     Frame,
     Looks,
+    RunEvent,
     Start,
     ValueCache,
-    Visit,
     cannot,
     require_tensor,
     text_of,
@@ -107,7 +107,7 @@ class SteppedRun:
         self._edits: dict[int, Edit] = {}
         # The changes with which a question had another answer, by its number and that answer.
         self._others: dict[int, dict[str, dict[int, Edit]]] = {}
-        self._events: list[Event] = []
+        self._events: list[RunEvent] = []
         self._recording: Recording | None = None
         self._is_complete = False
         self._output: Any = None
@@ -147,7 +147,7 @@ class SteppedRun:
         """
         if (place is None) == (line is None):
             raise InputError("goto takes a place, or line=")
-        self.position = self._numbers(place if line is None else Line("", line))[0]
+        self.position = self._numbers(place if line is None else SourceLine("", line))[0]
         return self
 
     def forward(self, n: Any = 1) -> SteppedRun:
@@ -468,14 +468,16 @@ class SteppedRun:
     def _visit(
         self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False,
         looks: Looks | None = None,
-    ) -> Visit:  # fmt: skip
+    ) -> EventVisit:  # fmt: skip
         """Run the model's Python up to some event, with known values handed over."""
         if self._is_finished:
             raise InputError("this run is finished: begin a new one to look at it again")
         before = self._recording
         tape = None if before is None else before.tape
         known: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
-        visit = Visit(self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks)
+        visit = EventVisit(
+            self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks
+        )
         around, context = RandomStates(self._start.generators), ContextSwitch()
         self._start.begin()
         try:
@@ -518,7 +520,7 @@ class SteppedRun:
         finally:
             around.restore()
 
-    def _judge(self, visit: Visit, recording: Recording) -> None:
+    def _judge(self, visit: EventVisit, recording: Recording) -> None:
         if visit.refusal:
             raise cannot(visit.refusal)
         if visit.went_astray:
@@ -589,9 +591,9 @@ class SteppedRun:
         return number
 
     @property
-    def _places(self) -> Places:
+    def _places(self) -> PlaceEvents:
         self._complete()
-        return Places(self._function, self.trace, self._events)
+        return PlaceEvents(self._function, self.trace, self._events)
 
     # Printing
 
@@ -636,7 +638,7 @@ class Version(NamedTuple):
     """
 
     recording: Recording
-    events: Sequence[Event]
+    events: Sequence[RunEvent]
     edits: Mapping[int, Edit]
     own_answers: Mapping[int, Any]
     looks: Looks
@@ -655,7 +657,9 @@ class Version(NamedTuple):
         return {"output": text_of(self.output)}
 
 
-def _answer_in(tape: Tape, events: Sequence[Event], edits: Mapping[int, Edit], number: int) -> Any:
+def _answer_in(
+    tape: Tape, events: Sequence[RunEvent], edits: Mapping[int, Edit], number: int
+) -> Any:
     """Return the answer to a question in a run, which may be given by hand."""
     return edits[number].value if number in edits else tape.guards[events[number].index].answer
 
@@ -754,7 +758,7 @@ def _answer_text(answer: Any) -> str:
 # What the places of a stepped run are called: questions, lines, nodes, modules and layers.
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file, or of any file if `file` is ""."""
 
     file: str
@@ -764,7 +768,7 @@ class Line(NamedTuple):
         return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
 
 
-def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
+def places_of(event: RunEvent, tape: Tape) -> tuple[Place, ...]:
     """Return where an event is, out to the code of the model that called it."""
     records: Sequence[Any] = tape.ops if event.kind == "op" else tape.guards
     site: Site | None = records[event.index].site
@@ -777,13 +781,13 @@ def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
         site, scope = scope.site, scope.parent
 
 
-def place_of(event: Event, tape: Tape) -> Place | None:
+def place_of(event: RunEvent, tape: Tape) -> Place | None:
     """Return where an event is in the code of the model, or else in torch's; None if unknown."""
     places = places_of(event, tape)
     return next((each for each in places if not each.in_torch), places[0] if places else None)
 
 
-def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
+def is_of(step: FlowStep, event: RunEvent, tape: Tape) -> bool:
     """Return whether an event is the question of a flow step."""
     if event.kind != "question" or event.index != step.guard:
         return False
@@ -793,10 +797,10 @@ def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
     return not places or any((each.file, each.function, each.line) == asked for each in places)
 
 
-class Places:
+class PlaceEvents:
     """Finds the events of a place in a run."""
 
-    def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
+    def __init__(self, function: Callable[..., Any], trace: Trace, events: list[RunEvent]) -> None:
         self._known = _SoleRun(function, trace)
         self._trace = trace
         self._tape = trace._recording.tape
@@ -929,12 +933,12 @@ class Places:
         return resolution.places
 
 
-def _line(place: Any) -> Line | None:
-    if isinstance(place, Line):
+def _line(place: Any) -> SourceLine | None:
+    if isinstance(place, SourceLine):
         return place
     found = read_place(place) if isinstance(place, str) else None
     # `layers.relu:2` is a pass of an op.
-    return Line(*found) if found and found[0].endswith((".py", ">", "]")) else None
+    return SourceLine(*found) if found and found[0].endswith((".py", ">", "]")) else None
 
 
 class _SoleRun:

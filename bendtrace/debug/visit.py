@@ -53,7 +53,7 @@ _UNCOUNTED = ("batch_norm", "instance_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RunEvent:
     """A step of a run, before which the run can stop.
 
     Attributes:
@@ -104,7 +104,7 @@ class Edit:
         return made
 
 
-class Visit:
+class EventVisit:
     """An `Inserter` that counts what a run does, and stops before some event.
 
     Args:
@@ -133,7 +133,7 @@ class Visit:
         self,
         start: Start,
         kept: ValueCache,
-        known: tuple[Sequence[Event], Sequence[Op], Sequence[Guard]],
+        known: tuple[Sequence[RunEvent], Sequence[Op], Sequence[Guard]],
         edits: Mapping[int, Edit],
         stop: int | None,
         wanted: Container[int],
@@ -148,7 +148,7 @@ class Visit:
         self._looks = looks
         self._ended = False
         self.pending: list[Sequence[Any]] = []
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
         self.own_answers: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] | None = None
         self.found: dict[int, Any] = {}
@@ -162,7 +162,7 @@ class Visit:
         self._stage = stage
         self._ops: list[Op] = stage.tape.ops
         stage.answer_with(self._question)
-        stage.hand_over(Handed(self._kept))
+        stage.hand_over(HandedValues(self._kept))
 
     def starts(self, args: Any, kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Leave the arguments as they are (see `Inserter`)."""
@@ -208,7 +208,7 @@ class Visit:
         if op is None:
             return out
         number = len(self.events)
-        self.events.append(Event("op", op.index, position))
+        self.events.append(RunEvent("op", op.index, position))
         self._compare(number, op)
         with torch._C.DisableTorchFunction():
             if op.index in self._wanted:
@@ -244,7 +244,7 @@ class Visit:
             return answer
         self._arrive(sys._getframe(1))  # from here outwards: the frame that asks is among them
         number, tape = len(self.events), self._stage.tape
-        self.events.append(Event("question", len(tape.guards) - 1, len(tape.ops)))
+        self.events.append(RunEvent("question", len(tape.guards) - 1, len(tape.ops)))
         edit = self._edits.get(number)
         if edit is not None:
             self.own_answers[number] = plain(answer) if type(answer) in TRACED else answer
@@ -447,7 +447,7 @@ class ValueCache:
         heapq.heapify(self._ranks)
 
 
-class Handed(dict[int, Any]):
+class HandedValues(dict[int, Any]):
     """The kept values as a recorder takes them: each is copied when it is asked for."""
 
     def __init__(self, kept: ValueCache) -> None:

@@ -21,7 +21,7 @@ from bendtrace.export.machine import (
     AnalysedRun,
     Constant,
     Kind,
-    Number,
+    Numeral,
     Outdated,
     Several,
     Static,
@@ -29,12 +29,10 @@ from bendtrace.export.machine import (
     Value,
     cite,
     gives_rows,
-    leaves,
-    rebuilt,
 )
 from bendtrace.record.effects import makes_anew
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, leaves_in, map_leaves, refs_in
 from bendtrace.watch.functions import (
     METADATA,
     SHAPES,
@@ -121,7 +119,7 @@ class SegmentOps(Expressions):
             return value.name
         if isinstance(value, Static):
             return value.text
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return f"{value.name}.item()"
         if isinstance(value, Several):
             inner = ", ".join(map(self._text, value.items))
@@ -141,7 +139,7 @@ class SegmentOps(Expressions):
         """Return the value of an op; compute it, if it was left out before."""
         op = self._ops[index]
         if index in self.known:
-            if any(isinstance(leaf, Outdated) for leaf in leaves(self.known[index])):
+            if any(isinstance(leaf, Outdated) for leaf in leaves_in(self.known[index])):
                 raise ExportError(_USED_LATE, cite(op))
             return self.known[index]
         if op.is_given:
@@ -194,7 +192,7 @@ class SegmentOps(Expressions):
             own = self._memory(op)  # the model has a view
             self._writer.picked |= own - owner.memory
             self.known[op.index] = self._unpack(name, op.meta, own | owner.memory, op)
-        elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
+        elif isinstance(owner, Numeral) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
         else:
             raise ExportError(f"an element {key!r} of {display_name(op.target)} is used", cite(op))
@@ -239,7 +237,7 @@ class SegmentOps(Expressions):
             )
         is_call = op.kind is OpKind.CALL
         text = self._out_of(op, kind) if is_call else self._arithmetic(op)
-        self.known[op.index] = Number(self._define(text, op, "n"), kind)
+        self.known[op.index] = Numeral(self._define(text, op, "n"), kind)
 
     def _listed(self, op: Op, index: int) -> Value:
         """Return a tensor as the list of its numbers."""
@@ -256,7 +254,7 @@ class SegmentOps(Expressions):
         def of(shape: tuple[int, ...], at: str) -> Value:
             if not shape:
                 text = f"{tensor.name}{f'[{at}]' if at else ''}.reshape(()).to({wide}, copy=True)"
-                return Number(self._define(text, op, "n"), kind)
+                return Numeral(self._define(text, op, "n"), kind)
             items = (of(shape[1:], f"{at}, {i}" if at else str(i)) for i in range(shape[0]))
             return Several(tuple(items), (), list)
 
@@ -376,7 +374,7 @@ class SegmentOps(Expressions):
         if makes_anew(op.target) or name_of(op.target) in _ANEW or gives_nothing(op):
             return own
         for index in op.operands:
-            for leaf in leaves(self.value_of(index)):
+            for leaf in leaves_in(self.value_of(index)):
                 if isinstance(leaf, Tensors):
                     own |= leaf.memory
         return own
@@ -397,13 +395,13 @@ class SegmentOps(Expressions):
                 return Outdated() if memory & written and memory & copied - written else leaf
 
             for index, value in self.known.items():
-                self.known[index] = rebuilt(value, after)
+                self.known[index] = map_leaves(value, after)
 
     # Numbers among the arguments of functions
 
     def _numbers(self, value: Any) -> list[int]:
         indices = (ref.index for ref in refs_in(value))
-        return [index for index in indices if isinstance(self.value_of(index), Number)]
+        return [index for index in indices if isinstance(self.value_of(index), Numeral)]
 
     def _with_tensors(self, op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of an op with tensors in the place of numbers, where that is equal.
@@ -423,14 +421,14 @@ class SegmentOps(Expressions):
         dtype, result = metas[0].dtype, getattr(op.meta, "dtype", None)
         kinds = [self.value_of(index) for index in numbers]
         fits = dtype in (torch.float32, torch.float64) and result in (dtype, torch.bool)
-        whole = all(isinstance(n, Number) and n.type is int for n in kinds)
+        whole = all(isinstance(n, Numeral) and n.type is int for n in kinds)
         fits = fits or (dtype is torch.int64 and whole and result in (dtype, torch.bool))
         if not fits:
             return op.args, op.kwargs
         made: dict[int, Ref] = {}
         for index in numbers:
             number = self.value_of(index)
-            assert isinstance(number, Number)
+            assert isinstance(number, Numeral)
             name = self._define(f"{number.name}.to({dtype})", op)
             made[index] = _Named(name)
         args = tuple(made.get(arg.index, arg) if type(arg) is Ref else arg for arg in op.args)
@@ -478,7 +476,7 @@ class SegmentOps(Expressions):
     def _is_index(self, ref: Ref) -> bool:
         """Return whether a value is a single index that comes out of a tensor, or is one."""
         value, meta = self.value_of(ref.index), self._ops[ref.index].meta
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return value.type is int
         return (
             isinstance(value, Tensors)
@@ -489,7 +487,7 @@ class SegmentOps(Expressions):
 
     def _counted(self, tensor: str, dim: int, ref: Ref, op: Op) -> str:
         value = self.value_of(ref.index)
-        assert isinstance(value, (Number, Tensors))
+        assert isinstance(value, (Numeral, Tensors))
         name = value.name
         return f"torch.where({name} < 0, {name} + {tensor}.size({dim}), {name})"
 
@@ -507,7 +505,7 @@ class SegmentOps(Expressions):
 
     def lifted(self, value: Value, op: Op | None) -> str:
         """Return an expression for a value that is a number."""
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return value.name
         if isinstance(value, Static):
             if value.varies and value.type is int:
@@ -549,13 +547,13 @@ class SegmentOps(Expressions):
         if type(value) is not Ref:
             return type(value)
         found = self.value_of(value.index)
-        return found.type if isinstance(found, (Number, Static)) else object
+        return found.type if isinstance(found, (Numeral, Static)) else object
 
     def _arithmetic(self, op: Op) -> str:
         target, infix = op.target, INFIX.get(op.target)
         kinds = [self._type(arg) for arg in op.args]
         given = [self.lift(arg, op) for arg in op.args]
-        if all(not isinstance(self.value_of(r.index), Number) for r in refs_in(op.args)):
+        if all(not isinstance(self.value_of(r.index), Numeral) for r in refs_in(op.args)):
             given[0] = f"torch.as_tensor({given[0]})"
         if target in _COMPARISONS:
             if {int, float} <= set(kinds):
@@ -598,7 +596,7 @@ class SegmentOps(Expressions):
         for argument, kind in zip(op.args, kinds, strict=True):
             if kind is int and type(argument) is Ref:
                 number = self.value_of(argument.index)
-                if isinstance(number, Number):
+                if isinstance(number, Numeral):
                     name = number.name
                     within = f"(({name} < {_SMALL}) & ({name} > -{_SMALL}))"
                     self._writer.demand(
@@ -711,7 +709,7 @@ _WRITTEN = (
 
 def _memory_of(value: Value) -> frozenset[int]:
     """Return the numbers of the memory that tensors in a value may have."""
-    return frozenset().union(*(one.memory for one in leaves(value) if isinstance(one, Tensors)))
+    return frozenset().union(*(one.memory for one in leaves_in(value) if isinstance(one, Tensors)))
 
 
 def _is_stored_back(op: Op, ops: Sequence[Op]) -> bool:

@@ -31,11 +31,11 @@ from bendtrace.export.machine import (
     END,
     AnalysedRun,
     Constant,
-    Loop,
     Machine,
-    Number,
+    Numeral,
     Outdated,
     Question,
+    QuestionLoop,
     Several,
     Static,
     Tensors,
@@ -45,9 +45,7 @@ from bendtrace.export.machine import (
     cite,
     gives_rows,
     is_fixed,
-    leaves,
     parameters_in,
-    rebuilt,
     shape_of,
 )
 from bendtrace.export.ops import Scope, SegmentOps
@@ -56,7 +54,7 @@ from bendtrace.tape.captured import Access, Captured, CaptureKind, TensorFacts, 
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import LengthGuard, TruthGuard
 from bendtrace.tape.structure import Existing, Fixed, Instance
-from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta
+from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta, leaves_in, map_leaves
 
 # The functions for `cond` and `while_loop`: their arguments, outputs and flags.
 #
@@ -164,7 +162,7 @@ class ProgramWriter:
         self._tensors: dict[str, Tensor] = {}
         self._unseen: dict[Any, Unseen] = {}
         self._notes: list[str] = []
-        self._rounds: dict[Loop, Any] = {}  # what each loop began its round with
+        self._rounds: dict[QuestionLoop, Any] = {}  # what each loop began its round with
 
     def write(
         self, head: list[str], conditions: Mapping[str, str] = MappingProxyType({})
@@ -474,7 +472,7 @@ class ProgramWriter:
         if isinstance(value, Tensors):
             is_new = value.name in side.own and len(value.memory) == 1
             return value.name if is_new else f"{value.name}.clone()"
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return f"{value.name}.clone()"
         assert kind is not None
         return self.define(side, "n", _as_tensor(value, kind))
@@ -500,7 +498,9 @@ class ProgramWriter:
         shared = _shared_outputs([values for values, _ in outputs])
         for place, (_, kind) in enumerate(outputs):
             name = self.define(scope, "v" if kind is None else "n", f"{result}[{place}]")
-            made.append(self._tensor(name, place in shared) if kind is None else Number(name, kind))
+            made.append(
+                self._tensor(name, place in shared) if kind is None else Numeral(name, kind)
+            )
         return made
 
     def _free(self, scope: Scope) -> list[str]:
@@ -626,7 +626,7 @@ class ProgramWriter:
         self, ops: SegmentOps, value: Value, answer: Any, guard: Guard, question: Question, op: Op
     ) -> str:
         if isinstance(value, Several) and type(answer) is list:
-            flat, wanted = [*leaves(value)], _flat(answer)
+            flat, wanted = [*leaves_in(value)], _flat(answer)
             if len(flat) != len(wanted):
                 raise ExportError("lists of different lengths are compared", question.place)
             parts = [
@@ -637,7 +637,7 @@ class ProgramWriter:
         if isinstance(value, Tensors):
             raise ExportError("something is asked of a tensor as a whole", question.place)
         text = ops.lifted(value, op)
-        kind = value.type if isinstance(value, (Number, Static)) else object
+        kind = value.type if isinstance(value, (Numeral, Static)) else object
         if isinstance(guard, TruthGuard):
             if kind is bool:
                 return text if answer else f"{text}.logical_not()"
@@ -765,7 +765,7 @@ class ProgramWriter:
             if root >= schedule.start and root not in ops.known:
                 continue
             value = ops.value_of(root)
-            for leaf in leaves(value):
+            for leaf in leaves_in(value):
                 if isinstance(leaf, Tensors):
                     self._copy(scope, ops, leaf, op)
 
@@ -779,7 +779,7 @@ class ProgramWriter:
         others = {
             leaf.name
             for value in ops.known.values()
-            for leaf in leaves(value)
+            for leaf in leaves_in(value)
             if isinstance(leaf, Tensors) and leaf.memory & tensor.memory
         }
         if others - {tensor.name}:
@@ -794,12 +794,12 @@ class ProgramWriter:
             return
         copied = self._tensor(self.define(scope, "v", f"{tensor.name}.clone()", op))
         for index, value in ops.known.items():
-            ops.known[index] = rebuilt(value, lambda leaf: copied if leaf == tensor else leaf)
+            ops.known[index] = map_leaves(value, lambda leaf: copied if leaf == tensor else leaf)
 
     # Loops
 
     def _loop(
-        self, scope: Scope, loop: Loop, env: tuple[Value, ...], view: View
+        self, scope: Scope, loop: QuestionLoop, env: tuple[Value, ...], view: View
     ) -> tuple[Value, ...]:
         """Write a loop, and return the values needed at its header after its last iteration."""
         header = loop.header
@@ -811,16 +811,16 @@ class ProgramWriter:
         def enter(leaf: Value, hole: int) -> Value:
             if isinstance(leaf, Static) and leaf.varies and header.differs(hole):
                 name = self.define(scope, "n", _as_tensor(leaf, leaf.type))
-                leaf = Number(name, leaf.type)
+                leaf = Numeral(name, leaf.type)
             entered.append(leaf)
             if isinstance(leaf, Tensors):
                 return self._tensor(self.new("q"), leaf.is_torn)
-            if isinstance(leaf, Number):
-                return Number(self.new("q"), leaf.type)
+            if isinstance(leaf, Numeral):
+                return Numeral(self.new("q"), leaf.type)
             return leaf
 
         start = Several(env)
-        items = [rebuilt(item, partial(enter, hole=hole)) for hole, item in enumerate(env)]
+        items = [map_leaves(item, partial(enter, hole=hole)) for hole, item in enumerate(env)]
         carried = Several(tuple(items))
         for hole, item in enumerate(items):
             if isinstance(item, Tensors):
@@ -840,7 +840,7 @@ class ProgramWriter:
             go, *rest = made
             made = tuple(rest)
         self._rounds = old
-        before, after = list(leaves(carried)), list(leaves(Several(made)))
+        before, after = list(leaves_in(carried)), list(leaves_in(Several(made)))
         if len(before) != len(after):
             raise ExportError(
                 "what the loop holds has another structure after each round: keep it in tensors "
@@ -854,7 +854,7 @@ class ProgramWriter:
             if isinstance(one, Static) and isinstance(other, Static):
                 body.add(f"require({one.text} == {other.text}, {_ANOTHER!r})", header.guard)
                 continue
-            is_number = isinstance(one, Number) and _number_of(one, other) is not None
+            is_number = isinstance(one, Numeral) and _number_of(one, other) is not None
             if not is_number and not (isinstance(one, Tensors) and isinstance(other, Tensors)):
                 raise ExportError(
                     f"a loop goes on with {_value_word(one)} at first and "
@@ -892,7 +892,7 @@ class ProgramWriter:
         fixed = {
             one.name: first.name
             for first, one in zip(entered, before, strict=True)
-            if isinstance(one, (Tensors, Number)) and isinstance(first, (Tensors, Number))
+            if isinstance(one, (Tensors, Numeral)) and isinstance(first, (Tensors, Numeral))
         }
         free = [n for side in (test, body) for n in self._free(side) if n not in params]
         free = sorted(dict.fromkeys(free), key=_order)
@@ -921,7 +921,7 @@ class ProgramWriter:
             first, one = next(behind)
             return ends.get(one, first)
 
-        found = rebuilt(start, leave)
+        found = map_leaves(start, leave)
         assert isinstance(found, Several)
         return found.items
 
@@ -971,7 +971,7 @@ class ProgramWriter:
         kind = type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)
         if kind in DTYPES:
             self._note("numbers that it returns are tensors without dimensions")
-            return value.name if isinstance(value, Number) else _as_tensor(value, kind)
+            return value.name if isinstance(value, Numeral) else _as_tensor(value, kind)
         if isinstance(value, Constant):
             return self.bound(value.value)
         assert isinstance(value, Several), "what is outdated is refused before it is returned"

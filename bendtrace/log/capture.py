@@ -43,7 +43,7 @@ _RANDOM = re.compile(
 )
 
 
-class State(NamedTuple):
+class EarlierTensor(NamedTuple):
     """A tensor that existed before the run, at its first use in the run.
 
     Attributes:
@@ -68,11 +68,11 @@ class Store(Protocol):
     """Moves values out of memory during a run."""
 
     def add(self, name: str, tensor: Tensor) -> Any:
-        """Write a tensor; return an object that reads it back, or a `Refusal`."""
+        """Write a tensor; return an object that reads it back, or a `WriteRefusal`."""
 
 
 @runtime_checkable
-class Refusal(Protocol):
+class WriteRefusal(Protocol):
     """The reason why a tensor could not be written."""
 
     reason: str
@@ -123,7 +123,7 @@ class Capture:
         torchlens: bool = False,
     ) -> None:
         self.saved: dict[Key, Any] = {}
-        self.gradients: Gradients | None = Gradients(convert) if gradients else None
+        self.gradients: LatestGradients | None = LatestGradients(convert) if gradients else None
         self.reread: dict[tuple[int, int], Any] = {}
         self.passed: dict[tuple[int, int], Any] = {}
         self.random: dict[int, Tensor] = {}
@@ -133,7 +133,7 @@ class Capture:
         self.chosen = chosen or None
         self.torchlens: bool = torchlens
         self.stop = stop
-        self.states: dict[int, State] = {}
+        self.states: dict[int, EarlierTensor] = {}
         self.ended: str = ""
         self.error: Exception | None = None
         self.seconds: float = 0.0
@@ -247,7 +247,7 @@ class Capture:
         if self.is_exact and not isinstance(tensor, nn.Parameter) and is_small:
             # The run may go on to change it, as batch norm does.
             copy = aligned_copy(tensor.detach())
-        self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
+        self.states[op.index] = EarlierTensor(weakref.ref(tensor), version_of(tensor), copy)
         self.marks.add_state(op, tensor)
 
     def _keep_states(self, data: Tensor) -> None:
@@ -502,7 +502,7 @@ class Capture:
 
 def _unkept(value: Any) -> tuple[Any, str]:
     """Return a kept value, and why it could not be stored; "" if it was."""
-    return (None, value.reason) if isinstance(value, Refusal) else (value, "")
+    return (None, value.reason) if isinstance(value, WriteRefusal) else (value, "")
 
 
 _WORDS = {"save": "'all' saves everything", "stop_after": "None runs to the end"}
@@ -943,7 +943,7 @@ def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tenso
 MemoryKey = tuple[int, tuple[Any, ...]]
 
 
-class Gradients:
+class LatestGradients:
     """The gradients of the latest backward pass through a run.
 
     Args:

@@ -83,13 +83,13 @@ def to_fx(
         raise ConversionError(f"the run cannot be repeated: {recording.tape.blockers[0]}")
     leaf = fold if callable(fold) else is_leaf_module
     folded = folding(recording, leaf) if fold else Folding()
-    return _Writer(graph, recording, folded, guards).write()
+    return _GraphWriter(graph, recording, folded, guards).write()
 
 
 _ENTERS = "enters or leaves autocast or inference mode"
 
 
-class _Writer:
+class _GraphWriter:
     def __init__(self, graph: Graph, recording: Recording, folded: Folding, guards: bool) -> None:
         self.mirror = graph
         self.tape = recording.tape

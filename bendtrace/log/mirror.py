@@ -14,7 +14,7 @@ from torch import Tensor
 from bendtrace import flow
 from bendtrace.errors import ConversionError
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep, control_of, steps_of
-from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Form, text_of
+from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Plainer, text_of
 from bendtrace.python.checks import free_name, required_kind
 from bendtrace.python.sites import Place, Span
 from bendtrace.record.iterations import user_code
@@ -312,7 +312,7 @@ GRAPH_CODEC = Codec(
     (Autocast, Context, TensorMeta),
     {"node": (NodeRef, lambda ref: ref.name, lambda name: NodeRef(name))},
 )
-_FORMS: dict[str, Form] = {"shape": TUPLE, "dtype": DTYPE, "device": DEVICE, "args": TUPLE}
+_FORMS: dict[str, Plainer] = {"shape": TUPLE, "dtype": DTYPE, "device": DEVICE, "args": TUPLE}
 _PRIVATE = frozenset({"recording", "root", "flow_steps"})
 
 

@@ -104,7 +104,7 @@ class Events:
         if op.kind is OpKind.UNKNOWN or isinstance(op.meta, TensorMeta):
             return True
         if type(op.meta) is tuple:
-            return holds_tensors(op.meta)
+            return any(metas_in(op.meta))
         if type(op.meta) not in (bool, int, float) or op.target in (operator.is_, operator.is_not):
             return False
         if op.kind is OpKind.CALL and op.target in METADATA:
@@ -212,11 +212,13 @@ def _managers(context: Context, around: Context) -> Iterator[str]:
             yield f"torch.autocast({cast.device_type!r}, enabled=False)"
 
 
-def holds_tensors(meta: Any) -> bool:
-    """Return whether the description of a result contains a tensor."""
+def metas_in(meta: Any) -> Iterator[TensorMeta]:
+    """Yield the descriptions of tensors in the description of a result."""
     if isinstance(meta, TensorMeta):
-        return True
-    return isinstance(meta, (tuple, list)) and any(map(holds_tensors, meta))
+        yield meta
+    elif isinstance(meta, (tuple, list)):
+        for item in meta:
+            yield from metas_in(item)
 
 
 def parameters_of(function: Callable[..., Any] | None) -> list[tuple[str, Any]]:

@@ -197,7 +197,7 @@ class Builder:
         inserted += [(name, after) for name in names]
 
 
-class Visit:
+class ModuleVisit:
     """One module call, while it is added to the tree."""
 
     def __init__(self, builder: Builder, call: ModuleCall, node: TreeNode) -> None:
@@ -209,7 +209,7 @@ class Visit:
         self.header: list[str] = []
         self.given: set[int] = set()
         self.marks: list[tuple[int, str]] = []
-        self.body: Body = Body(builder)
+        self.body: FunctionBody = FunctionBody(builder)
         self._earlier = set(node.children) if self.number else set()
         self._new: list[str] = []
         builder.where[id(call)] = node, self.number
@@ -366,7 +366,7 @@ class Visit:
         self._place(child, call.start)
         given = [value_text(value, self.body.name) for value in args]
         given += [f"{name}={value_text(value, self.body.name)}" for name, value in kwargs.items()]
-        Visit(builder, call, child).run()
+        ModuleVisit(builder, call, child).run()
         called = module_expression(relative, self.call.module)
         if call.path.startswith("<"):  # of no module around it
             called = f"<{type(call.module).__name__}>"
@@ -677,7 +677,7 @@ _NUMBER = re.compile(r"(?<![\w.'\"#-])\d+(?![\w.'\"])")
 _MAX_PERIOD = 48  # lines of the longest repeated stretch that is looked for
 
 
-class Line(NamedTuple):
+class StatementLine(NamedTuple):
     """One statement.
 
     Attributes:
@@ -700,7 +700,9 @@ def list_name(name: str) -> str:
     return f"{name}_passes"
 
 
-def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str] = ()) -> list[str]:
+def layout(
+    lines: list[StatementLine], given: Collection[str] = (), kept: Collection[str] = ()
+) -> list[str]:
     """Return statements as text: variables are freed after their last use, repetitions folded."""
     lines = _keeping(lines, kept)
     taken = {line.target for line in lines}.union(given)
@@ -720,7 +722,7 @@ def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str]
     return found
 
 
-def _fold(lines: list[Line], freed: list[list[str]], taken: Collection[str]) -> list[str]:
+def _fold(lines: list[StatementLine], freed: list[list[str]], taken: Collection[str]) -> list[str]:
     """Return lines as text, with those that repeat as loops."""
     forms = [_Form(line) for line in lines]
     numbers: dict[str, int] = {}
@@ -749,7 +751,7 @@ def _fold(lines: list[Line], freed: list[list[str]], taken: Collection[str]) -> 
     return found
 
 
-def _keeping(lines: list[Line], kept: Collection[str]) -> list[Line]:
+def _keeping(lines: list[StatementLine], kept: Collection[str]) -> list[StatementLine]:
     """Add to lines what keeps the values of some variables in lists."""
     if not kept:
         return lines
@@ -758,20 +760,20 @@ def _keeping(lines: list[Line], kept: Collection[str]) -> list[Line]:
     for name in sorted(kept):
         start = "[]" if name in assigned else f"[{name}]"
         first = f"{list_name(name)} = {start}"
-        found.append(Line(first, list_name(name), () if start == "[]" else (name,)))
+        found.append(StatementLine(first, list_name(name), () if start == "[]" else (name,)))
     for line in lines:
         found.append(line)
         if line.target in kept:
             text = f"{list_name(line.target)}.append({line.target})"
             used = list_name(line.target), line.target
-            found.append(Line(text, "", used, within=line.within))
+            found.append(StatementLine(text, "", used, within=line.within))
     return found
 
 
 class _Form:
     """A line apart from the whole numbers in it."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: StatementLine) -> None:
         self.numbers = [int(digits) for digits in _NUMBER.findall(line.text)]
         self.template = _NUMBER.sub("#", line.text)
 
@@ -861,7 +863,7 @@ def _steady(forms: list[_Form], start: int, period: int, count: int) -> int:
     return steady if steady > 2 or not any(deltas) else 1
 
 
-def _free_names(lines: list[Line]) -> list[list[str]]:
+def _free_names(lines: list[StatementLine]) -> list[list[str]]:
     """Return, for each line, the names whose values nothing after it needs."""
     live: set[str] = set()
     freed: list[list[str]] = []
@@ -882,7 +884,7 @@ def _with_freed(text: str, names: list[str]) -> str:
     return f"{text};  {' = '.join(names)} = None" if names else text
 
 
-class _Local(NamedTuple):
+class _LocalName(NamedTuple):
     """The name of a value in the code of a graph.
 
     Attributes:
@@ -896,7 +898,7 @@ class _Local(NamedTuple):
     access: str = ""
 
 
-class Body:
+class FunctionBody:
     """The body of a function that is written line by line.
 
     Args:
@@ -911,8 +913,8 @@ class Body:
         self.arguments: list[str] = []
         self.within = ""
         self._builder = builder
-        self._lines: list[Line] = []
-        self._names: dict[tuple[int, tuple[Any, ...]], _Local] = {}
+        self._lines: list[StatementLine] = []
+        self._names: dict[tuple[int, tuple[Any, ...]], _LocalName] = {}
         self._versions: dict[str, int] = {}
         self._older: set[str] = set()
 
@@ -950,21 +952,21 @@ class Body:
         """Add a line that assigns a value to a variable; none if it is the same variable."""
         if text == name:
             return
-        self._lines.append(Line(f"{name} = {text}", name, used, within=self.within))
+        self._lines.append(StatementLine(f"{name} = {text}", name, used, within=self.within))
         self._versions[name] = self._versions.get(name, 0) + 1
 
     def statement(self, text: str, used: tuple[str, ...], leaves: bool = False) -> None:
         """Add a line that assigns nothing."""
-        self._lines.append(Line(text, "", used, leaves, self.within))
+        self._lines.append(StatementLine(text, "", used, leaves, self.within))
 
     def call_it(self, index: int, element: tuple[Any, ...], name: str) -> None:
         """Record the variable that holds a value."""
         self._names[index, element] = self._local(name)
 
-    def _local(self, name: str) -> _Local:
-        return _Local(name, self._versions.get(name, 0))
+    def _local(self, name: str) -> _LocalName:
+        return _LocalName(name, self._versions.get(name, 0))
 
-    def call_parts(self, child: TreeNode, local: _Local | None = None) -> None:
+    def call_parts(self, child: TreeNode, local: _LocalName | None = None) -> None:
         """Record the names of the values in an argument, which is a variable unless given."""
         local = self._local(child.name) if local is None else local
         if child.kind in ("tensor", "number"):

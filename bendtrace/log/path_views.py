@@ -24,6 +24,7 @@ from bendtrace.log.nodes import (
     children_of,
     describe,
     draw,
+    metas_in,
     passes_in,
     plain_keys,
 )
@@ -31,7 +32,7 @@ from bendtrace.log.nodes import NodePath as NodePath
 from bendtrace.python.checks import did_you_mean
 from bendtrace.python.lazy import networkx as nx
 from bendtrace.python.sites import Site
-from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
     Raises:
         NodePathError: the node does not exist.
     """
-    search = _Search(path)
+    search = _PathSearch(path)
     spelled = [path, _BRACKET.sub(lambda m: "." + next(filter(None, m.groups()), ""), path)]
     for text in dict.fromkeys(spelled):
         for found in search.matches(root, chosen, text.strip().lstrip("."), 0):
@@ -117,7 +118,7 @@ def _list_names(names: tuple[str, ...]) -> str:
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-class _Search:
+class _PathSearch:
     """Looks for a path, and remembers how far it got."""
 
     def __init__(self, path: str) -> None:
@@ -752,7 +753,7 @@ def candidates_of(nodes: RunNodes) -> CandidateGraph:
     Nodes are the calls of modules and functions that accept insertions; the tree of paths also
     shows sizes and arithmetic on numbers.
     """
-    return CandidateGraph(nodes.candidates, list(_Flow(nodes).edges()))
+    return CandidateGraph(nodes.candidates, list(_ValueFlow(nodes).edges()))
 
 
 class RunNodes:
@@ -783,8 +784,8 @@ class RunNodes:
         if node.path not in self.candidates:
             is_root = call is self.events.root
             output = self.events.recording.root.output if is_root else call.output
-            metas = (_first_tensor(self.events.ops[ref.index].meta) for ref in refs_in(output))
-            meta = next(filter(None, metas), None)
+            metas = [self.events.ops[ref.index].meta for ref in refs_in(output)]
+            meta = next(metas_in(metas), None)
             around = None if is_root else call.parent
             self.candidates[node.path] = Candidate(
                 node.path, node.label or node.name, call.module, call.path, None,
@@ -809,7 +810,7 @@ class RunNodes:
         self.executions.append(node.path)
         if node.path in self.candidates:
             return
-        meta = _first_tensor(op.meta)
+        meta = next(metas_in(op.meta), None)
         self.candidates[node.path] = Candidate(
             node.path, node.label or node.name, None, "", op.target,
             op.scope.module, op.scope.path, op.site,
@@ -825,7 +826,7 @@ class RunNodes:
 _GIVEN = (OpKind.INPUT, OpKind.STATE)
 
 
-class _Flow:
+class _ValueFlow:
     """Follows values from where they are given to where they are used.
 
     Values pass through ops without a node: elements of results, arithmetic on numbers, writes such
@@ -947,15 +948,6 @@ class _Flow:
                 around = around.parent
             known = self._chains[id(call)] = tuple(chain)
         return known
-
-
-def _first_tensor(meta: Any) -> TensorMeta | None:
-    """Return the first description of a tensor in the description of a result."""
-    if isinstance(meta, TensorMeta):
-        return meta
-    if isinstance(meta, (tuple, list)):
-        return next(filter(None, map(_first_tensor, meta)), None)
-    return None
 
 
 def _can_be_cut_into(op: Op) -> bool:

@@ -21,15 +21,15 @@ from bendtrace.log.building import Log, PassedKey
 from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.log.mirror import GRAPH_CODEC, flow_rows, flow_steps_of, from_node_link, to_node_link
 from bendtrace.log.path_views import Tree
-from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
+from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Plainer, fields_of
 from bendtrace.log.run_log import Facts, RunLog
 from bendtrace.log.saved_tensors import (
     LOCK,
     DataFile,
     DirectoryLock,
     Extent,
-    Header,
-    Layout,
+    FileIndex,
+    Strided,
     TensorFile,
     code_of,
     free_key,
@@ -52,14 +52,18 @@ from bendtrace.tape.tape import map_leaves
 T = TypeVar("T")
 
 
-class Rows(Generic[T]):
+class RowForm(Generic[T]):
     """Writes instances of one class as rows: an object each, with a key for each field.
 
     Fields that have their default are left out.
     """
 
     def __init__(
-        self, cls: type[T], forms: Mapping[str, Form], codec: Codec, without: Collection[str] = ()
+        self,
+        cls: type[T],
+        forms: Mapping[str, Plainer],
+        codec: Codec,
+        without: Collection[str] = (),
     ) -> None:
         self._cls = cls
         self._codec = codec
@@ -85,13 +89,13 @@ class Rows(Generic[T]):
         return [self.read(row) for row in rows]
 
 
-_SOURCES = Rows(Source, {}, GRAPH_CODEC)
-_USES = Rows(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC)
-_SOURCE = Form(Source, lambda _, value: _SOURCES.write(value), lambda _, row: _SOURCES.read(row))
-_PARAMETERS = Form(
+_SOURCES = RowForm(Source, {}, GRAPH_CODEC)
+_USES = RowForm(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC)
+_SOURCE = Plainer(Source, lambda _, value: _SOURCES.write(value), lambda _, row: _SOURCES.read(row))
+_PARAMETERS = Plainer(
     list, lambda _, uses: list(map(_USES.write, uses)), lambda _, rows: _USES.read_all(rows)
 )
-LAYERS = Rows(
+LAYERS = RowForm(
     LayerEntry,
     {
         "element": TUPLE,
@@ -107,8 +111,8 @@ LAYERS = Rows(
     GRAPH_CODEC,
     without=("saved", "gradient"),
 )
-MODULES = Rows(ModuleEntry, {"source": _SOURCE, "flow": TUPLE}, GRAPH_CODEC)
-FACTS = Rows(Facts, {}, GRAPH_CODEC)
+MODULES = RowForm(ModuleEntry, {"source": _SOURCE, "flow": TUPLE}, GRAPH_CODEC)
+FACTS = RowForm(Facts, {}, GRAPH_CODEC)
 
 
 _SHARD_BYTES = 1 << 32
@@ -186,7 +190,7 @@ def _write(
 ) -> Iterator[dict[str, Any]]:
     """Write tensors to as many files as it takes; yield a row for each."""
     with outside_modes():
-        shards: list[list[tuple[str, Layout, Tensor | StoredTensor]]] = []
+        shards: list[list[tuple[str, Strided, Tensor | StoredTensor]]] = []
         size = _SHARD_BYTES
         taken: set[str] = set()
         for name, tensor in tensors:
@@ -214,7 +218,7 @@ def _write(
 
 def read_values(
     index: Mapping[str, Any],
-    files: Mapping[str, tuple[DataFile, Header]],
+    files: Mapping[str, tuple[DataFile, FileIndex]],
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Return what `write_values` wrote, by name."""
@@ -330,7 +334,7 @@ def _write_passed(draft: Draft, log: Log) -> dict[str, Any]:
 def _read_passed(
     index: Mapping[str, Any],
     entries: Mapping[str, LayerEntry],
-    files: Mapping[str, tuple[DataFile, Header]],
+    files: Mapping[str, tuple[DataFile, FileIndex]],
     device: torch.device | None,
 ) -> dict[PassedKey, LayerEntry]:
     made: dict[str, tuple[Any, str]] = {}
@@ -643,7 +647,7 @@ class StoredTensor:
     """
 
     name: str
-    layout: Layout
+    layout: Strided
     device: torch.device
     file: DataFile
     extent: Extent
@@ -693,7 +697,7 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
-def row_of(path: str, extent: Extent, layout: Layout, device: torch.device) -> dict[str, Any]:
+def row_of(path: str, extent: Extent, layout: Strided, device: torch.device) -> dict[str, Any]:
     """Return the row of a stored tensor, ready for JSON."""
     return {
         "file": os.path.basename(path),
@@ -706,7 +710,9 @@ def row_of(path: str, extent: Extent, layout: Layout, device: torch.device) -> d
     }
 
 
-def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[DataFile, Header]]:
+def open_files(
+    directory: str, checksums: Mapping[str, str]
+) -> dict[str, tuple[DataFile, FileIndex]]:
     """Open files of tensors and examine their headers."""
     files = {}
     for name, checksum in checksums.items():
@@ -723,7 +729,7 @@ def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[
 def tensor_handle(
     name: str,
     row: Mapping[str, Any],
-    files: Mapping[str, tuple[DataFile, Header]],
+    files: Mapping[str, tuple[DataFile, FileIndex]],
     to: torch.device | None = None,
 ) -> StoredTensor | NotSaved:
     """Return the handle that a row of `row_of` describes."""
@@ -732,7 +738,7 @@ def tensor_handle(
     dtype = getattr(torch, row["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         return NotSaved(f"it is of type {row['dtype']}, which this torch does not have")
-    layout = Layout(dtype, tuple(row["shape"]), tuple(row["strides"]))
+    layout = Strided(dtype, tuple(row["shape"]), tuple(row["strides"]))
     numbers = (*layout.shape, *layout.strides)
     if len(layout.shape) != len(layout.strides) or not all(
         type(number) is int and number >= 0 for number in numbers
@@ -845,7 +851,7 @@ class ShardWriter:
                 self._closed = True
                 self._held.release()
 
-    def _room_for(self, name: str, layout: Layout) -> tuple[TensorFile, DataFile]:
+    def _room_for(self, name: str, layout: Strided) -> tuple[TensorFile, DataFile]:
         file = self._file
         # Room for a name that has to be made unique is left in any case.
         key = f"{name}#{len(self._rows)}".encode("unicode_escape").decode()

@@ -25,12 +25,12 @@ from bendtrace.python.checks import required_number
 from bendtrace.python.compare import same_bits
 from bendtrace.python.places import place_text
 from bendtrace.show.matching import (
-    Change,
     FlowChange,
     LayerChange,
     Matching,
     ModuleChange,
     Parting,
+    RunChange,
     RunIndex,
     ValueDifference,
     compare_numbers,
@@ -534,7 +534,7 @@ def _are_close(a: Any, b: Any, tolerances: dict[str, float]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class GuardChange(Change):
+class GuardChange(RunChange):
     """A guard that only one run has, or that had another outcome in the other.
 
     Attributes:

@@ -127,7 +127,7 @@ class Wire:
 
     net: Net
     points: list[tuple[float, float]]
-    target: Shape | None = None
+    target: Tile | None = None
     is_back: bool = False
     joins: bool = False
 
@@ -300,11 +300,11 @@ class _Placed:
     wires: list[Wire]
 
 
-def place(root: Shape, nets: Sequence[Net]) -> list[Wire]:
+def place(root: Tile, nets: Sequence[Net]) -> list[Wire]:
     """Lay out a drawing."""
     locals_ = _by_level(root, nets)
-    hints: dict[Shape, dict[Net, float]] = {}
-    done: dict[Shape, _Placed] = {}
+    hints: dict[Tile, dict[Net, float]] = {}
+    done: dict[Tile, _Placed] = {}
     _place(root, locals_, hints, done)
     if _look_up(root, done, hints):
         _place(root, locals_, hints, done)
@@ -313,19 +313,19 @@ def place(root: Shape, nets: Sequence[Net]) -> list[Wire]:
     return wires
 
 
-def _by_level(root: Shape, nets: Sequence[Net]) -> dict[Shape, list[LocalNet]]:
+def _by_level(root: Tile, nets: Sequence[Net]) -> dict[Tile, list[LocalNet]]:
     """Cut the nets at the borders that they cross."""
-    paths: dict[Shape, tuple[Shape, ...]] = {}
+    paths: dict[Tile, tuple[Tile, ...]] = {}
 
-    def walk(shape: Shape, above: tuple[Shape, ...]) -> None:
+    def walk(shape: Tile, above: tuple[Tile, ...]) -> None:
         paths[shape] = path = (*above, shape)
         for child in shape.children or ():
             walk(child, path)
 
     walk(root, ())
-    parts: dict[Shape, dict[tuple[Net, Shape | None], LocalNet]] = {s: {} for s in paths}
+    parts: dict[Tile, dict[tuple[Net, Tile | None], LocalNet]] = {s: {} for s in paths}
 
-    def part(box: Shape, net: Net, source: Shape | None) -> LocalNet:
+    def part(box: Tile, net: Net, source: Tile | None) -> LocalNet:
         return parts[box].setdefault((net, source), LocalNet(net, source))
 
     for net in nets:
@@ -351,10 +351,10 @@ def _by_level(root: Shape, nets: Sequence[Net]) -> dict[Shape, list[LocalNet]]:
 
 
 def _place(
-    box: Shape,
-    nets: dict[Shape, list[LocalNet]],
-    hints: dict[Shape, dict[Net, float]],
-    done: dict[Shape, _Placed],
+    box: Tile,
+    nets: dict[Tile, list[LocalNet]],
+    hints: dict[Tile, dict[Net, float]],
+    done: dict[Tile, _Placed],
 ) -> None:
     for child in box.children or ():
         if child.children is not None:
@@ -374,7 +374,7 @@ def _place(
     done[box] = _finish(box, level)
 
 
-def _measure(level: Level, done: dict[Shape, _Placed]) -> None:
+def _measure(level: Level, done: dict[Tile, _Placed]) -> None:
     for shape, vertex in level.vertex.items():
         vertex.left = vertex.right = shape.width / 2
         vertex.height = shape.height + shape.below
@@ -426,7 +426,7 @@ def _gap(left: Vertex, right: Vertex) -> float:
     return _LINE
 
 
-def _finish(box: Shape, level: Level) -> _Placed:
+def _finish(box: Tile, level: Level) -> _Placed:
     """Give everything its y, and draw the lines."""
     plan = _Levelling(level, box.head)
     left = min((v.x - v.left for v in level.vertices()), default=0.0) - _PAD
@@ -454,7 +454,7 @@ def _title(wide: float, width: float, ports: Sequence[float]) -> tuple[float, fl
     return starts[-1], max(width, starts[-1] + wide + _TITLE_GAP)
 
 
-def _look_up(box: Shape, done: dict[Shape, _Placed], hints: dict[Shape, dict[Net, float]]) -> bool:
+def _look_up(box: Tile, done: dict[Tile, _Placed], hints: dict[Tile, dict[Net, float]]) -> bool:
     """Say for each box from how far its nets come; return whether they enter in another order."""
     crossed = False
     for shape, vertex in done[box].level.vertex.items():
@@ -473,7 +473,7 @@ def _look_up(box: Shape, done: dict[Shape, _Placed], hints: dict[Shape, dict[Net
     return crossed
 
 
-def _put(box: Shape, done: dict[Shape, _Placed], x: float, y: float, wires: list[Wire]) -> None:
+def _put(box: Tile, done: dict[Tile, _Placed], x: float, y: float, wires: list[Wire]) -> None:
     """Move a box, and all in it, to its place."""
     box.x, box.y = x, y
     for wire in done[box].wires:
@@ -750,7 +750,7 @@ def _aim(level: Level) -> None:
 
 
 @dataclass(eq=False)
-class Shape:
+class Tile:
     """A shape to place: a node, or a box that contains shapes.
 
     Attributes:
@@ -772,7 +772,7 @@ class Shape:
     height: float = 0.0
     below: float = 0.0
     label: float = 0.0
-    children: list[Shape] | None = None
+    children: list[Tile] | None = None
     title: float = 0.0
     head: float = 0.0
     x: float = 0.0
@@ -794,12 +794,12 @@ class Net:
         frame: the box in which this happens.
     """
 
-    source: Shape
-    targets: list[Shape]
+    source: Tile
+    targets: list[Tile]
     port: str = ""
     kind: str = "data"
     joins: Net | None = None
-    frame: Shape | None = None
+    frame: Tile | None = None
 
 
 @dataclass(eq=False)
@@ -815,8 +815,8 @@ class LocalNet:
     """
 
     net: Net
-    source: Shape | None
-    targets: dict[Shape, None] = field(default_factory=dict)
+    source: Tile | None
+    targets: dict[Tile, None] = field(default_factory=dict)
     leaves: bool = False
     joins: LocalNet | None = None
 
@@ -845,7 +845,7 @@ class Vertex:
     """
 
     role: Role
-    shape: Shape | None
+    shape: Tile | None
     net: LocalNet | None
     index: int
     rank: int = 0
@@ -901,9 +901,9 @@ class Level:
         back_at: the end of a net that runs back on a vertex, from the middle.
     """
 
-    def __init__(self, children: list[Shape], nets: list[LocalNet]) -> None:
+    def __init__(self, children: list[Tile], nets: list[LocalNet]) -> None:
         self.nets = nets
-        self.vertex: dict[Shape, Vertex] = {
+        self.vertex: dict[Tile, Vertex] = {
             shape: Vertex("shape", shape, None, i) for i, shape in enumerate(children)
         }
         self.ports_in: dict[LocalNet, Vertex] = {

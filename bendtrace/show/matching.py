@@ -680,7 +680,7 @@ def loop_text(step: FlowStep) -> str:
     return f"{step.kind} {step.text}" if step.kind in ("if", "assert") else step.text
 
 
-class Change:
+class RunChange:
     """A difference between two runs, with the fields of its plain form."""
 
     _plain_form: ClassVar[tuple[str, ...]] = ("kind", "a", "b")
@@ -691,7 +691,7 @@ class Change:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerChange(Change):
+class LayerChange(RunChange):
     """A layer, number or state that both runs have, with differences.
 
     Attributes:
@@ -728,7 +728,7 @@ class LayerChange(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class FlowChange(Change):
+class FlowChange(RunChange):
     """A flow step with another outcome in the other run, or without a counterpart.
 
     Attributes:
@@ -771,7 +771,7 @@ class FlowChange(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleChange(Change):
+class ModuleChange(RunChange):
     """A module that only one run has, or that differs between the runs.
 
     Attributes:
@@ -814,7 +814,7 @@ class ModuleChange(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class Parting(Change):
+class Parting(RunChange):
     """The first point where two runs diverge.
 
     Attributes:
@@ -851,7 +851,7 @@ class Parting(Change):
 def _plain(value: Any) -> Any:
     if isinstance(value, LayerEntry):
         return value.label
-    if isinstance(value, (Change, FlowStep, ValueDifference)):
+    if isinstance(value, (RunChange, FlowStep, ValueDifference)):
         return value.to_dict()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}

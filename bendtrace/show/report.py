@@ -15,7 +15,7 @@ from bendtrace.log.entries import LayerEntry, ModuleEntry, counted, number_text
 from bendtrace.python.checks import listed
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import place_text
-from bendtrace.show.canvas import Canvas, Group, Mark, Polygon, Rectangle, Text, cut
+from bendtrace.show.canvas import Canvas, Caption, Mark, Marks, Polygon, Rectangle, cut
 from bendtrace.show.matching import (
     FlowChange,
     LayerChange,
@@ -25,7 +25,7 @@ from bendtrace.show.matching import (
 )
 from bendtrace.show.paint import figure, paint
 from bendtrace.show.picture import Picture
-from bendtrace.show.scene import Edge, Node, Scene, scene
+from bendtrace.show.scene import Arrow, Scene, SceneNode, scene
 
 if TYPE_CHECKING:
     from bendtrace.log.run_log import RunLog
@@ -36,7 +36,7 @@ _Key = TypeVar("_Key")
 
 
 @dataclass
-class Row:
+class SharedLine:
     """Entries that share a line.
 
     Attributes:
@@ -54,7 +54,9 @@ class Row:
     entries: list[LayerEntry] = field(default_factory=list)
 
 
-def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]) -> list[Row]:
+def roll(
+    entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]
+) -> list[SharedLine]:
     """Group the entries that only one run has, ordered by the first of each group."""
     known = set(known_modules)
 
@@ -88,22 +90,22 @@ def _grouped(items: Iterable[_Item], key_of: Callable[[_Item], _Key]) -> dict[_K
     return found
 
 
-def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -> Row:
+def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -> SharedLine:
     """Return one line for entries."""
     entries = [entry for site in sites for entry in site]
     first = entries[0]
     if kind == "entry":
-        return Row(name, _shape(first), first.module, _place(first), entries)
+        return SharedLine(name, _shape(first), first.module, _place(first), entries)
     if kind == "module":
         source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
         what = f"module {name} ({run.classes.get(name, '')}): {count_entries(entries)}"
         place = "" if source is None else place_text(source.file, source.line)
-        return Row(what, _shape(entries[-1]), name, place, entries)
+        return SharedLine(what, _shape(entries[-1]), name, place, entries)
     several = "es" * (len(sites[0]) != 1)
     what = f"pass{several} {name} of {listed([site[0].name for site in sites], _NAMED)}"
     place = _loop_place(first, run) or _place(first)
-    return Row(what, _common(map(_shape, entries)), _common(e.module for e in entries), place,
-                 entries)  # fmt: skip
+    shape, module = _common(map(_shape, entries)), _common(entry.module for entry in entries)
+    return SharedLine(what, shape, module, place, entries)
 
 
 _NAMED = 3
@@ -115,10 +117,10 @@ def _common(texts: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _alike(groups: list[Row]) -> list[Row]:
+def _alike(groups: list[SharedLine]) -> list[SharedLine]:
     """Merge lines that are equal in modules whose names differ only in numbers."""
 
-    def key_of(row: Row) -> tuple[object, ...]:
+    def key_of(row: SharedLine) -> tuple[object, ...]:
         kind = _repeated(row.entries[0], row.module)
         return (*kind, len(row.entries), row.shape, row.place) if kind else (id(row),)
 
@@ -702,7 +704,7 @@ def difference_picture(difference: Difference, **options: Any) -> Picture:
     return Picture(canvas, made)
 
 
-def _tone(node: Node, union: _Union) -> str:
+def _tone(node: SceneNode, union: _Union) -> str:
     if node.kind == "root":
         return ""
     number = _step_of(node)
@@ -720,7 +722,7 @@ def _tone(node: Node, union: _Union) -> str:
     return "changed" if tones - {"", "value"} else "value"
 
 
-def _lines(node: Node, union: _Union, tone: str) -> list[str]:
+def _lines(node: SceneNode, union: _Union, tone: str) -> list[str]:
     """Return the lines of a node: those of a picture of one run, and the differences."""
     number = _step_of(node)
     if number is not None:
@@ -744,7 +746,7 @@ def _counts(entries: Iterable[LayerEntry], union: _Union) -> list[str]:
     return [", ".join(parts)] if parts else []
 
 
-def _step_of(node: Node) -> int | None:
+def _step_of(node: SceneNode) -> int | None:
     return node.title.number if isinstance(node.title, StepText) else None
 
 
@@ -755,7 +757,7 @@ def _tell_sides(made: Scene, union: _Union) -> None:
         decision = nodes.get(number)
         if decision is None:
             continue
-        sides: dict[str, Node] = {}
+        sides: dict[str, SceneNode] = {}
         for label, side in found:
             if label in made.node_of:
                 sides.setdefault(side, made.node_of[label])
@@ -763,13 +765,13 @@ def _tell_sides(made: Scene, union: _Union) -> None:
             edge for edge in made.edges if edge.kind != "control" or edge.source is not decision
         ]
         made.edges += [
-            Edge(decision, node, [], side, "control", port=side)
+            Arrow(decision, node, [], side, "control", port=side)
             for side, node in sides.items()
             if node is not decision
         ]
 
 
-def _first_node(made: Scene, union: _Union, difference: Difference) -> Node | None:
+def _first_node(made: Scene, union: _Union, difference: Difference) -> SceneNode | None:
     """Return the node where the runs first diverge."""
     first = difference.first
     if first is None:
@@ -786,16 +788,18 @@ def _first_node(made: Scene, union: _Union, difference: Difference) -> Node | No
     return next((made.node_of[name] for name in names if name in made.node_of), None)
 
 
-def _color(canvas: Canvas, made: Scene, tones: dict[Node, str], first: Node | None) -> None:
+def _color(
+    canvas: Canvas, made: Scene, tones: dict[SceneNode, str], first: SceneNode | None
+) -> None:
     """Colour the nodes of a painted scene; they are painted as groups, boxes first."""
     nodes = iter([*made.boxes(), *made.nodes()])
     for place, mark in enumerate(canvas.marks):
-        if isinstance(mark, Group):
+        if isinstance(mark, Marks):
             node = next(nodes)
             canvas.marks[place] = _colored(mark, node, tones[node], node is first)
 
 
-def _colored(group: Group, node: Node, tone: str, is_first: bool) -> Group:
+def _colored(group: Marks, node: SceneNode, tone: str, is_first: bool) -> Marks:
     marks: list[Mark] = list(group.marks)
     shapes = [place for place, mark in enumerate(marks) if isinstance(mark, (Rectangle, Polygon))]
     if not shapes:
@@ -833,7 +837,7 @@ def _add_legend(canvas: Canvas, tones: list[str], has_first: bool) -> None:
         squares.append(("where they first part", "none", _FIRST, _THICK))
     for words, fill, stroke, thick in squares:
         canvas.marks.append(Rectangle(x, y, _SQUARE, _SQUARE, fill, stroke, 2, thick))
-        text = Text(x + _SQUARE + 5, y + _SQUARE - 1.5, words, _SMALL, _INK)
+        text = Caption(x + _SQUARE + 5, y + _SQUARE - 1.5, words, _SMALL, _INK)
         canvas.marks.append(text)
         x = text.x + text.width + 14
     if squares:

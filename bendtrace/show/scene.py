@@ -33,7 +33,7 @@ _CONVERSIONS = {"__bool__", "bool"}
 
 
 @dataclass(eq=False)
-class Leaf:
+class SceneLeaf:
     """A node: the results of an op, or a decision.
 
     Attributes:
@@ -50,11 +50,11 @@ class Leaf:
     times: int = 1
     box: Box | None = None
 
-    def leaves(self) -> Iterator[Leaf]:
+    def leaves(self) -> Iterator[SceneLeaf]:
         """Yield itself."""
         yield self
 
-    def take(self, other: Leaf) -> None:
+    def take(self, other: SceneLeaf) -> None:
         """Represent another leaf as well."""
         self.entries += other.entries
         self.steps += other.steps
@@ -91,13 +91,13 @@ class Box:
         """Qualified names of the modules that were called, without duplicates."""
         return list(dict.fromkeys(call.name for call in self.calls))
 
-    def leaves(self) -> Iterator[Leaf]:
+    def leaves(self) -> Iterator[SceneLeaf]:
         """Yield all leaves in it, in the order of the run."""
         for item in self.items:
             yield from item.leaves()
 
 
-Item: TypeAlias = Leaf | Box
+Item: TypeAlias = SceneLeaf | Box
 
 
 def nest(
@@ -112,17 +112,18 @@ def nest(
     positions = {entry.label: float(i) for i, entry in enumerate(entries)}
     steps = _decisions(history, entries, positions, inside) if flow else []
     shown = _node_labels(history, entries, [number for _, _, number in steps], numbers)
-    placed: list[tuple[float, tuple[str, ...], Leaf]] = [
-        (position, scopes, Leaf("decision", steps=[number])) for position, scopes, number in steps
+    placed: list[tuple[float, tuple[str, ...], SceneLeaf]] = [
+        (position, scopes, SceneLeaf("decision", steps=[number]))
+        for position, scopes, number in steps
     ]
-    ops: dict[int, Leaf] = {}
+    ops: dict[int, SceneLeaf] = {}
     for position, entry in enumerate(entries):
         if entry.label not in shown:
             continue
         if entry.element and entry.index is not None and entry.index in ops:
             ops[entry.index].entries.append(entry)
             continue
-        leaf = Leaf(entry.kind, [entry])
+        leaf = SceneLeaf(entry.kind, [entry])
         if entry.element and entry.index is not None:
             ops[entry.index] = leaf
         placed.append((float(position), entry.scopes, leaf))
@@ -252,7 +253,7 @@ def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
         first = known.setdefault(key, item)
         if first is item:
             kept.append(item)
-        elif isinstance(first, Leaf) and isinstance(item, Leaf):
+        elif isinstance(first, SceneLeaf) and isinstance(item, SceneLeaf):
             first.take(item)
         elif isinstance(first, Box) and isinstance(item, Box):
             first.calls += item.calls
@@ -368,9 +369,9 @@ def _collapse(box: Box, tokens: _Tokens, units: Units) -> None:
 def _bundle(root: Box) -> None:
     """Merge inputs and outputs with the same nodes as targets or sources."""
     leaf_of = {entry.label: leaf for leaf in root.leaves() for entry in leaf.entries}
-    groups: dict[object, list[Leaf]] = {}
+    groups: dict[object, list[SceneLeaf]] = {}
     for item in root.items:
-        if isinstance(item, Leaf) and item.kind in ("input", "output"):
+        if isinstance(item, SceneLeaf) and item.kind in ("input", "output"):
             entry = item.entries[0]
             ends = entry.children if item.kind == "input" else entry.parents
             found = tuple(dict.fromkeys(leaf_of[label] for label in ends if label in leaf_of))
@@ -389,7 +390,7 @@ def _bundle(root: Box) -> None:
 def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
     items = box.items
     # Between blocks, only passes of the same ops are alike: those of one loop.
-    keys = [tokens.of(item, by_name or isinstance(item, Leaf)) for item in items]
+    keys = [tokens.of(item, by_name or isinstance(item, SceneLeaf)) for item in items]
     places: dict[Token, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -456,7 +457,7 @@ def _together(items: Sequence[Item], period: int, units: Units) -> Item:
     """Merge repetitions into the first of them."""
     count = len(items) // period
     first = list(items[:period])
-    if period == 1 and isinstance(first[0], Leaf):
+    if period == 1 and isinstance(first[0], SceneLeaf):
         frame: Box | None = None
     elif period == 1 and isinstance(first[0], Box) and first[0].times == [1]:
         frame = first[0]
@@ -479,7 +480,7 @@ def _together(items: Sequence[Item], period: int, units: Units) -> Item:
 
 
 def _merge(one: Item, other: Item, units: Units) -> None:
-    if isinstance(one, Leaf) and isinstance(other, Leaf):
+    if isinstance(one, SceneLeaf) and isinstance(other, SceneLeaf):
         one.take(other)
     elif isinstance(one, Box) and isinstance(other, Box):
         one.calls += other.calls
@@ -494,7 +495,7 @@ _PARTS = 40  # into so many parts at most, where no modules give any
 
 def visible(item: Item) -> int:
     """Return the number of nodes in an item."""
-    if isinstance(item, Leaf) or item.is_folded:
+    if isinstance(item, SceneLeaf) or item.is_folded:
         return 1
     return sum(visible(child) for child in item.items)
 
@@ -502,11 +503,11 @@ def visible(item: Item) -> int:
 def absorb(box: Box) -> None:
     """Draw modules that run a single op as that op, without a box around it."""
     for place, item in enumerate(box.items):
-        if isinstance(item, Leaf):
+        if isinstance(item, SceneLeaf):
             continue
         absorb(item)
         only = item.items[0] if len(item.items) == 1 else None
-        if isinstance(only, Leaf) and only.kind == "op" and item.kind == "module":
+        if isinstance(only, SceneLeaf) and only.kind == "op" and item.kind == "module":
             only.box = only.box or item
             only.times = max(only.times, *item.times)
             box.items[place] = only
@@ -562,7 +563,7 @@ _NAMED = 30  # nodes of a description
 
 
 @dataclass(eq=False)
-class Node:
+class SceneNode:
     """A node of a picture, or a box that contains nodes.
 
     Attributes:
@@ -592,7 +593,7 @@ class Node:
     times: str = ""
     has_parameters: bool = False
     is_folded: bool = False
-    children: list[Node] | None = None
+    children: list[SceneNode] | None = None
     value: float | None = None
 
     @property
@@ -600,7 +601,7 @@ class Node:
         """Labels of the entries that it represents itself."""
         return [entry.label for entry in self.entries]
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[SceneNode]:
         """Yield it and all nodes in it."""
         yield self
         for child in self.children or ():
@@ -608,7 +609,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Edge:
+class Arrow:
     """A value, or several similar ones, that goes from one node to another.
 
     Attributes:
@@ -623,8 +624,8 @@ class Edge:
             nodes that ran under it; "repeat" from one repetition to the next.
     """
 
-    source: Node
-    target: Node
+    source: SceneNode
+    target: SceneNode
     labels: list[str]
     text: str = ""
     kind: str = "data"
@@ -645,14 +646,14 @@ class Scene:
         step_nodes: the node that represents each flow step, by number.
     """
 
-    root: Node
-    edges: list[Edge]
+    root: SceneNode
+    edges: list[Arrow]
     title: str
     note: str
-    node_of: dict[str, Node]
-    step_nodes: dict[int, Node] = field(default_factory=dict)
+    node_of: dict[str, SceneNode]
+    step_nodes: dict[int, SceneNode] = field(default_factory=dict)
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[SceneNode]:
         """Return all nodes that are not open boxes."""
         return [node for node in self.root.walk() if node.children is None]
 
@@ -663,12 +664,12 @@ class Scene:
         counts = f"{counted(len(nodes), 'node')} and {counted(len(self.edges), 'edge')}"
         return f"{counts}: {listed([node.title for node in nodes], _NAMED)}"
 
-    def boxes(self) -> list[Node]:
+    def boxes(self) -> list[SceneNode]:
         """Return all open boxes, outer ones first, except the one around everything."""
         return [n for n in self.root.walk() if n.children is not None and n is not self.root]
 
 
-_Ends: TypeAlias = tuple[Node, Node, str, str]
+_Ends: TypeAlias = tuple[SceneNode, SceneNode, str, str]
 
 
 class Emitter:
@@ -683,13 +684,13 @@ class Emitter:
         self.entries = entries
         self.units = units
         self.shown = shown
-        self.node_of: dict[str, Node] = {}
-        self.step_nodes: dict[int, Node] = {}
+        self.node_of: dict[str, SceneNode] = {}
+        self.step_nodes: dict[int, SceneNode] = {}
         self.count = 0
 
     def emit(self, root: Box, all_nodes: int, capped: bool, within: str | None) -> Scene:
         """Return the scene."""
-        node = Node("root", "root", "")
+        node = SceneNode("root", "root", "")
         node.children = [self.node(item, within or "") for item in root.items]
         outside = self._outside(node) if within is not None else {}
         edges = self.edges(outside)
@@ -707,27 +708,27 @@ class Emitter:
         self.count += 1
         return f"n{self.count}"
 
-    def node(self, item: Item, parent: str, around: int = 1, named: bool = False) -> Node:
+    def node(self, item: Item, parent: str, around: int = 1, named: bool = False) -> SceneNode:
         """Return the node for an item, including the nodes in it."""
         steps = self.history.flow_steps
-        if isinstance(item, Leaf):
+        if isinstance(item, SceneLeaf):
             if item.kind == "decision":
                 its = [steps[number] for number in item.steps]
-                node = Node(self._key(), "decision", its[0].text or its[0].kind)
+                node = SceneNode(self._key(), "decision", its[0].text or its[0].kind)
                 agree = len({str(step.value) for step in its}) == 1
                 node.lines = decision_lines(its[:1] if around > 1 and agree else its)
                 node.tooltip = tooltip([], [], its)
                 self._represent(node, [item])
                 return node
             calls = item.box.calls if item.box else []
-            node = Node(self._key(), item.kind, cut(leaf_title(item), _MOST))
+            node = SceneNode(self._key(), item.kind, cut(leaf_title(item), _MOST))
             node.lines = leaf_lines(item, parent, named)
             node.times = str(item.times) if item.times > around else ""
             node.tooltip = tooltip(item.entries, calls, [])
             self._represent(node, [item])
         else:
             calls = item.calls
-            node = Node(self._key(), item.kind, cut(box_title(item, parent, named), _MOST))
+            node = SceneNode(self._key(), item.kind, cut(box_title(item, parent, named), _MOST))
             node.lines = box_lines(item)
             node.tooltip = tooltip([], calls, [])
             if max(item.times) > 1:
@@ -745,7 +746,7 @@ class Emitter:
         node.lines = [cut(line, _MOST) for line in node.lines]
         return node
 
-    def _represent(self, node: Node, leaves: Iterable[Leaf]) -> None:
+    def _represent(self, node: SceneNode, leaves: Iterable[SceneLeaf]) -> None:
         """Note which node represents the values and flow steps of some leaves."""
         for leaf in leaves:
             node.entries += leaf.entries
@@ -753,12 +754,12 @@ class Emitter:
             self.step_nodes.update((number, node) for number in leaf.steps)
         node.has_parameters = any(entry.state for entry in node.entries)
 
-    def _outside(self, root: Node) -> dict[str, Node]:
+    def _outside(self, root: SceneNode) -> dict[str, SceneNode]:
         """Add nodes for values that come from outside, or leave."""
         inside = {entry.label for entry in self.entries}
         by_label = {entry.label: entry for entry in self.history.entries}
-        outside: dict[str, Node] = {}
-        first: list[Node] = []
+        outside: dict[str, SceneNode] = {}
+        first: list[SceneNode] = []
         for entry in self.entries:
             for label in entry.parents:
                 origin = by_label.get(label)
@@ -766,24 +767,24 @@ class Emitter:
                     continue
                 if origin.kind not in ("input", "op"):
                     continue
-                node = outside[label] = Node(self._key(), "input", origin.label)
+                node = outside[label] = SceneNode(self._key(), "input", origin.label)
                 node.entries = []
                 node.tooltip = tooltip([origin], [], [])
                 first.append(node)
-        last: list[Node] = []
+        last: list[SceneNode] = []
         for entry in self.entries:
             if entry.label in self.shown and any(c not in inside for c in entry.children):
-                node = Node(self._key(), "output", "to " + ", ".join(entry.children[:2]))
+                node = SceneNode(self._key(), "output", "to " + ", ".join(entry.children[:2]))
                 last.append(node)
                 outside[">" + entry.label] = node
         root.children = [*first, *(root.children or []), *last]
         return outside
 
-    def edges(self, outside: Mapping[str, Node]) -> list[Edge]:
+    def edges(self, outside: Mapping[str, SceneNode]) -> list[Arrow]:
         """Find the edges between the nodes."""
-        found: dict[_Ends, Edge] = {}
+        found: dict[_Ends, Arrow] = {}
         by_label = {entry.label: entry for entry in self.history.entries}
-        known: dict[str, Node] = {**outside, **self.node_of}
+        known: dict[str, SceneNode] = {**outside, **self.node_of}
         for entry in self.entries:
             target = self.node_of.get(entry.label)
             if target is None:
@@ -808,7 +809,7 @@ class Emitter:
             if edge.kind != "number" or (edge.source, edge.target) not in direct
         ]
 
-    def _control(self, found: dict[_Ends, Edge]) -> None:
+    def _control(self, found: dict[_Ends, Arrow]) -> None:
         done: set[int] = set()
         for entry in self.entries:
             target = self.node_of.get(entry.label)
@@ -822,16 +823,16 @@ class Emitter:
                 step = self.history.flow_steps[number]
                 text = "" if isinstance(step, (LoopFlowStep, IndexFlowStep)) else str(step.value)
                 edge = found.setdefault(
-                    (source, target, "control", ""), Edge(source, target, [], text, "control")
+                    (source, target, "control", ""), Arrow(source, target, [], text, "control")
                 )
                 if edge.text != text:
                     edge.text = ""
 
     def _join(
         self,
-        found: dict[_Ends, Edge],
-        source: Node,
-        target: Node,
+        found: dict[_Ends, Arrow],
+        source: SceneNode,
+        target: SceneNode,
         entry: LayerEntry,
         kind: str,
         user: LayerEntry | None = None,
@@ -848,7 +849,7 @@ class Emitter:
         element = "" if source.is_folded else str(entry.element)
         port = entry.label if source.is_folded else element
         edge = found.setdefault(
-            (source, target, kind, element), Edge(source, target, [], "", kind, port=port)
+            (source, target, kind, element), Arrow(source, target, [], "", kind, port=port)
         )
         if entry.label not in edge.labels:
             edge.labels.append(entry.label)
@@ -1008,7 +1009,7 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def leaf_title(leaf: Leaf) -> str:
+def leaf_title(leaf: SceneLeaf) -> str:
     """Return the first line of a node: the name that finds it in the log."""
     entry = leaf.entries[0]
     if entry.kind == "number":
@@ -1022,7 +1023,7 @@ def leaf_title(leaf: Leaf) -> str:
     return ", ".join(labels)
 
 
-def leaf_lines(leaf: Leaf, parent: str, first: bool) -> list[str]:
+def leaf_lines(leaf: SceneLeaf, parent: str, first: bool) -> list[str]:
     """Return the lines below: the module, and its parameters.
 
     Args:

@@ -42,7 +42,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Event:
+class PathEvent:
     """A branch, loop or value that a path reached.
 
     Attributes:
@@ -69,7 +69,7 @@ class Event:
     key: Key
     order: tuple[Any, ...]
     kind: str
-    header: Header
+    header: Heading
     outcome: Any
     place: Place
     module_path: str
@@ -89,7 +89,7 @@ class PathEvents:
 
     def __init__(self, recording: Recording, asked: Collection[Key] = frozenset()) -> None:
         self.recording = recording
-        self.events: list[Event] = []
+        self.events: list[PathEvent] = []
         tape = recording.tape
         self._kinds = Analysis(tape).kinds
         self._asked = asked
@@ -172,7 +172,7 @@ class PathEvents:
         if isinstance(step, LogicalFlowStep):
             outcome = bool(outcome) is not header.inverted
         self.events.append(
-            Event(
+            PathEvent(
                 key=(step.kind, type(step).__name__, *chain),
                 order=tuple(span for _, span in reversed(chain)),
                 kind=step.kind,
@@ -238,7 +238,7 @@ def key_of_guard(guard: Guard) -> Key | None:
 
 
 @dataclass(eq=False)
-class End:
+class PathEnd:
     """An end of runs.
 
     Attributes:
@@ -288,8 +288,8 @@ class Walk:
     """
 
     path: PathEvents
-    events: list[Event]
-    end: End | None
+    events: list[PathEvent]
+    end: PathEnd | None
     end_under: int | None
     hits: int
     begin: int = 0
@@ -306,7 +306,7 @@ class Walk:
             self.positions = self.positions[0], len(self.path.recording.tape.ops)
 
     @property
-    def passed(self) -> list[Event]:
+    def passed(self) -> list[PathEvent]:
         """The events whose outcome it includes."""
         return self.events[self.begin : self.stop]
 
@@ -435,15 +435,15 @@ def branch_keys(stretch: Stretch) -> Iterator[Key]:
 
 def _whole(path: PathEvents, taken: Path) -> Walk:
     under, found, file = _return_of(path)
-    end = End("return", "return")
+    end = PathEnd("return", "return")
     if found is not None:
-        end = End("return", " ".join(ast.unparse(found).split()), file, found.lineno)
+        end = PathEnd("return", " ".join(ast.unparse(found).split()), file, found.lineno)
     return Walk(path, path.events, end, under, taken.hits)
 
 
 def _live(path: PathEvents, taken: Path, number: Stop | None) -> Walk:
     """Runs that can only run live, from a guard on or (None) from the start."""
-    end = End("live", path.recording.tape.blockers[0])
+    end = PathEnd("live", path.recording.tape.blockers[0])
     numbers = [event.number for event in path.events]
     under = numbers.index(number) if number is not None and number in numbers else None
     return Walk(path, path.events, end, under, taken.hits)
@@ -473,7 +473,9 @@ def _raising_walk(path: PathEvents, index: int, name: str, times: int) -> Walk:
     op = path.recording.tape.ops[index]
     before = sum(event.position <= index for event in path.events)
     place = None if op.site is None else user_code(op.scope, op.site)[0]
-    end = End("raise", name) if place is None else End("raise", name, place.file, place.line)
+    end = (
+        PathEnd("raise", name) if place is None else PathEnd("raise", name, place.file, place.line)
+    )
     return Walk(
         path, path.events[:before], end, path.around(op, before), times, positions=(0, index + 1)
     )
@@ -497,7 +499,7 @@ def _failing_walks(path: PathEvents, number: Stop, side: Side) -> Iterator[Walk]
                 outcome = bool(outcome) is not event.header.inverted
         events = [*path.events[:found], replace(event, outcome=outcome)]
     for (name, file, line), times in list(side.failures.items()):
-        end = End("raise", name, file, line)
+        end = PathEnd("raise", name, file, line)
         yield Walk(path, events, end, found, times, positions=(0, position))
 
 
@@ -505,7 +507,7 @@ def _failing_walks(path: PathEvents, number: Stop, side: Side) -> Iterator[Walk]
 
 
 @dataclass(frozen=True)
-class Header:
+class Heading:
     """The text of a branch, loop or value.
 
     Attributes:
@@ -520,23 +522,23 @@ class Header:
 
 
 @functools.cache
-def header_of(place: Place, kind: str, text: str) -> Header:
+def header_of(place: Place, kind: str, text: str) -> Heading:
     """Return the line for a flow step."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:
-        return Header(_SUITE_WORDS.get(kind, "{}").format(text or "(source not found)"))
+        return Heading(_SUITE_WORDS.get(kind, "{}").format(text or "(source not found)"))
     if kind in ("for", "comprehension"):
         for _, parent in file.ancestors(node):
             if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
                 line = f"for {file.text(parent.target)} in {file.text(parent.iter)}"
                 line = line if kind == "for" else f"[... {line}]"
-                return Header(line, False, span_of(parent.iter))
+                return Heading(line, False, span_of(parent.iter))
     if kind not in _SUITE_WORDS:
-        return Header(text)
+        return Heading(text)
     test = follow_truth(file, node)
     text = f"not {text}" if test.inverted and kind != "not" else text
-    return Header(_SUITE_WORDS[kind].format(_before(file, node, test.child) + text), test.inverted)
+    return Heading(_SUITE_WORDS[kind].format(_before(file, node, test.child) + text), test.inverted)
 
 
 _SUITE_WORDS = {
@@ -571,14 +573,14 @@ def under(place: Place, outcome: bool) -> tuple[Span, ...]:
 
 
 @functools.cache
-def while_around(place: Place) -> tuple[Header, tuple[Span, ...]] | None:
+def while_around(place: Place) -> tuple[Heading, tuple[Span, ...]] | None:
     """Return the `while` whose test contains a place, and the source that it repeats."""
     file = source_file(place.file)
     node = _statement_around(file, place)
     if not isinstance(node, ast.While):
         return None
     test = span_of(node.test)
-    header = Header(f"while {file.text(node.test)}", False, test)
+    header = Heading(f"while {file.text(node.test)}", False, test)
     return header, (test, *spans_of(node.body))
 
 

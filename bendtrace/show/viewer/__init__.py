@@ -223,7 +223,7 @@ def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[
     Entries, modules, states, sources and files refer to each other by their positions in the lists;
     empty fields are left out.
     """
-    shared = _Shared(history)
+    shared = _SharedParts(history)
     entries = [shared.entry(entry) for entry in history.entries]
     modules = [shared.module(call) for call in history.modules]
     steps = [
@@ -267,7 +267,7 @@ class _Table(Generic[_Row]):
         return number
 
 
-class _Shared:
+class _SharedParts:
     """Serialises entries, calls and steps, with shared parts stored once."""
 
     def __init__(self, history: RunLog) -> None:
