@@ -93,12 +93,9 @@ def _order(runs: list[Crossing]) -> list[Crossing]:
 
 def _cost(upper: Crossing, lower: Crossing) -> int:
     """Count crossings, and places where lines would lie upon each other, which are worse."""
-    cost = 0
-    for x in lower.tops:
-        cost += upper.start < x < upper.stop
+    cost = sum(upper.start < x < upper.stop for x in lower.tops)
     for x in upper.bottoms:
         cost += lower.start < x < lower.stop
-    for x in upper.bottoms:
         cost += 100 * any(abs(x - top) < _CLOSE for top in lower.tops)
     if lower.joins:
         cost += 100 * any(x in upper.tops and x not in upper.bottoms for x in lower.tops)
@@ -512,6 +509,11 @@ class _Column:
     lefts: dict[_Column, float] = field(default_factory=dict)
 
     @property
+    def least(self) -> float:
+        """The smallest x that its neighbours to the left leave to it."""
+        return max((left.x + distance for left, distance in self.lefts.items()), default=0.0)
+
+    @property
     def is_line(self) -> bool:
         """True if it consists only of a line that runs past."""
         return all(vertex.role == "bend" for vertex in self.vertices)
@@ -526,15 +528,15 @@ def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
     """Set the x of each vertex, and the ends of each link."""
     _straighten(level)
     _spread(level)
-    columns = _columns(level, gap)
-    columns = _in_order(columns)
+    columns = _in_order(_columns(level, gap))
     for column in columns:
-        column.x = max((left.x + d for left, d in column.lefts.items()), default=0.0)
-    _settle([column for column in columns if not column.is_lane])
-    _gather([column for column in columns if not column.is_lane])
+        column.x = column.least
+    inner = [column for column in columns if not column.is_lane]
+    _settle(inner)
+    _gather(inner)
     for column in columns:
         if column.is_lane:
-            column.x = max((c.x + d for c, d in column.lefts.items()), default=0.0)
+            column.x = column.least
     for column in columns:
         column.x = round(column.x)
         for vertex, offset in column.vertices.items():
@@ -963,9 +965,7 @@ class Level:
             top = min(max(v.rank, 1) if v.role == "in" else v.rank for v in targets)
             for rank in range(top, self.source(net).rank + 1):
                 lane.append(self._added(Vertex("lane", None, net, -1), rank))
-        for rank_ in self.ranks:
-            for order, vertex in enumerate(rank_):
-                vertex.order = order
+        _number(self.ranks)
 
     def _run_down(self, net: LocalNet) -> None:
         """Let a net run down: one line, from which others branch off."""
@@ -1039,7 +1039,11 @@ def assign_ranks(level: Level) -> None:
             latest = min(t.rank for n in out[vertex] for t in level.forward[n]) - 1
             if latest <= vertex.rank:
                 continue
-            longer = _longer(level, vertex, into[vertex], latest)
+            # How many lines would get longer: one that runs past anyway costs nothing.
+            longer = sum(
+                max((v.rank for v in level.forward[net] if v is not vertex), default=0) < latest
+                for net in into[vertex]
+            )
             shares = any(len(level.forward[net]) > 1 for net in into[vertex])
             # With as many lines longer as shorter, lines that are shared already may get longer.
             if longer < len(out[vertex]) or (longer == len(out[vertex]) and shares):
@@ -1058,16 +1062,6 @@ def _stack(ends: list[Vertex]) -> None:
         ranks = -(-len(row) // _ENDS)
         for place, vertex in enumerate(row):
             vertex.rank += place % ranks
-
-
-def _longer(level: Level, vertex: Vertex, into: list[LocalNet], latest: int) -> int:
-    """Return how many lines would get longer if a vertex went down."""
-    longer = 0
-    for net in into:
-        others = max((v.rank for v in level.forward[net] if v is not vertex), default=0)
-        # A line that runs past anyway costs nothing.
-        longer += others < latest
-    return longer
 
 
 _ORDER_SWEEPS = 12
@@ -1145,8 +1139,7 @@ def _sort(rank: list[Vertex], ranks: Sequence[list[Vertex]], down: bool) -> None
         else:
             keys[vertex] = (vertex.order + 0.5) / len(rank)
     rank.sort(key=lambda v: (keys[v], v.order))
-    for place, vertex in enumerate(rank):
-        vertex.order = place
+    _number([rank])
 
 
 def _crossings(ranks: Sequence[list[Vertex]]) -> int:
@@ -1184,11 +1177,5 @@ def _exchange(ranks: Sequence[list[Vertex]], wanted: Callable[[Vertex], float | 
 
 def _between(left: list[Link], right: list[Link], end: Callable[[Link], float]) -> int:
     """Count the crossings of the edges to two neighbours."""
-    if not left or not right:
-        return 0
-    rights = sorted(end(link) for link in right)
-    total = 0
-    for link in left:
-        at = end(link)
-        total += sum(1 for other in rights if other < at)
-    return total
+    rights = sorted(map(end, right))
+    return sum(bisect_left(rights, end(link)) for link in left)
