@@ -853,8 +853,8 @@ def _compile_side(model: Any, call: Call) -> Twin:
     except ConversionError as error:
         raise InputError(f"the run cannot be compiled op by op: {error}") from error
     keys = _return_all(log, graph)
-    inputs = [log._capture.saved[op.index, ()] if (op.index, ()) in log._capture.saved else op.meta
-              for op in log.ops if op.kind is OpKind.INPUT]  # fmt: skip
+    saved = log._capture.saved
+    inputs = [saved.get((op.index, ()), op.meta) for op in log.ops if op.kind is OpKind.INPUT]
     copies = (aligned_copy(v) if isinstance(v, Tensor) else v for v in inputs)
     values = _preserving(native, model.dynamo_ctx(graph), *copies)
     kept = _of_same_run(log)

@@ -449,7 +449,7 @@ class SegmentOps(Expressions):
                 return self.call(op)
             indices = []
             for n, one in enumerate(keys):
-                text = self._counted(tensor, n, one, op) if n in places else f"torch.tensor({one})"
+                text = self._counted(tensor, n, one) if n in places else f"torch.tensor({one})"
                 indices.append(f"{text}.reshape(1)")
             return f"{tensor}[{', '.join(indices)},] = {self._assigned(op)}"
         # From the last one on, so that the dimensions before keep their numbers.
@@ -457,7 +457,7 @@ class SegmentOps(Expressions):
         for n in reversed(range(len(keys))):
             one = keys[n]
             if n in places:
-                at = self._counted(tensor, n, one, op)
+                at = self._counted(tensor, n, one)
                 text = f"{text}.index_select({n}, {at}.reshape(1)).select({n}, 0)"
             elif type(one) is int:
                 text = f"{text}.select({n}, {one})"
@@ -485,7 +485,7 @@ class SegmentOps(Expressions):
             and meta.dtype in (torch.int64, torch.int32)
         )
 
-    def _counted(self, tensor: str, dim: int, ref: Ref, op: Op) -> str:
+    def _counted(self, tensor: str, dim: int, ref: Ref) -> str:
         value = self.value_of(ref.index)
         assert isinstance(value, (Numeral, Tensors))
         name = value.name

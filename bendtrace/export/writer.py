@@ -376,7 +376,7 @@ class ProgramWriter:
     ) -> tuple[Value, ...]:  # fmt: skip
         """Write a question as `cond`, and return the values needed after it."""
         one, other = (Several(env) for _, env in sides)
-        kept, outputs = self._merged(scope, [side for side, _ in sides], [one, other], question)
+        kept, outputs = self._merged([side for side, _ in sides], [one, other], question)
         flagged = any(side.flag is not None for side, _ in sides)
         if not outputs and not flagged:  # a `cond` without outputs cannot be saved (torch 2.13)
             return self._after(scope, "", kept, outputs)
@@ -405,7 +405,7 @@ class ProgramWriter:
         return env
 
     def _merged(
-        self, scope: Scope, sides: list[Scope], values: list[Several], question: Question
+        self, sides: list[Scope], values: list[Several], question: Question
     ) -> tuple[Any, list[Any]]:
         """Merge the values of two sides, and list the outputs of each.
 
@@ -757,7 +757,7 @@ class ProgramWriter:
             if not makes_anew(op.target) or op.writes:
                 for operand in op.operands:
                     own |= roots.get(operand, {operand})
-            roots[index] = own if own else {index}
+            roots[index] = own or {index}
             for target in op.writes:
                 for root in roots.get(target, {target}):
                     written.setdefault(root, op)

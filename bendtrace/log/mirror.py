@@ -162,7 +162,7 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
             _add_argument(graph, part, recording, names, nodes, taken)
     for op in recording.plain_ops:
         if op.kind is not OpKind.INPUT and op.index not in recording.tape.counters:
-            graph.add_op(names[op.index], **_node(op, names, nodes, function))
+            graph.add_op(names[op.index], **_node(op, names, nodes))
     output = _with_nodes(recording.plain(recording.root.output), names, nodes)
     graph.add_op("output" if "output" not in taken else "output_", op="output", target="output",
                  args=(output,), kwargs={}, module_path="", index=len(names))  # fmt: skip
@@ -210,9 +210,7 @@ def _add_argument(
     graph.add_op(name, op="call_function", target=target, args=args, **data)
 
 
-def _node(
-    op: Op, names: list[str], nodes: dict[int, str], function: Callable[..., Any]
-) -> dict[str, Any]:
+def _node(op: Op, names: list[str], nodes: dict[int, str]) -> dict[str, Any]:
     data: dict[str, Any] = {
         "module_path": op.scope.path,
         "pass_": op.scope.number + 1,

@@ -109,9 +109,8 @@ class Validator:
         state = torch.get_rng_state()
         try:
             for op in self._ops:
-                if op.kind is OpKind.CALL and op.target not in METADATA:
-                    self._check(op, found)
-                elif op.kind is OpKind.SCALAR and not _is_element(op):
+                is_call = op.kind is OpKind.CALL and op.target not in METADATA
+                if is_call or (op.kind is OpKind.SCALAR and not _is_element(op)):
                     self._check(op, found)
         finally:
             torch.set_rng_state(state)

@@ -14,7 +14,7 @@ import torch
 
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
-from bendtrace.log.entries import LayerEntry, ModuleEntry, counted, number_text
+from bendtrace.log.entries import LayerEntry, ModuleEntry, Source, counted, number_text
 from bendtrace.python.checks import did_you_mean, listed, required_int
 from bendtrace.python.places import place_text
 from bendtrace.show.canvas import cut, printable
@@ -189,12 +189,12 @@ def _around(
     """Return the labels of the module calls around a flow step, outermost first."""
     candidates = by_name.get(step.module_path, ())
     begun = [call for call in candidates if begins[call.label] <= position + 1]
-    label = begun[-1].label if begun else candidates[0].label if candidates else ""
-    chain: list[str] = []
-    while label:
-        chain.append(label)
-        label = calls[label].parent
-    return tuple(reversed(chain))
+    return _chain([*candidates[:1], *begun][-1].label if candidates else "", calls)
+
+
+def _chain(label: str, calls: Mapping[str, ModuleEntry]) -> tuple[str, ...]:
+    """Return the label of a module call after those of the calls around it, outermost first."""
+    return (*_chain(calls[label].parent, calls), label) if label else ()
 
 
 def _node_labels(
@@ -405,7 +405,7 @@ def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
             count = _count(keys, place, period)
             has_box = any(isinstance(item, Box) for item in items[place:other])
             if count >= _LEAST and (by_name or has_box):
-                count = _alike(items, place, period, count, by_name, tokens)
+                count = _alike(items, place, period, count)
                 if count >= _LEAST:
                     break
             count = 0
@@ -430,9 +430,7 @@ def _count(keys: Sequence[Token], place: int, period: int) -> int:
     return count
 
 
-def _alike(
-    items: Sequence[Item], place: int, period: int, count: int, by_name: bool, tokens: _Tokens
-) -> int:
+def _alike(items: Sequence[Item], place: int, period: int, count: int) -> int:
     """Return how many repetitions have the same connections."""
     first = _wiring(items[place : place + period])
     for number in range(1, count):
@@ -472,14 +470,14 @@ def _together(items: Sequence[Item], period: int, units: Units) -> Item:
                     units[name] = ((frame, number), *units.get(name, ()))
     for number in range(1, count):
         for one, other in zip(first, items[number * period :], strict=False):
-            _merge(one, other, units)
+            _merge(one, other)
     if frame is None:
         return first[0]
     frame.times = [count]
     return frame
 
 
-def _merge(one: Item, other: Item, units: Units) -> None:
+def _merge(one: Item, other: Item) -> None:
     if isinstance(one, SceneLeaf) and isinstance(other, SceneLeaf):
         one.take(other)
     elif isinstance(one, Box) and isinstance(other, Box):
@@ -487,7 +485,7 @@ def _merge(one: Item, other: Item, units: Units) -> None:
         if one.times != other.times:
             one.times = sorted({*one.times, *other.times})
         for inner, its in zip(one.items, other.items, strict=True):
-            _merge(inner, its, units)
+            _merge(inner, its)
 
 
 _PARTS = 40  # into so many parts at most, where no modules give any
@@ -765,12 +763,10 @@ class Emitter:
                 origin = by_label.get(label)
                 if label in inside or label in outside or origin is None:
                     continue
-                if origin.kind not in ("input", "op"):
-                    continue
-                node = outside[label] = SceneNode(self._key(), "input", origin.label)
-                node.entries = []
-                node.tooltip = tooltip([origin], [], [])
-                first.append(node)
+                if origin.kind in ("input", "op"):
+                    node = outside[label] = SceneNode(self._key(), "input", origin.label)
+                    node.tooltip = tooltip([origin], [], [])
+                    first.append(node)
         last: list[SceneNode] = []
         for entry in self.entries:
             if entry.label in self.shown and any(c not in inside for c in entry.children):
@@ -958,10 +954,7 @@ def _part(history: RunLog, within: str | None) -> tuple[list[LayerEntry], tuple[
         called = listed(list(dict.fromkeys(call.name for call in history.modules)))
         hint = did_you_mean(within, names, otherwise=f"; it called {called}", quotes=False)
         raise InputError(f"no module {within!r} was called in this run{hint}")
-    chain = [found.label]
-    while calls[chain[0]].parent:
-        chain.insert(0, calls[chain[0]].parent)
-    inside = tuple(chain)
+    inside = _chain(found.label, calls)
     return [entry for entry in entries if entry.scopes[: len(inside)] == inside], inside
 
 
@@ -1103,9 +1096,8 @@ def decision_lines(steps: Sequence[FlowStep]) -> list[str]:
         often = "\N{EN DASH}".join(map(str, sorted({its[0], its[-1]})))
         noun = "iteration" if its == [1] else "iterations"
         return [f"{first.kind}: {often} {noun}"]
-    sides = Counter(str(step.value) for step in steps)
-    taken = ", ".join(f"{side} {_TIMES}{number}" for side, number in sides.items())
-    taken = next(iter(sides)) if len(steps) == 1 else taken
+    sides = Counter(str(step.value) for step in steps).items()
+    taken = ", ".join(side if len(steps) == 1 else f"{side} {_TIMES}{n}" for side, n in sides)
     return [cut(f"{first.kind} \N{RIGHTWARDS ARROW} {taken}", _MOST)]
 
 
@@ -1124,18 +1116,21 @@ def tooltip(
             dtype = str(entry.dtype).removeprefix("torch.") if entry.dtype else ""
             lines.append(f"value: {shape(entry.shape)} {dtype} {entry.device or ''}".rstrip())
         lines += [f"{use.name}: {shape(use.shape)}" for use in entry.state[:8]]
-        if entry.source is not None:
-            lines.append(f"at {place_text(entry.source.file, entry.source.line)}")
-            lines.append(entry.source.statement or entry.source.text)
+        lines += _source_lines(entry.source)
     if len(entries) > 1:
         lines.append(f"and {len(entries) - 1:,} more: \N{HORIZONTAL ELLIPSIS} {entries[-1].label}")
     for call in calls[:1]:
         lines.append(f"module: {call.name} ({call.class_name})")
-        if call.source is not None and not entries:
-            lines.append(f"at {place_text(call.source.file, call.source.line)}")
-            lines.append(call.source.statement or call.source.text)
+        if not entries:
+            lines += _source_lines(call.source)
     if len(calls) > 1:
         lines.append(f"and {plural(len(calls) - 1, 'more call')}: to {calls[-1].label}")
     for step in steps[:1]:
         lines += [step.text, f"{step.kind} at {place_text(step.file, step.line)}"]
     return "\n".join(cut(printable(line), 160) for line in lines if line)
+
+
+def _source_lines(source: Source | None) -> list[str]:
+    if source is None:
+        return []
+    return [f"at {place_text(source.file, source.line)}", source.statement or source.text]
