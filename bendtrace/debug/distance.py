@@ -94,6 +94,9 @@ def _margin(hard: Tensor, margin: Tensor, unit: Any) -> Margin:
 
 
 def _comparison(name: str, a: Any, b: Any, is_whole: bool) -> Margin:
+    if isinstance(a, Index) and not isinstance(b, (Index, Margin)):
+        return a.compared(name, b)
+    a, b = map_numbers([a, b])
     a, b = (v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in (a, b))
     hard = getattr(operator, name)(a.detach(), b.detach())
     a, b = (v if v.is_floating_point() else v.float() for v in (a, b))
@@ -197,7 +200,7 @@ class Course:
             truth = self.truth(operands[0])
             return truth if name == "bool" else Margin(truth.false, truth.true)
         if name in ("gt", "ge", "lt", "le", "eq", "ne"):
-            return self._compare(name, operands[0], operands[1], is_whole)
+            return _comparison(name, operands[0], operands[1], is_whole)
         first, *more = map_numbers(operands)
         if name == "int":
             return _through(first.trunc(), first)
@@ -266,13 +269,7 @@ class Course:
             return value
         if isinstance(value, (bool, torch.Tensor)) and torch.as_tensor(value).dtype is torch.bool:
             return _of_truth(torch.as_tensor(value))
-        return self._compare("ne", value, 0, False)
-
-    def _compare(self, name: str, a: Any, b: Any, is_whole: bool) -> Margin:
-        if isinstance(a, Index) and not isinstance(b, (Index, Margin)):
-            return a.compared(name, b)
-        a, b = map_numbers(a), map_numbers(b)
-        return _comparison(name, a, b, is_whole)
+        return _comparison("ne", value, 0, False)
 
     def _is_whole(self, op: Op) -> bool:
         for value in op.args[:2]:
@@ -289,7 +286,7 @@ class Course:
         name = _COMPARED.get(name, name)
         if name in ("gt", "ge", "lt", "le", "eq", "ne") and len(args) == 2:
             if all(map(_is_number, args)):
-                return self._compare(name, *args, self._is_whole(op))
+                return _comparison(name, *args, self._is_whole(op))
         if not isinstance(first, (Tensor, Margin, Index)):
             return NotImplemented
         to_bool = isinstance(op.meta, TensorMeta) and op.meta.dtype is torch.bool
@@ -322,9 +319,9 @@ class Course:
                 return first
             first = first.number()
         if name == "to" and to_bool:
-            return self._compare("ne", first, 0, False)
+            return _comparison("ne", first, 0, False)
         if name == "count_nonzero":
-            return self._compare("ne", first, 0, False).number().sum(*args[1:], **kwargs)
+            return _comparison("ne", first, 0, False).number().sum(*args[1:], **kwargs)
         whole = op.meta.dtype if isinstance(op.meta, TensorMeta) else type(op.meta)
         if name in _WHOLE and (whole is int or (whole in _INTEGERS)):
             return _through(first.trunc(), first)

@@ -673,13 +673,10 @@ class Timeline:
         """Yield the earliest place where one run has a layer that the other does not have."""
         only_a = next(_only(self.a, self.matching.entries), None)
         only_b = next(_only(self.b, self.matching.back), None)
-        if only_a is None and only_b is None:
+        firsts = ((self.of_a, only_a), (self.of_b, only_b))
+        times = [time_of(position) for time_of, position in firsts if position is not None]
+        if not times:
             return
-        times = []
-        if only_a is not None:
-            times.append(self.of_a(only_a))
-        if only_b is not None:
-            times.append(self.of_b(only_b))
         time = min(times)
         anchor = max((i for i in self._anchors[0] if i < time[0]), default=-1)
         following = min((i for i in self._anchors[0] if i > time[0]), default=len(self.a.entries))
@@ -704,13 +701,9 @@ class Timeline:
         """Return which number read by Python first differed before some time."""
         in_both = {id(change.a): change for change in self.flow if change.kind == "value"}
         for number, step in reversed(list(enumerate(self.a.steps))):
-            change = in_both.get(id(step))
-            if (
-                change is not None
-                and isinstance(step, EscapeFlowStep)
-                and self._time_of_step(number) < time
-            ):
-                return f"; before, {change}"
+            if id(step) in in_both and isinstance(step, EscapeFlowStep):
+                if self._time_of_step(number) < time:
+                    return f"; before, {in_both[id(step)]}"
         return ""
 
     def _governing(self, entry: LayerEntry | None, run: RunIndex) -> FlowChange | None:

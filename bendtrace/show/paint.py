@@ -360,7 +360,7 @@ class Legend:
         """Return a number with its unit.
 
         Example:
-            >>> Scale("time", "s", 0.0, 1.0).text(0.00125)
+            >>> Legend("time", "s", 0.0, 1.0).text(0.00125)
             '1.25 ms'
         """
         for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
