@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-from bendtrace.show.canvas import Canvas, Group, Mark, Text
+from bendtrace.show.canvas import Canvas, Caption, Mark, Marks
 
 
 def flat(marks: Iterable[Mark]) -> Iterator[Mark]:
     """Yield marks, those in groups included."""
     for mark in marks:
-        if isinstance(mark, Group):
+        if isinstance(mark, Marks):
             yield from flat(mark.marks)
         else:
             yield mark
@@ -19,7 +19,7 @@ def flat(marks: Iterable[Mark]) -> Iterator[Mark]:
 
 def apart(canvas: Canvas) -> list[str]:
     """Check that no text lies over another, or outside; return them in order."""
-    texts = [mark for mark in flat(canvas.marks) if isinstance(mark, Text)]
+    texts = [mark for mark in flat(canvas.marks) if isinstance(mark, Caption)]
     assert texts
     places = []
     for text in texts:

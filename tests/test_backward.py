@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.debug.backward import BackwardNode, BackwardPass, _Watch
+from bendtrace.debug.backward import BackwardNode, BackwardPass, _PassHooks
 from bendtrace.python.compare import same_bits
 
 
@@ -477,7 +477,7 @@ def test_gradients_of_losses_with_several_elements_are_given() -> None:
 
 def hooks_left(record: BackwardPass, model: nn.Module) -> list[Any]:
     gc.collect()
-    found: list[Any] = [one for one in gc.get_objects() if type(one) is _Watch]  # hooks hold it
+    found: list[Any] = [one for one in gc.get_objects() if type(one) is _PassHooks]  # hooks hold it
     found += [p for p in model.parameters() if p._backward_hooks]
     return found + [m for m in model.modules() if m._backward_hooks or m._forward_hooks]
 

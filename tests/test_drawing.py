@@ -22,7 +22,7 @@ from bendtrace.errors import InputError
 from bendtrace.show.canvas import cut, width
 from bendtrace.show.paint import _BOXES, FAINT, FILLS, INK, color, contrast, figure, ink
 from bendtrace.show.picture import draw
-from bendtrace.show.scene import Node, Scene, scene
+from bendtrace.show.scene import Scene, SceneNode, scene
 from tests.corpus import CASES
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -458,7 +458,7 @@ def test_each_value_is_drawn_once_and_in_the_boxes_of_its_modules(
     shapes = figure(shown).shapes
     entries = {entry.label: entry for entry in trace.entries}
 
-    def walk(node: Node, around: list[Node]) -> None:
+    def walk(node: SceneNode, around: list[SceneNode]) -> None:
         for one, other in itertools.combinations(node.children or (), 2):
             a, b = shapes[one], shapes[other]
             beside = a.x + a.width <= b.x or b.x + b.width <= a.x

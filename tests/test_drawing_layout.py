@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bendtrace.show.layout import Crossing, Net, Shape, Wire, heights, place
+from bendtrace.show.layout import Crossing, Net, Tile, Wire, heights, place
 
 
 @st.composite
-def drawings(draw: st.DrawFn) -> tuple[Shape, list[Net]]:
+def drawings(draw: st.DrawFn) -> tuple[Tile, list[Net]]:
     """Boxes in boxes, with nets that run down, up, across borders and back to where they began."""
-    leaves: list[Shape] = []
+    leaves: list[Tile] = []
 
-    def box(depth: int) -> Shape:
+    def box(depth: int) -> Tile:
         children = []
         for _ in range(draw(st.integers(1, 4))):
             if depth < 3 and draw(st.booleans()):
@@ -25,11 +25,11 @@ def drawings(draw: st.DrawFn) -> tuple[Shape, list[Net]]:
             else:
                 wide, high = draw(st.integers(10, 120)), draw(st.integers(10, 60))
                 label = draw(st.sampled_from([0.0, 30.0, 90.0]))
-                leaf = Shape(f"leaf {len(leaves)}", wide, high, 11.0 if label else 0.0, label)
+                leaf = Tile(f"leaf {len(leaves)}", wide, high, 11.0 if label else 0.0, label)
                 leaves.append(leaf)
                 children.append(leaf)
         title = draw(st.integers(0, 200))
-        return Shape(f"box {depth}", children=children, title=title, head=20.0 if depth else 0.0)
+        return Tile(f"box {depth}", children=children, title=title, head=20.0 if depth else 0.0)
 
     root = box(0)
     nets = []
@@ -40,11 +40,11 @@ def drawings(draw: st.DrawFn) -> tuple[Shape, list[Net]]:
     return root, nets
 
 
-def parts(shape: Shape) -> list[Shape]:
+def parts(shape: Tile) -> list[Tile]:
     return [shape, *(inner for child in shape.children or () for inner in parts(child))]
 
 
-def overlap(a: Shape, b: Shape) -> bool:
+def overlap(a: Tile, b: Tile) -> bool:
     return (
         a.x < b.x + b.width
         and b.x < a.x + a.width
@@ -53,7 +53,7 @@ def overlap(a: Shape, b: Shape) -> bool:
     )
 
 
-def inside(inner: Shape, outer: Shape) -> bool:
+def inside(inner: Tile, outer: Tile) -> bool:
     return (
         outer.x <= inner.x
         and outer.y <= inner.y
@@ -89,7 +89,7 @@ def on(point: tuple[float, float], wire: Wire) -> bool:
 @pytest.mark.more
 @given(drawings())
 @settings(max_examples=150, deadline=None)
-def test_boxes_lie_in_their_boxes_and_do_not_overlap(drawing: tuple[Shape, list[Net]]) -> None:
+def test_boxes_lie_in_their_boxes_and_do_not_overlap(drawing: tuple[Tile, list[Net]]) -> None:
     root, nets = drawing
     place(root, nets)
     for box in parts(root):
@@ -102,7 +102,7 @@ def test_boxes_lie_in_their_boxes_and_do_not_overlap(drawing: tuple[Shape, list[
 @pytest.mark.all
 @given(drawings())
 @settings(max_examples=150, deadline=None)
-def test_lines_lead_from_each_source_to_each_target(drawing: tuple[Shape, list[Net]]) -> None:
+def test_lines_lead_from_each_source_to_each_target(drawing: tuple[Tile, list[Net]]) -> None:
     root, nets = drawing
     wires = place(root, nets)
     for net in nets:
@@ -122,7 +122,7 @@ def test_lines_lead_from_each_source_to_each_target(drawing: tuple[Shape, list[N
 @given(drawings())
 @settings(max_examples=150, deadline=None)
 def test_lines_run_straight_across_or_down_and_through_no_shape(
-    drawing: tuple[Shape, list[Net]],
+    drawing: tuple[Tile, list[Net]],
 ) -> None:
     root, nets = drawing
     wires = place(root, nets)
@@ -142,7 +142,7 @@ def test_lines_run_straight_across_or_down_and_through_no_shape(
 @given(drawings())
 @settings(max_examples=150, deadline=None)
 def test_lines_of_different_values_do_not_lie_upon_each_other(
-    drawing: tuple[Shape, list[Net]],
+    drawing: tuple[Tile, list[Net]],
 ) -> None:
     root, nets = drawing
     across: list[tuple[float, float, float, Net]] = []
@@ -158,7 +158,7 @@ def test_lines_of_different_values_do_not_lie_upon_each_other(
 @pytest.mark.all
 @given(drawings())
 @settings(max_examples=100, deadline=None)
-def test_no_line_runs_through_the_title_of_a_box(drawing: tuple[Shape, list[Net]]) -> None:
+def test_no_line_runs_through_the_title_of_a_box(drawing: tuple[Tile, list[Net]]) -> None:
     root, nets = drawing
     wires = place(root, nets)
     for box in parts(root):
@@ -175,8 +175,8 @@ def test_no_line_runs_through_the_title_of_a_box(drawing: tuple[Shape, list[Net]
 
 def test_a_skip_leaves_the_main_way_straight() -> None:
     names = ["x", "norm", "linear", "add"]
-    shapes = {name: Shape(name, 60, 20) for name in names}
-    root = Shape("root", children=list(shapes.values()))
+    shapes = {name: Tile(name, 60, 20) for name in names}
+    root = Tile("root", children=list(shapes.values()))
     nets = [
         Net(shapes["x"], [shapes["norm"], shapes["add"]]),
         Net(shapes["norm"], [shapes["linear"]]),
@@ -211,17 +211,17 @@ def test_a_line_that_ends_where_another_begins_runs_above_it() -> None:
 
 
 def test_many_ends_stand_in_several_rows() -> None:
-    source = Shape("source", 60, 20)
-    ends = [Shape(str(i), 60, 20) for i in range(20)]
-    root = Shape("root", children=[source, *ends])
+    source = Tile("source", 60, 20)
+    ends = [Tile(str(i), 60, 20) for i in range(20)]
+    root = Tile("root", children=[source, *ends])
     place(root, [Net(source, [end]) for end in ends])
     assert sorted(Counter(end.y for end in ends).values()) == [6, 7, 7]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_a_loop_runs_back_beside_what_it_repeats(count: int) -> None:
-    shapes = [Shape(str(i), 50, 20) for i in range(count)]
-    root = Shape("root", children=shapes)
+    shapes = [Tile(str(i), 50, 20) for i in range(count)]
+    root = Tile("root", children=shapes)
     nets = [Net(a, [b]) for a, b in itertools.pairwise(shapes)]
     back = Net(shapes[-1], [shapes[0]])
     wires = [wire for wire in place(root, [*nets, back]) if wire.net is back]

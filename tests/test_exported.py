@@ -396,9 +396,9 @@ def test_without_inputs_what_calls_have_shown_is_exported() -> None:
 
 
 def test_a_program_that_differs_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bendtrace.export import exporting
+    from bendtrace.export.writer import ProgramWriter
 
-    written = exporting.write
+    written = ProgramWriter.write
 
     def wrong(*args: Any) -> Any:
         made = written(*args)
@@ -406,7 +406,7 @@ def test_a_program_that_differs_is_not_handed_out(monkeypatch: pytest.MonkeyPatc
         assert text != made.text
         return type(made)(**{**vars(made), "text": text})
 
-    monkeypatch.setattr(exporting, "write", wrong)
+    monkeypatch.setattr(ProgramWriter, "write", wrong)
     with pytest.raises(ExportError, match="with input 1, the program's output differs"):
         exported(lambda x: x.add(1), ONES)
 

@@ -20,7 +20,7 @@ from torch import nn
 import bendtrace as bt
 from bendtrace import PatchableGraph
 from bendtrace.errors import NodePathError
-from bendtrace.log.path_views import Tree, resolve
+from bendtrace.log.path_views import Tree
 from bendtrace.patches import (
     AddPatch,
     CustomPatch,
@@ -172,15 +172,15 @@ def test_shapes_are_those_of_the_example(tuple_pg: PatchableGraph) -> None:
 def test_a_path_can_be_given_as_a_node_or_a_string(tuple_pg: PatchableGraph) -> None:
     tree = tuple_pg.graph._tree
     node = tuple_pg.graph.linear.output
-    assert resolve(tree, node) == resolve(tree, "linear.output") == node
-    assert resolve(tree, "output|sub_0") == tuple_pg.graph.output.sub_0
+    assert tree.resolve(node) == tree.resolve("linear.output") == node
+    assert tree.resolve("output|sub_0") == tuple_pg.graph.output.sub_0
 
 
 def test_what_is_no_leaf_is_refused_with_the_dig_paths_there_are(tuple_pg: PatchableGraph) -> None:
     tree = tuple_pg.graph._tree
     for path in ("output", tuple_pg.graph.output):
         with pytest.raises(NodePathError) as caught:
-            resolve(tree, path)
+            tree.resolve(path)
         assert caught.value.completions == ("output|sub_0", "output|sub_1")
         assert str(caught.value) == (
             "'output' is a tuple(2), not a single value; "
@@ -190,7 +190,7 @@ def test_what_is_no_leaf_is_refused_with_the_dig_paths_there_are(tuple_pg: Patch
 
 def test_a_node_that_does_not_exist_is_refused_at_once(tuple_pg: PatchableGraph) -> None:
     with pytest.raises(NodePathError, match=r"the model has no 'liner'; did you mean") as e:
-        resolve(tuple_pg.graph._tree, "liner.output")
+        tuple_pg.graph._tree.resolve("liner.output")
     assert e.value.path == "liner.output"
     assert isinstance(e.value, KeyError)
     assert isinstance(e.value, bt.BendtraceError)

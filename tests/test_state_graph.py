@@ -18,7 +18,7 @@ import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.graph import NodeRef, StateGraph
 from bendtrace.python import stacks
-from bendtrace.show.outline import Branch
+from bendtrace.show.outline import OutlineBranch
 from bendtrace.show.paint import figure
 from tests.pictures import apart
 
@@ -127,7 +127,7 @@ def test_counts_are_those_of_the_tree(name: str) -> None:
             found[key] = found.get(key, 0) + data["hits"]
     wanted: dict[tuple[str, str], int] = {}
     for branch in bended.tree[0].flow.walk():
-        if isinstance(branch, Branch) and branch.is_condition:
+        if isinstance(branch, OutlineBranch) and branch.is_condition:
             for taken in branch.sides():
                 key = branch.where, str(taken.value)
                 wanted[key] = wanted.get(key, 0) + taken.hits

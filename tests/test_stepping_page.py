@@ -297,7 +297,7 @@ def test_a_page_within_its_budget_is_captured_once(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("budget", [-1, 2.5, True, None])
 def test_a_budget_that_is_no_number_is_refused(budget: Any) -> None:
-    with pytest.raises(InputError, match="budget has to be a number of characters"):
+    with pytest.raises(InputError, match="budget= has to be an int of at least 0"):
         walk().to_html(budget=budget)
 
 

@@ -833,8 +833,8 @@ class Layer(Entries):
     """All passes of a layer, with the fields that are the same in all of them."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FIELDS and self._entries:
-            first, *others = (getattr(entry, name) for entry in self._entries)
+        if name in _FIELDS and self._items:
+            first, *others = (getattr(entry, name) for entry in self)
             if all(same_bits(first, other) for other in others):
                 return first
         return super().__getattr__(name)

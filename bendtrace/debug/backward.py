@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -89,7 +89,7 @@ class BackwardPass:
         trace: Trace,
         graph: AutogradGraph,
         losses: Sequence[Tensor],
-        earlier: tuple[Any, ...],
+        earlier: tuple[BackwardPass, ...],
         created_graph: bool,
     ) -> None:
         self.trace = trace
@@ -97,7 +97,7 @@ class BackwardPass:
         self.created_graph = created_graph
         self.nested = 0
         self.all_nodes: list[BackwardNode] = graph.entries
-        self.earlier: tuple[Earlier, ...] = earlier
+        self.earlier = earlier
         self._mark = object()
         self._graph = graph
         self._losses = [
@@ -136,8 +136,7 @@ class BackwardPass:
 
     def _settle(self) -> None:
         """Note that the pass has ended, and let go of the autograd graph."""
-        ran = [entry for entry in self.all_nodes if entry.order is not None]
-        self.nodes = sorted(ran, key=lambda entry: entry.order or 0)
+        self.nodes = _those_that_ran(self.all_nodes)
         self._graph.release()
 
     # Looking things up
@@ -156,10 +155,9 @@ class BackwardPass:
             except IndexError:
                 raise LayerKeyError(f"there is no node {key}: {len(self)} ran", key) from None
         found = [self.all_nodes[number] for number in self._graph.find(key)]
-        ran = [entry for entry in found if entry.order is not None]
+        ran = _those_that_ran(found)
         if not ran:
             raise LayerKeyError(f"{key!r}: the pass did not run {found[0].label}", key)
-        ran.sort(key=lambda entry: entry.order or 0)
         return ran[0] if len(ran) == 1 else tuple(ran)
 
     def __contains__(self, key: object) -> bool:
@@ -242,6 +240,12 @@ class BackwardPass:
         return f"<BackwardPass of {self.trace.name}: {counted(len(self), 'node')}>"
 
 
+def _those_that_ran(nodes: Iterable[BackwardNode]) -> list[BackwardNode]:
+    """Return the nodes that ran, in order."""
+    ran = [node for node in nodes if node.order is not None]
+    return sorted(ran, key=lambda node: node.order or 0)
+
+
 # The log of a backward pass: an entry for each gradient.
 
 Loss = tuple[str, int, tuple[int, ...], torch.dtype, torch.device]
@@ -276,7 +280,6 @@ def build_log(
             to = None if place is None else node.next[place]
             if to is not None:
                 arriving.setdefault(to[0], []).append(entry)
-    _place_leaves(log)
     around = {scope for entry in log.entries for scope in entry.scopes}
     log.modules = [
         replace(call, inputs=[], outputs=[], flow=())
@@ -300,6 +303,10 @@ def _entry(
         entry.index, entry.element = None, (node.parameter,)
     entry.function = entry.target = node.type
     entry.module, entry.scopes, entry.source = node.module, node.scopes, node.source
+    if is_leaf and parents:  # it is in the calls around all nodes that it receives gradients from
+        levels = zip(*(parent.scopes for parent in parents), strict=False)
+        same = itertools.takewhile(lambda level: len(set(level)) == 1, levels)
+        entry.scopes = tuple(level[0] for level in same)
     for parent in parents:
         entry.parents.append(parent.label)
         parent.children.append(entry.label)
@@ -312,19 +319,6 @@ def _add(log: Log, entry: LayerEntry, meta: TensorMeta, kept: Tensor | None) -> 
     entry.saved = kept
     entry.ordinal = len(log.entries)
     log.entries.append(entry)
-
-
-def _place_leaves(log: Log) -> None:
-    """Put each leaf into the module calls around all nodes that it receives gradients from."""
-    by_label = {entry.label: entry for entry in log.entries}
-    for entry in log.entries:
-        if entry.kind != "output" or not entry.parents:
-            continue
-        scopes = [by_label[parent].scopes for parent in entry.parents]
-        common = 0
-        while all(len(its) > common and its[common] == scopes[0][common] for its in scopes):
-            common += 1
-        entry.scopes = scopes[0][:common]
 
 
 # Running a backward pass with hooks on its nodes that record it.
@@ -416,10 +410,14 @@ def backward(
             f"the loss does not depend on this run of {trace.name}: none of its "
             f"{len(graph.nodes)} gradient functions was made in it"
         )
-    kept = _numbers_to_keep(graph, save)
+    word = "none" if save is None else save if isinstance(save, str) else ""
+    keys = save if isinstance(save, list) else [] if word in ("none", "all") else [save]
+    kept = set(range(len(graph.nodes))) if word == "all" else {
+        number for key in keys for number in graph.find(key)
+    }  # fmt: skip
     changes = list(_changes(graph, edits or {}))
     record = BackwardPass(trace, graph, losses, earlier, create_graph)
-    watch = _Watch(graph, record, kept, starts or ())
+    watch = _PassHooks(graph, record, kept, starts or ())
     options: dict[str, Any] = {"retain_graph": retain_graph, "create_graph": create_graph}
     try:
         with contextlib.ExitStack() as hooks:
@@ -501,15 +499,6 @@ def _starts(losses: list[Tensor], gradients: Tensors | None) -> list[Tensor] | N
     return starts
 
 
-def _numbers_to_keep(graph: AutogradGraph, save: Any) -> set[int]:
-    if save is None or (isinstance(save, str) and save == "none"):
-        return set()
-    if isinstance(save, str) and save == "all":
-        return set(range(len(graph.nodes)))
-    keys = save if isinstance(save, list) else [save]
-    return {number for key in keys for number in graph.find(key)}
-
-
 class _Change:
     """An edit at one node."""
 
@@ -575,7 +564,7 @@ def _changes(graph: AutogradGraph, edits: Edits) -> Iterator[_Change]:
 # During the pass
 
 
-class _Watch:
+class _PassHooks:
     """The hooks that record a pass."""
 
     def __init__(
@@ -668,10 +657,9 @@ def _above(node: Any, others: set[Any], mark: object = None) -> set[Any]:
         node = waiting.pop()
         if node is None or node in others or node in found or hasattr(node, "variable"):
             continue
-        if mark is not None and mark in node.metadata:
-            continue
-        found.add(node)
-        waiting += [below for below, _ in node.next_functions]
+        if mark is None or mark not in node.metadata:
+            found.add(node)
+            waiting += [below for below, _ in node.next_functions]
     return found
 
 
@@ -694,13 +682,6 @@ _NEAR = 6
 _LEAF = "AccumulateGrad"
 
 
-class Earlier(Protocol):
-    """An earlier backward pass with `create_graph=True`, which has marked nodes."""
-
-    all_nodes: list[BackwardNode]
-    _mark: object
-
-
 class AutogradGraph:
     """The nodes below some tensors.
 
@@ -721,8 +702,9 @@ class AutogradGraph:
     nodes: list[Any]
 
     def __init__(
-        self, trace: Trace, capture: Capture, tensors: Sequence[Tensor], earlier: Sequence[Earlier]
-    ) -> None:
+        self, trace: Trace, capture: Capture, tensors: Sequence[Tensor],
+        earlier: Sequence[BackwardPass],
+    ) -> None:  # fmt: skip
         self._trace = trace
         self._marks: GraphMarks = capture.marks
         self._earlier = earlier

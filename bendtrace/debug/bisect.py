@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import itertools
 import json
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
-from textwrap import shorten
 from typing import Any, Literal, Protocol
 
 import torch
@@ -25,16 +25,16 @@ from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import ConversionError, InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.structure import assemble, take_apart
-from bendtrace.log.capture import SaveOptions, State, aligned_copy
+from bendtrace.log.capture import EarlierTensor, SaveOptions, aligned_copy
 from bendtrace.log.entries import LayerEntry, counted, tensors_of
 from bendtrace.log.run_log import RunLog
-from bendtrace.log.validate import MISSING, SavedValues, Validator
+from bendtrace.log.validate import MISSING, SavedValues, Validator, plainly
 from bendtrace.module import BendedModule
 from bendtrace.python.checks import required_model, required_number
 from bendtrace.python.compare import same_bits
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import place_text
-from bendtrace.show.difference import Difference
+from bendtrace.show.difference import Difference, expression_of
 from bendtrace.show.matching import (
     FlowChange,
     Parting,
@@ -51,7 +51,6 @@ _ROUNDING = {
     torch.bfloat16: (1.6e-2, 1e-5),
     torch.float32: (1.3e-6, 1e-5),
 }
-_WIDEST = 60
 _ALIKE = 0.6  # of the ops, if runs are aligned op by op
 _PARTED = "the other run has its inputs, but nowhere its result"
 
@@ -162,13 +161,15 @@ class Culprit:
             "value": None if self.value is None else self.value.to_dict(),
         }
 
-    def __str__(self) -> str:
-        entry = self.entry
+    @property
+    def _label(self) -> str:
         names = [e.label for e in (self.a, self.b) if e is not None]
-        label = " / ".join(dict.fromkeys(names))
         only = "" if len(names) == 2 else f" (only in {'a' if self.b is None else 'b'})"
+        return " / ".join(dict.fromkeys(names)) + only
+
+    def __str__(self) -> str:
         far = "" if self.value is None else f"; {self.value}"
-        return f"{label}{only}{_at(entry)}: {self.why}{far}"
+        return f"{self._label}{expression_of(self.entry)}: {self.why}{far}"
 
 
 class Bisection:
@@ -205,7 +206,7 @@ class Bisection:
     b: RunLog
     a: RunLog
 
-    def __init__(self, a: Side, b: Side, rtol: float | None, atol: float | None) -> None:
+    def __init__(self, a: Twin, b: Twin, rtol: float | None, atol: float | None) -> None:
         self.a, self.b = a.log, b.log
         self._sides = a, b
         exact = Difference(a.log, b.log, 0.0, 0.0)
@@ -231,7 +232,9 @@ class Bisection:
             for side in (a, b)
         ]
         is_known = all(values and all(value is not None for value in values) for values in outputs)
-        self.by_content: bool = is_known and share_in_common(a.log, b.log, self._pairs) < _ALIKE
+        ops = [sum(entry.kind == "op" for entry in side.log.entries) for side in (a, b)]
+        aligned = sum(e.kind == "op" and e.label in self._pairs for e in a.log.entries)
+        self.by_content: bool = is_known and aligned / max(*ops, 1) < _ALIKE
         self._parts: bool = self.by_content and self._far(*outputs) is not None
         if self.by_content:
             self.path = None
@@ -260,13 +263,12 @@ class Bisection:
                      for change in self.difference.changed)  # fmt: skip
         return bool(self.culprits or self.unknown or values or self.unseen or self.path)
 
-    def _part(self, a: Side, b: Side) -> None:
+    def _part(self, a: Twin, b: Twin) -> None:
         """Look for where two runs part that have few ops in common."""
         one, two = partings(a, b, lambda x, y: self._far(x, y) is None)
         if one is not None or two is not None:
             is_state = one is not None and one.kind == "state"
-            kind: Literal["state", "op"] = "state" if is_state else "op"
-            self.culprits.append(Culprit(kind, one, two, _PARTED))
+            self.culprits.append(Culprit("state" if is_state else "op", one, two, _PARTED))
 
     def _alike(self) -> Iterator[tuple[str, str]]:
         """Yield ops of one run and of the other that are written otherwise and give the same.
@@ -454,7 +456,7 @@ class Bisection:
             except AssertionError:
                 return False
             return True
-        return same_bits(_bare(x), _bare(y))
+        return same_bits(plainly(x), plainly(y))
 
     # Telling
 
@@ -525,10 +527,8 @@ class Bisection:
 
     def _first(self, culprit: Culprit) -> Iterator[str]:
         entry = culprit.entry
-        names = [e.label for e in (culprit.a, culprit.b) if e is not None]
-        only = "" if len(names) == 2 else f" (only in {'a' if culprit.b is None else 'b'})"
         target = f"  {entry.target}" if entry.target else ""
-        yield f"    {' / '.join(dict.fromkeys(names))}{only}{target}"
+        yield f"    {culprit._label}{target}"
         for side in (culprit.a, culprit.b) if self.by_content else (entry,):
             if side is not None and side.source is not None:
                 where = place_text(side.source.file, side.source.line)
@@ -592,24 +592,6 @@ def _first_unmatched(label: str, entries: dict[str, LayerEntry], known: Any) -> 
     return found
 
 
-def _bare(value: Any) -> Any:
-    """Return a result without its autograd graph."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: _bare(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_bare(item) for item in value]
-    return value
-
-
-def _at(entry: LayerEntry) -> str:
-    if entry.source is None:
-        return ""
-    text = shorten(entry.source.text, _WIDEST, placeholder=" ...")
-    return f" `{text}` ({place_text(entry.source.file, entry.source.line)})"
-
-
 def _row(culprit: Culprit) -> tuple[str, str, str]:
     source = culprit.entry.source
     at = "" if source is None else place_text(source.file, source.line)
@@ -627,15 +609,8 @@ def _row(culprit: Culprit) -> tuple[str, str, str]:
 # reads is, is where the runs part.
 
 
-def share_in_common(a: RunLog, b: RunLog, pairs: dict[str, str]) -> float:
-    """Return which share of the ops of the longer run is aligned with one of the other run."""
-    counts = [sum(entry.kind == "op" for entry in log.entries) for log in (a, b)]
-    aligned = sum(entry.kind == "op" and entry.label in pairs for entry in a.entries)
-    return aligned / max(*counts, 1)
-
-
 def partings(
-    a: Side, b: Side, is_same: Callable[[Tensor, Tensor], bool]
+    a: Twin, b: Twin, is_same: Callable[[Tensor, Tensor], bool]
 ) -> tuple[LayerEntry | None, LayerEntry | None]:
     """Return the first entry of each run that is not sound, though all that it reads is."""
     ones, others = _values(a), _values(b)
@@ -654,7 +629,7 @@ def partings(
     return first_a, first_b
 
 
-def _values(side: Side) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
+def _values(side: Twin) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
     """Return the entries with their values, by shape, without dimensions of one element."""
     found: dict[Any, list[tuple[LayerEntry, Tensor]]] = {}
     for entry in side.log.entries:
@@ -665,7 +640,7 @@ def _values(side: Side) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
     return found
 
 
-def _tensor_of(side: Side, entry: LayerEntry) -> Tensor | None:
+def _tensor_of(side: Twin, entry: LayerEntry) -> Tensor | None:
     """Return a value that can be told from others; None if there is none."""
     if entry.kind not in ("op", "state", "input"):
         return None
@@ -676,7 +651,7 @@ def _tensor_of(side: Side, entry: LayerEntry) -> Tensor | None:
     return value if is_plain and value.numel() > 1 else None
 
 
-def _first(side: Side, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
+def _first(side: Twin, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
     """Return the first op that is not sound, and what it reads of the state that is not."""
     entries = side.log.entries
     # What an op gives may be several entries, and other ops read one of them.
@@ -703,7 +678,7 @@ def _first(side: Side, found: set[str]) -> tuple[LayerEntry | None, list[LayerEn
     return None, []
 
 
-def _read_by(side: Side, entry: LayerEntry) -> list[str]:
+def _read_by(side: Twin, entry: LayerEntry) -> list[str]:
     """Return the labels of an entry's inputs, state included."""
     if entry.kind != "op":
         return entry.parents
@@ -717,7 +692,7 @@ def _read_by(side: Side, entry: LayerEntry) -> list[str]:
 
 
 @dataclass
-class Side:
+class Twin:
     """One of the two runs.
 
     Attributes:
@@ -739,7 +714,7 @@ class _RunValues:
 
     saved: dict[Any, Any] = field(default_factory=dict)
     reread: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
+    states: dict[int, EarlierTensor] = field(default_factory=dict)
     random: dict[int, Tensor] = field(default_factory=dict)
     grad_fns: dict[Any, str] = field(default_factory=dict)
 
@@ -786,14 +761,14 @@ def _is_compiled(model: object) -> bool:
     return isinstance(model, nn.Module) and "_orig_mod" in model._modules
 
 
-def side_of(model: Any, call: Call | None) -> Side:
+def side_of(model: Any, call: Call | None) -> Twin:
     """Run one side."""
     if isinstance(model, RunLog):
         if all(entry.tensor_contents is None for entry in model.layers):
             raise InputError(
                 f"the log of {model.name} holds no values to compare: trace with save='all'"
             )
-        return Side(model, again_of(model), "traced" if isinstance(model, Trace) else "loaded")
+        return Twin(model, again_of(model), "traced" if isinstance(model, Trace) else "loaded")
     if call is None:
         raise InputError("a model needs inputs: bisect(a, b, inputs)")
     if hasattr(model, "_torchdynamo_orig_callable") and not _is_compiled(model):
@@ -806,7 +781,7 @@ def side_of(model: Any, call: Call | None) -> Side:
         if _is_compiled(model):
             return _compile_side(model, call)
         log = _traced(model, call)
-        return Side(log, again_of(log), "traced", log.output)
+        return Twin(log, again_of(log), "traced", log.output)
 
 
 def _traced(model: Callable[..., Any], call: Call) -> Trace:
@@ -832,22 +807,18 @@ class _OutputRecorder(Interjection):
         )
 
 
-def _replay_side(model: BendedModule, call: Call) -> Side:
+def _replay_side(model: BendedModule, call: Call) -> Twin:
     """Replay a model while its nodes are looked at."""
     native = _native_model(model)
-    with PreservedState(native, modes=True):
-        log = _traced(native, call)
-    with PreservedState(native, modes=True):
-        _own_call(model, call)
-    with PreservedState(native, modes=True):
-        output = _own_call(model, call)
+    log = _preserving(native, _traced, native, call)
+    for _ in range(2):
+        output = _preserving(native, _own_call, model, call)
     seen = _OutputRecorder()
     with model.interject(lambda candidate: True, seen):
         for _ in range(2):
             seen.values.clear()
             before = model.stats.replays
-            with PreservedState(native, modes=True):
-                _own_call(model, call)
+            _preserving(native, _own_call, model, call)
     if model.stats.replays == before:
         why = "; ".join(model.why_live) or "it was recorded again"
         raise InputError(f"the call is not replayed, so there is nothing to compare: {why}")
@@ -856,37 +827,40 @@ def _replay_side(model: BendedModule, call: Call) -> Side:
         value = seen.values.get((entry.node_path, entry.pass_number - 1))
         if entry.index is not None and isinstance(value, Tensor) and not entry.element:
             kept.saved[entry.index, ()] = value
-    return Side(_with_values(log, kept), again_of(log, kept), "replayed", output)
+    return Twin(_with_values(log, kept), again_of(log, kept), "replayed", output)
 
 
 def _own_call(model: Callable[..., Any], call: Call) -> Any:
     return own_copy(call).to(model)
 
 
+def _preserving(native: Any, run: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, and leave a model as it was."""
+    with PreservedState(native, modes=True):
+        return run(*args)
+
+
 # Compiled
 
 
-def _compile_side(model: Any, call: Call) -> Side:
+def _compile_side(model: Any, call: Call) -> Twin:
     """Compile the traced ops as the model is compiled, and have the graph return every value."""
     native = model._orig_mod
-    with PreservedState(native, modes=True):
-        log = _traced(native, call)
-    with PreservedState(native, modes=True):
-        output = _own_call(model, call)
+    log = _preserving(native, _traced, native, call)
+    output = _preserving(native, _own_call, model, call)
     try:
         graph = log.to_fx(guards=False)
     except ConversionError as error:
         raise InputError(f"the run cannot be compiled op by op: {error}") from error
     keys = _return_all(log, graph)
-    inputs = [log._capture.saved[op.index, ()] if (op.index, ()) in log._capture.saved else op.meta  # type: ignore[union-attr]
-              for op in log.ops if op.kind is OpKind.INPUT]  # fmt: skip
-    compiled = model.dynamo_ctx(graph)
-    with PreservedState(native, modes=True):
-        values = compiled(*(aligned_copy(v) if isinstance(v, Tensor) else v for v in inputs))
+    saved = log._capture.saved
+    inputs = [saved.get((op.index, ()), op.meta) for op in log.ops if op.kind is OpKind.INPUT]
+    copies = (aligned_copy(v) if isinstance(v, Tensor) else v for v in inputs)
+    values = _preserving(native, model.dynamo_ctx(graph), *copies)
     kept = _of_same_run(log)
     for key, value in zip(keys, values, strict=True):
         kept.saved[key] = value.detach()
-    return Side(_with_values(log, kept), again_of(log, kept), "compiled", output)
+    return Twin(_with_values(log, kept), again_of(log, kept), "compiled", output)
 
 
 def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any, ...]]]:
@@ -901,7 +875,7 @@ def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any
             with module.graph.inserting_after(node):
                 taken = node
                 for key in path:
-                    taken = module.graph.call_function(_item, (taken, key))
+                    taken = module.graph.call_function(operator.getitem, (taken, key))
             with module.graph.inserting_after(taken):
                 copies.append(module.graph.call_function(torch.clone, (taken,)))
             keys.append((op.index, path))
@@ -913,10 +887,6 @@ def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any
             module.graph.erase_node(node)
     module.recompile()
     return keys
-
-
-def _item(value: Any, key: Any) -> Any:
-    return value[key]
 
 
 # Both
@@ -941,11 +911,7 @@ def _with_values(log: Trace, kept: _RunValues) -> RunLog:
             return value(parents[0]) if len(parents) == 1 else None
         return kept.saved.get((entry.index, entry.element))
 
-    def changed() -> Iterator[LayerEntry]:
-        for entry in parts[0].entries:
-            yield dataclasses.replace(entry, saved=value(entry))
-
-    entries = list(changed())
+    entries = [dataclasses.replace(entry, saved=value(entry)) for entry in parts[0].entries]
     return RunLog(dataclasses.replace(parts[0], entries=entries), *parts[1:])
 
 

@@ -25,7 +25,7 @@ from bendtrace.record.recorder import Recording
 from bendtrace.show.walks import Choice
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Instance, build_instance
-from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta, map_leaves
 from bendtrace.watch.functions import name_of
 
 _FAR = 1e6  # where no distance is known
@@ -94,6 +94,9 @@ def _margin(hard: Tensor, margin: Tensor, unit: Any) -> Margin:
 
 
 def _comparison(name: str, a: Any, b: Any, is_whole: bool) -> Margin:
+    if isinstance(a, Index) and not isinstance(b, (Index, Margin)):
+        return a.compared(name, b)
+    a, b = map_numbers([a, b])
     a, b = (v if isinstance(v, Tensor) else torch.tensor(float(v)) for v in (a, b))
     hard = getattr(operator, name)(a.detach(), b.detach())
     a, b = (v if v.is_floating_point() else v.float() for v in (a, b))
@@ -197,7 +200,7 @@ class Course:
             truth = self.truth(operands[0])
             return truth if name == "bool" else Margin(truth.false, truth.true)
         if name in ("gt", "ge", "lt", "le", "eq", "ne"):
-            return self._compare(name, operands[0], operands[1], is_whole)
+            return _comparison(name, operands[0], operands[1], is_whole)
         first, *more = map_numbers(operands)
         if name == "int":
             return _through(first.trunc(), first)
@@ -266,13 +269,7 @@ class Course:
             return value
         if isinstance(value, (bool, torch.Tensor)) and torch.as_tensor(value).dtype is torch.bool:
             return _of_truth(torch.as_tensor(value))
-        return self._compare("ne", value, 0, False)
-
-    def _compare(self, name: str, a: Any, b: Any, is_whole: bool) -> Margin:
-        if isinstance(a, Index) and not isinstance(b, (Index, Margin)):
-            return a.compared(name, b)
-        a, b = map_numbers(a), map_numbers(b)
-        return _comparison(name, a, b, is_whole)
+        return _comparison("ne", value, 0, False)
 
     def _is_whole(self, op: Op) -> bool:
         for value in op.args[:2]:
@@ -289,7 +286,7 @@ class Course:
         name = _COMPARED.get(name, name)
         if name in ("gt", "ge", "lt", "le", "eq", "ne") and len(args) == 2:
             if all(map(_is_number, args)):
-                return self._compare(name, *args, self._is_whole(op))
+                return _comparison(name, *args, self._is_whole(op))
         if not isinstance(first, (Tensor, Margin, Index)):
             return NotImplemented
         to_bool = isinstance(op.meta, TensorMeta) and op.meta.dtype is torch.bool
@@ -322,9 +319,9 @@ class Course:
                 return first
             first = first.number()
         if name == "to" and to_bool:
-            return self._compare("ne", first, 0, False)
+            return _comparison("ne", first, 0, False)
         if name == "count_nonzero":
-            return self._compare("ne", first, 0, False).number().sum(*args[1:], **kwargs)
+            return _comparison("ne", first, 0, False).number().sum(*args[1:], **kwargs)
         whole = op.meta.dtype if isinstance(op.meta, TensorMeta) else type(op.meta)
         if name in _WHOLE and (whole is int or (whole in _INTEGERS)):
             return _through(first.trunc(), first)
@@ -427,13 +424,7 @@ def _as_list(value: Tensor) -> Any:
 
 def map_numbers(value: Any) -> Any:
     """Replace truths and indices, wherever they are, by numbers with gradients."""
-    if isinstance(value, (Margin, Index)):
-        return value.number()
-    if type(value) in (tuple, list):
-        return type(value)(map(map_numbers, value))
-    if type(value) is dict:
-        return {key: map_numbers(item) for key, item in value.items()}
-    return value
+    return map_leaves(value, lambda one: one.number() if isinstance(one, (Margin, Index)) else one)
 
 
 _LOGIC = frozenset({"and", "or", "xor", "not", "invert", "iand", "ior", "ixor", "rand", "ror"})
@@ -446,7 +437,7 @@ _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.
 # source to guide the search; whether a side was taken is known from the operations under it.
 
 
-class _Unknown(Exception):
+class _NotRead(Exception):
     """Raised for an expression in the source that cannot be read."""
 
 
@@ -499,10 +490,10 @@ def formula_of(
     values = recorded.get(choice.file)
     if node is None or values is None:
         return None
-    reader = _Reader(function, values, recording)
+    reader = _ConditionReader(function, values, recording)
     try:
         read = reader.read(node, node.lineno)
-    except (_Unknown, RecursionError):
+    except (_NotRead, RecursionError):
         return None
     if reader.last is None:
         return None
@@ -527,7 +518,7 @@ _COMPARISONS: dict[type[ast.AST], Callable[..., Any]] = {
 _FUNCTIONS = ("float", "int", "bool", "abs", "round")
 
 
-class _Reader:
+class _ConditionReader:
     """Turns expressions of the source into functions of a course."""
 
     def __init__(
@@ -567,14 +558,14 @@ class _Reader:
                 return self._applied(getattr(builtins, name), line, *node.args)
             if name.startswith("math.") and hasattr(math, name[5:]):
                 return self._applied(getattr(math, name[5:]), line, *node.args)
-        raise _Unknown
+        raise _NotRead
 
     def _is_read(self, operand: ast.expr) -> bool:
         """Return whether an operand of `and` or `or` can be read: the run may have skipped it."""
-        trial = _Reader(self._function, self._values, self._recording)
+        trial = _ConditionReader(self._function, self._values, self._recording)
         try:
             trial.read(operand, operand.lineno)
-        except _Unknown:
+        except _NotRead:
             return False
         return bool(trial.roots)
 
@@ -593,7 +584,7 @@ class _Reader:
                 for left, op, right in zip(operands, node.ops, operands[1:], strict=False)
             ]
             return self._applied(operator.and_, line, *parts)
-        raise _Unknown
+        raise _NotRead
 
     def _applied(self, function: Callable[..., Any], line: int, *operands: ast.AST) -> _Read:
         reads = [self.read(operand, line) for operand in operands]
@@ -627,4 +618,4 @@ class _Reader:
                 self.roots.append(op.index)
                 index = op.index
                 return lambda course: course.value(index)
-        raise _Unknown
+        raise _NotRead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import operator
 import os
 import random
@@ -92,13 +93,9 @@ class PreservedState:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
+        # The error of the run tells more.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(InputError):
             self.rewind()
-            return
-        try:
-            self.rewind()
-        except InputError:
-            pass  # the error of the run tells more
 
 
 class _Buffers:
@@ -162,7 +159,10 @@ class ModelState:
     ) -> None:
         self._refuse = refuse
         model = Environment(function, bound)
-        self._environments = [model, *(Environment(hook, {}) for hook in _hooks_in(model))]
+        # A scan of the model does not follow the code of its forward hooks.
+        tables = (items for _, name, items in model.hook_tables if name in _FORWARD)
+        hooks = {id(hook): hook for items in tables for _, hook in items}
+        self._environments = [model, *(Environment(hook, {}) for hook in hooks.values())]
         self._before = [_contents_of(environment) for environment in self._environments]
         self._blockers = [list(environment.blockers) for environment in self._environments]
         generators = [
@@ -201,9 +201,8 @@ class ModelState:
         )
         self._storages.add(storage_of(tensor))
 
-    @property
-    def unrestorable(self) -> list[str]:
-        """The parts that are known before a run to be out of reach, one line each."""
+    def require_restorable(self) -> None:
+        """Raise if it is known before a run that a part of it is out of reach."""
         model, *others = self._environments
         hooked = tuple(
             reason_of_hooks(label, name)
@@ -213,12 +212,9 @@ class ModelState:
         own = [reason for reason in model.blockers if not (hooked and reason.startswith(hooked))]
         lazy = [held.label for held in self._held.values() if is_lazy(held.tensor)]
         own += [f"the run makes {label}" for label in lazy]
-        return [*own, *(reason for other in others for reason in other.blockers)]
-
-    def require_restorable(self) -> None:
-        """Raise if it is known that something cannot be restored."""
-        if reasons := self.unrestorable:
-            raise self._refuse(reasons)
+        own += [reason for other in others for reason in other.blockers]
+        if own:
+            raise self._refuse(own)
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor is in memory that existed before the run."""
@@ -281,17 +277,6 @@ _WRITING = frozenset({"data", "step"})
 _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def _hooks_in(environment: Environment) -> list[Callable[..., Any]]:
-    """Return the forward hooks of a model, whose code a scan of the model does not follow."""
-    found = {
-        id(hook): hook
-        for _, name, items in environment.hook_tables
-        if name in _FORWARD
-        for _, hook in items
-    }
-    return [*found.values()]
-
-
 def _contents_of(environment: Environment) -> dict[int, dict[Any, Any]]:
     before = dict(environment.held)
     if environment.contents is not None:
@@ -312,37 +297,53 @@ def _mutable_objects(environment: Environment) -> Iterator[Any]:
 def _restorer(value: Any) -> Callable[[], object] | None:
     """Return what restores the content of an object; None if nothing is known that does."""
     kind = type(value)
-    if kind is types.CellType:
-        try:
-            content = value.cell_contents
-        except ValueError:
-            return lambda: None
-        return lambda: setattr(value, "cell_contents", content)
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+    is_random = isinstance(value, random.Random) and not isinstance(value, random.SystemRandom)
+    is_numpys = kind.__module__.startswith("numpy.random")
+    if is_random or (is_numpys and (hasattr(value, "_bit_generator") or hasattr(value, "capsule"))):
         return restorer_of(value)
-    if kind.__module__.startswith("numpy.random") and (
-        hasattr(value, "_bit_generator") or hasattr(value, "capsule")
-    ):
-        return restorer_of(value)
-    if is_array(value):
-        content = value.copy()
-        return lambda: _restore_array(value, content)
-    if isinstance(value, collections.OrderedDict):
-        return _restorer_by(value, collections.OrderedDict)
-    if isinstance(value, (dict, set)):
-        return _restorer_by(value, dict if isinstance(value, dict) else set)
-    if isinstance(value, collections.deque):
-        return _restorer_by(value, collections.deque)
+    base: Any = next((base for base in _BASES if isinstance(value, base)), None)
+    if base is not None:
+        return _restorer_by(value, base)
     if isinstance(value, (list, bytearray, array.array)):
         items: Any = value[:]
         return lambda: value.__setitem__(slice(None), items)
-    if names := tuple(slot_names(kind)):
-        return _restorer_of_slots(value, names)
-    return None
+    if is_array(value):
+        content = value.copy()
+
+        def restore_array() -> None:
+            if value.shape == content.shape and value.flags.writeable:
+                value[...] = content
+
+        return restore_array
+    names = ("cell_contents",) if kind is types.CellType else tuple(slot_names(kind))
+    if not names:
+        return None
+    before = [_attribute(value, name) for name in names]
+
+    def restore_attributes() -> None:
+        for name, item in zip(names, before, strict=True):
+            if _attribute(value, name) is not item:
+                if item is _ABSENT:
+                    object.__delattr__(value, name)
+                else:
+                    object.__setattr__(value, name, item)
+
+    return restore_attributes
+
+
+# Restored by the methods of the class, whatever those of a subclass do.
+_BASES = (collections.OrderedDict, dict, set, collections.deque)
+_ABSENT: Any = object()
+
+
+def _attribute(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except (AttributeError, ValueError):  # the latter of an empty cell
+        return _ABSENT
 
 
 def _restorer_by(value: Any, base: Any) -> Callable[[], None]:
-    """Restore a dict, a set or a deque by the methods of its base, whatever its own do."""
     is_dict = issubclass(base, dict)
 
     def content() -> list[Any]:
@@ -359,26 +360,6 @@ def _restorer_by(value: Any, base: Any) -> Callable[[], None]:
             fill(value, given)
 
     return restore
-
-
-def _restorer_of_slots(value: Any, names: tuple[str, ...]) -> Callable[[], None]:
-    missing = object()
-    before = [getattr(value, name, missing) for name in names]
-
-    def restore() -> None:
-        for name, item in zip(names, before, strict=True):
-            if getattr(value, name, missing) is not item:
-                if item is missing:
-                    object.__delattr__(value, name)
-                else:
-                    object.__setattr__(value, name, item)
-
-    return restore
-
-
-def _restore_array(value: Any, content: Any) -> None:
-    if value.shape == content.shape and value.flags.writeable:
-        value[...] = content
 
 
 def _remove_new(environment: Environment) -> None:
@@ -402,9 +383,6 @@ def _restore_identities(environment: Environment) -> None:
             for name, item in environment.held.get(part.index, {}).items():
                 if part.value.get(name, _ABSENT) is not item:
                     _put(part.value, name, item, classes)
-
-
-_ABSENT: Any = object()
 
 
 def _put(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 from types import CodeType
-from typing import Any, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.debug.calls import Call
+from bendtrace.debug.calls import Call, own_copy
 from bendtrace.debug.distance import (
     Course,
     Formula,
@@ -31,7 +29,7 @@ from bendtrace.debug.distance import (
 from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
-from bendtrace.log.entries import counted
+from bendtrace.log.entries import Listing, counted
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import place_text
@@ -214,26 +212,17 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
-class Candidate:
+class TrialInput(NamedTuple):
     """One input: arguments, and by its label each part of them that has a domain."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], free: dict[str, Any]) -> None:
-        self.args = args
-        self.kwargs = kwargs
-        self.free = free
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    free: dict[str, Any]
 
     def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return copies of its arguments, which a model may write to."""
-        memo: dict[int, Any] = {}
-        _note_copies((self.args, self.kwargs), memo)
-        args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
+        args, kwargs = own_copy(Call(self.args, self.kwargs))
         return args, kwargs
-
-
-def _note_copies(value: Any, memo: dict[int, Any]) -> None:
-    for leaf in argument_leaves(value):
-        if isinstance(leaf, Tensor):
-            memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 class Space:
@@ -253,7 +242,7 @@ class Space:
         self._generator = torch.Generator().manual_seed(seed)
         self.numbers: dict[float, None] = {0: None, 1: None}  # constants of the model's code
 
-    def candidate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Candidate:
+    def candidate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrialInput:
         """Return an input that is given."""
         parts = dict(self._parts(args, kwargs))
         for label, domain in self.domains.items():
@@ -269,36 +258,36 @@ class Space:
                 size = parts[label].shape[dim]
                 if sizes.setdefault(key, size) != size:
                     raise InputError(f"size {key!r} is {sizes[key]}, and {size} in {label}")
-        made = Candidate(args, kwargs, {label: parts[label] for label in self.domains})
-        return Candidate(*made.copied(), {}) if not made.free else self.replaced(made, {})
+        made = TrialInput(args, kwargs, {label: parts[label] for label in self.domains})
+        return TrialInput(*made.copied(), {}) if not made.free else self.replaced(made, {})
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in self._signature.bind(args, kwargs).items():
             yield from _label_items(name, value)
 
-    def replaced(self, base: Candidate, values: Mapping[str, Any]) -> Candidate:
+    def replaced(self, base: TrialInput, values: Mapping[str, Any]) -> TrialInput:
         """Return a candidate with other values in some places."""
         names = self._signature.names(base.args, base.kwargs)
         free = {**base.free, **values}
         given = (*base.args, *base.kwargs.values())
         made = [_with(name, value, free) for name, value in zip(names, given, strict=True)]
         count = len(base.args)
-        return Candidate(tuple(made[:count]), dict(zip(base.kwargs, made[count:], strict=True)),
+        return TrialInput(tuple(made[:count]), dict(zip(base.kwargs, made[count:], strict=True)),
                          free)  # fmt: skip
 
-    def arguments(self, candidate: Candidate) -> tuple[Any, ...]:
+    def arguments(self, candidate: TrialInput) -> tuple[Any, ...]:
         """Return the arguments as a run binds them."""
         return self._signature.arrange(candidate.args, candidate.kwargs)[1]
 
     # Other inputs
 
-    def tensors(self, candidate: Candidate) -> Iterator[tuple[str, Domain, Tensor]]:
+    def tensors(self, candidate: TrialInput) -> Iterator[tuple[str, Domain, Tensor]]:
         """Yield the tensors whose elements may differ."""
         for label, value in candidate.free.items():
             if isinstance(value, Tensor) and self.domains[label].has_numbers and value.numel():
                 yield label, self.domains[label], value
 
-    def drawn(self, base: Candidate) -> Candidate:
+    def drawn(self, base: TrialInput) -> TrialInput:
         """Return random values, of the sizes that the base has."""
         made: dict[str, Any] = {}
         for label, domain, value in self.tensors(base):
@@ -310,7 +299,7 @@ class Space:
         made.update((label, self._other(label, value)) for label, value in self._plain(base))
         return self.replaced(base, made)
 
-    def mutated(self, base: Candidate, other: Candidate) -> Candidate:
+    def mutated(self, base: TrialInput, other: TrialInput) -> TrialInput:
         """Return the base with a few elements changed, or crossed with another one."""
         made: dict[str, Any] = {}
         tensors, plain = list(self.tensors(base)), list(self._plain(base))
@@ -338,7 +327,7 @@ class Space:
             made[label] = _like(value, domain.put(flat.view(value.shape)))
         return self.replaced(base, made)
 
-    def _plain(self, base: Candidate) -> Iterator[tuple[str, Any]]:
+    def _plain(self, base: TrialInput) -> Iterator[tuple[str, Any]]:
         for label, value in base.free.items():
             if not isinstance(value, Tensor):
                 yield label, value
@@ -372,7 +361,7 @@ class Space:
         for key, (low, high, places) in found.items():
             yield key, low, high, places
 
-    def resized(self, base: Candidate) -> Iterator[Candidate]:
+    def resized(self, base: TrialInput) -> Iterator[TrialInput]:
         """Yield the base with each of some other sizes, nearest first."""
         for _, low, high, places in self._sizes(base.free):
             now = base.free[places[0][0]].shape[places[0][1]]
@@ -443,15 +432,16 @@ def explore(
         raise InputError("a search begins at inputs of the model: the list has none")
     space = Space(domain, Signature(model), seed)
     starts = [space.candidate(*call) for call in calls]
-    with Subject(model, space) as subject:
-        return _Search(space, subject, tree, seconds, tries).result(starts)
+    with alone("a search for inputs"), PreservedState(model) as before:
+        search = _InputSearch(space, Subject(model, space, before), tree, seconds, tries)
+        return search.result(starts)
 
 
 class _OutOfBudget(Exception):
     """The search has had its time, or its runs."""
 
 
-class _Search:
+class _InputSearch:
     def __init__(
         self, space: Space, subject: Subject, tree: TraceTree, seconds: float | None,
         tries: int | None,
@@ -467,10 +457,10 @@ class _Search:
         self._finds: list[Find] = []
         self._reached: dict[Key, dict[bool, list[CandidateRun]]] = {}
         self._attempts: Counter[tuple[Key, bool]] = Counter()
-        self._corpus: list[Candidate] = []
+        self._corpus: list[TrialInput] = []
         self._unread: Counter[Choice] = Counter()  # how often a condition could not be read
 
-    def result(self, starts: list[Candidate]) -> Exploration:
+    def result(self, starts: list[TrialInput]) -> Exploration:
         try:
             runs = [self._run(start, is_given=True) for start in starts]
             if all(run.recording is None for run in runs):
@@ -484,17 +474,8 @@ class _Search:
         read = {key[0] for key in self._reached if type(key[0]) is Choice}
         watched = self._asked | read
         left = [
-            Unfound(
-                choice.kind,
-                choice.text,
-                choice.file,
-                choice.line,
-                side,
-                path,
-                iteration,
-                choice in watched,
-            )
-            for choice, path, iteration, side in sorted(self._missing(), key=_place_of)
+            Unfound(*_side_of(answers), answers[0] in watched)
+            for answers in sorted(self._missing(), key=_place_of)
         ]
         return Exploration(self._finds, left, self._runs, time.perf_counter() - self._began)
 
@@ -515,8 +496,7 @@ class _Search:
                     rank = (1 + self._attempts[key, answer]) * weight
                     if rank < least:
                         best, least = (key, answer), rank
-            target = best
-            if target is None or chance.random() < 0.05:
+            if best is None or chance.random() < 0.05:
                 base = chance.choice(self._corpus)
                 other = chance.choice(self._corpus)
                 sizes = list(self._space.resized(base)) if chance.random() < 0.3 else []
@@ -526,9 +506,9 @@ class _Search:
                     else self._space.mutated(base, other)
                 )  # fmt: skip
                 self._run(made)
-            if target is not None:
-                self._attempts[target] += 1
-                self._attempt(*target)
+            if best is not None:
+                self._attempts[best] += 1
+                self._attempt(*best)
 
     def _missing(self) -> set[Answers]:
         """The sides of known branches that were not taken."""
@@ -572,7 +552,7 @@ class _Search:
             return not self._is_missing(key[0], answer)
         return answer in self._reached[key]
 
-    def _run(self, candidate: Candidate, is_given: bool = False) -> CandidateRun:
+    def _run(self, candidate: TrialInput, is_given: bool = False) -> CandidateRun:
         """Run the model, and note everything new."""
         if not is_given and (
             (self._tries is not None and self._runs >= self._tries)
@@ -584,19 +564,16 @@ class _Search:
         self._runs += 1
         self._asked.update(choice for choice, *_ in run.taken)
         is_new, given = is_given, None
-        for choice, path, iteration, side in sorted(
-            {*run.taken, *self._inferred(run)}, key=_place_of
-        ):
+        for answers in sorted({*run.taken, *self._inferred(run)}, key=_place_of):
+            choice, path, iteration, side = answers
             sides = self._taken.setdefault(choice, {}).setdefault((path, iteration), set())
             if side not in sides:
                 sides.add(side)
                 is_new = True
                 if not is_given:
                     given = given or candidate.copied()
-                    self._finds.append(Find(
-                        choice.kind, choice.text, choice.file, choice.line, side, path, iteration,
-                        True, *given, run.raised, self._runs,
-                    ))  # fmt: skip
+                    find = Find(*_side_of(answers), True, *given, run.raised, self._runs)
+                    self._finds.append(find)
         for key, question in run.questions.items():
             answer = question.guard.answer
             known = self._reached.setdefault(key, {})
@@ -719,27 +696,22 @@ class _Search:
                 wanted.append((question, question.guard.answer))
         return Course(run.recording.tape, wanted)
 
-    def _distance(self, course: Course, candidate: Candidate) -> float:
-        with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
-            twins = {label: _numeric(value, False) for label, value in candidate.free.items()}
-            try:
-                made = self._space.replaced(candidate, twins)
-                return float(course.distance(self._space.arguments(made)).detach())
-            except Exception:  # the run could not go this way with such inputs
-                return float("inf")
+    def _distance(self, course: Course, candidate: TrialInput) -> float:
+        return self._slopes(course, candidate, False)[0]
 
     def _slopes(
-        self, course: Course, candidate: Candidate
+        self, course: Course, candidate: TrialInput, has_slopes: bool = True
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """Return the distance, its gradients, and for tokens those of each that might be there."""
         with warnings.catch_warnings(action="ignore"), torch.inference_mode(False):
-            twins = {label: _numeric(value, True) for label, value in candidate.free.items()}
+            free = candidate.free.items()
+            twins = {label: _numeric(value, has_slopes) for label, value in free}
             try:
                 made = self._space.replaced(candidate, twins)
                 distance = course.distance(self._space.arguments(made))
-                if distance.requires_grad:
+                if has_slopes and distance.requires_grad:
                     distance.backward()
-            except Exception:
+            except Exception:  # the run could not go this way with such inputs
                 return float("inf"), {}, {}
         slopes = {
             label: torch.nan_to_num(twin.grad)
@@ -754,9 +726,9 @@ class _Search:
         return float(distance.detach()), slopes, tokens
 
     def _moves(
-        self, base: Candidate, distance: float, slopes: dict[str, Tensor],
+        self, base: TrialInput, distance: float, slopes: dict[str, Tensor],
         tokens: dict[str, Tensor],
-    ) -> Iterator[Candidate]:  # fmt: skip
+    ) -> Iterator[TrialInput]:  # fmt: skip
         """Yield inputs that gradients point to."""
         free: dict[str, Tensor] = {}
         for label, slope in slopes.items():
@@ -769,11 +741,12 @@ class _Search:
             for factor in _FACTORS:  # to where a straight line would have no distance
                 step = factor * distance / total
                 yield self._moved(base, {label: -step * slope for label, slope in free.items()})
+            signs = {}
+            for label, slope in free.items():
+                low, high = self._space.domains[label].bounds(False)
+                signs[label] = slope.sign(), high - low
             for part in (0.3, 0.1, 0.03, 0.003):
-                yield self._moved(base, {
-                    label: -part * self._width(label) * slope.sign()
-                    for label, slope in free.items()
-                })  # fmt: skip
+                yield self._moved(base, {k: -part * wide * s for k, (s, wide) in signs.items()})
             for label, slope in free.items():
                 flat = slope.flatten()
                 for place in flat.abs().topk(min(4, flat.numel())).indices.tolist():
@@ -785,11 +758,7 @@ class _Search:
         for label, slope in tokens.items():
             yield from self._exchanged(base, label, slope)
 
-    def _width(self, label: str) -> float:
-        low, high = self._space.domains[label].bounds(False)
-        return high - low
-
-    def _moved(self, base: Candidate, steps: dict[str, Tensor]) -> Candidate:
+    def _moved(self, base: TrialInput, steps: dict[str, Tensor]) -> TrialInput:
         made: dict[str, Any] = {}
         for label, step in steps.items():
             value, domain = base.free[label], self._space.domains[label]
@@ -806,7 +775,7 @@ class _Search:
                 made[label] = type(value)(min(max(number, low), high))
         return self._space.replaced(base, made)
 
-    def _exchanged(self, base: Candidate, label: str, slope: Tensor) -> Iterator[Candidate]:
+    def _exchanged(self, base: TrialInput, label: str, slope: Tensor) -> Iterator[TrialInput]:
         """Yield inputs with other tokens, first each of the best alone, then several."""
         value = base.free[label]
         domain = self._space.domains[label]
@@ -820,25 +789,26 @@ class _Search:
             allowed[max(0, low) : high + 1] = True
         gain = gain.masked_fill(~allowed, float("inf"))
         best = gain.flatten().topk(min(8, gain.numel()), largest=False).indices.tolist()
-        for spot in best:
-            yield self._with_tokens(base, label, [divmod(spot, gain.shape[-1])])
+        exchanges = [[divmod(spot, gain.shape[-1])] for spot in best]
         each, places = gain.min(-1), gain.min(-1).values.argsort().tolist()
         for count in {len(places), (len(places) + 1) // 2, 2}:
-            pairs = [(place, int(each.indices[place])) for place in places[:count]]
-            yield self._with_tokens(base, label, pairs)
-
-    def _with_tokens(
-        self, base: Candidate, label: str, pairs: Iterable[tuple[int, int]]
-    ) -> Candidate:
-        value = base.free[label].detach().clone()
-        for place, token in pairs:
-            value.view(-1)[place] = token
-        return self._space.replaced(base, {label: value})
+            exchanges.append([(place, int(each.indices[place])) for place in places[:count]])
+        for pairs in exchanges:
+            made = value.detach().clone()
+            for place, token in pairs:
+                made.view(-1)[place] = token
+            yield self._space.replaced(base, {label: made})
 
 
 def _place_of(taken: tuple[Any, ...]) -> tuple[Any, ...]:
     choice, *turn, side = taken
     return choice.file, choice.span, choice.kind, *turn, not side
+
+
+def _side_of(taken: Answers) -> tuple[str, str, str, int, bool, str, tuple[int, ...]]:
+    """Return the fields of `Unfound` that tell a side."""
+    choice, path, iteration, side = taken
+    return choice.kind, choice.text, choice.file, choice.line, side, path, iteration
 
 
 def _numeric(value: Any, has_slope: bool) -> Any:
@@ -909,7 +879,7 @@ class Find(Unfound):
 _SHOWN = 40
 
 
-class Exploration(Sequence[Find]):
+class Exploration(Listing[Find]):
     """The result of a search: a list of finds that prints as a table.
 
     Attributes:
@@ -922,7 +892,7 @@ class Exploration(Sequence[Find]):
     def __init__(
         self, finds: Sequence[Find], not_found: Sequence[Unfound], runs: int, seconds: float
     ) -> None:
-        self._finds = list(finds)
+        super().__init__(finds)
         self.not_found: list[Unfound] = list(not_found)
         self.runs = runs
         self.seconds = seconds
@@ -932,18 +902,6 @@ class Exploration(Sequence[Find]):
         """The inputs, as (args, kwargs), each once, without those with which the model raises."""
         found = {find.run: (find.args, find.kwargs) for find in self if not find.raised}
         return list(found.values())
-
-    @overload
-    def __getitem__(self, index: int) -> Find: ...
-    @overload
-    def __getitem__(self, index: slice) -> Exploration: ...
-    def __getitem__(self, index: int | slice) -> Find | Exploration:
-        if isinstance(index, slice):
-            return Exploration(self._finds[index], self.not_found, self.runs, self.seconds)
-        return self._finds[index]
-
-    def __len__(self) -> int:
-        return len(self._finds)
 
     @property
     def _head(self) -> str:
@@ -978,9 +936,6 @@ class Exploration(Sequence[Find]):
         which = "that plain Python values decide, or that no run has come to"
         return [f"not found either: {counted(count, 'side')} {which}"] if count else []
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def __str__(self) -> str:
         parts = [f"{title}:\n{table}" for title, table in self._tables("simple")]
         return "\n\n".join([self._head, *parts, *self._foot])
@@ -1000,7 +955,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class AskedTruth:
     """A truth that a run asked for.
 
     Attributes:
@@ -1036,7 +991,7 @@ class Question:
             for choice, side in decided
         ]
 
-    def leads_to(self, other: Question | Formula) -> bool:
+    def leads_to(self, other: AskedTruth | Formula) -> bool:
         """Return whether a later question is only asked because of the answer to this one."""
         mine, running = self.around[0]
         if mine == other.around[0][0] and running == other.around[0][1]:
@@ -1067,16 +1022,16 @@ class CandidateRun:
         formulas: conditions that were read from the source.
     """
 
-    candidate: Candidate
+    candidate: TrialInput
     recording: Recording | None = None
     raised: str = ""
-    questions: dict[Key, Question] = field(default_factory=dict)
+    questions: dict[Key, AskedTruth] = field(default_factory=dict)
     taken: set[Answers] = field(default_factory=set)
     under: set[tuple[Choice, str, bool]] = field(default_factory=set)
     formulas: dict[Key, Formula | None] = field(default_factory=dict)
     _recorded: Recorded | None = None
 
-    def question_of(self, key: Key) -> Question | Formula | None:
+    def question_of(self, key: Key) -> AskedTruth | Formula | None:
         """Return a question; None if the run did not come to it."""
         if self.recording is None or type(key[0]) is not Choice:
             return self.questions.get(key)
@@ -1087,26 +1042,16 @@ class CandidateRun:
 
 
 class Subject:
-    """A model, which each run finds as it was at the beginning. A context manager."""
+    """A model, which each run finds as it was at the beginning."""
 
-    def __init__(self, model: Callable[..., Any], space: Space) -> None:
-        self._model = model
-        self._space = space
+    def __init__(self, model: Callable[..., Any], space: Space, before: PreservedState) -> None:
+        self._model, self._space, self._before = model, space, before
         self._signature = Signature(model)
         self._sites: dict[tuple[int, str], tuple[Site, set[tuple[Choice, str, bool]]]] = {}
         self._codes: set[CodeType] = set()
         self.functions: dict[tuple[str, Any], None] = {}
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Subject:
-        self._stack.enter_context(alone("a search for inputs"))
-        self._before = self._stack.enter_context(PreservedState(self._model))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
-
-    def run(self, candidate: Candidate) -> CandidateRun:
+    def run(self, candidate: TrialInput) -> CandidateRun:
         """Run the model itself on a candidate, and see which sides it takes."""
         self._before.rewind()
         args, kwargs = candidate.copied()
@@ -1140,7 +1085,7 @@ class Subject:
             place, running, scope = user_code(guard.scope, guard.site)
             event = events.get(number)
             decides = event is not None and event.is_condition
-            question = Question(
+            question = AskedTruth(
                 (*key, asked[key]), guard, ((place, running), *around[1:]), scope.path,
                 event.iteration if event is not None else (), decides,
             )  # fmt: skip

@@ -13,24 +13,25 @@ from torch import Tensor
 from bendtrace._trace import Trace
 from bendtrace.debug.visit import (
     Edit,
-    Event,
+    EventVisit,
     Frame,
     Looks,
+    RunEvent,
     Start,
     ValueCache,
-    Visit,
     cannot,
     require_tensor,
     text_of,
 )
 from bendtrace.engine.global_state import GlobalState
-from bendtrace.errors import BendtraceError, InputError, NodePathError
+from bendtrace.errors import BendtraceError, InputError, NodePathError, NondeterminismError
 from bendtrace.flow import FlowStep
 from bendtrace.insert.resolver import describe_where, node_name_of, resolve_meaning
 from bendtrace.log.capture import aligned_copy, materialize, tensors_in
 from bendtrace.log.entries import Source
 from bendtrace.log.names import Names, call_around, holders_of, near_names, passes_of
 from bendtrace.log.nodes import Pass, Registry, TreeNode
+from bendtrace.python.checks import required_int
 from bendtrace.python.places import is_file, place_text, read_place
 from bendtrace.python.sites import Place, Site
 from bendtrace.record.recorder import Recording
@@ -39,6 +40,7 @@ from bendtrace.show.viewer import step_html, viewer_frame
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.tape import ModuleCall, OpKind, Tape
+from bendtrace.watch.draws import RandomStates
 
 _AROUND = 3  # events that are printed before and after the position
 
@@ -92,7 +94,7 @@ class SteppedRun:
         registry: Registry,
         budget: int,
     ) -> None:
-        _require_budget(budget, "bytes")
+        required_int("budget", budget, 0)
         if has_lazy_modules(function):
             raise cannot("the model has lazy modules: call it once first")
         self._function = function
@@ -105,7 +107,7 @@ class SteppedRun:
         self._edits: dict[int, Edit] = {}
         # The changes with which a question had another answer, by its number and that answer.
         self._others: dict[int, dict[str, dict[int, Edit]]] = {}
-        self._events: list[Event] = []
+        self._events: list[RunEvent] = []
         self._recording: Recording | None = None
         self._is_complete = False
         self._output: Any = None
@@ -145,7 +147,7 @@ class SteppedRun:
         """
         if (place is None) == (line is None):
             raise InputError("goto takes a place, or line=")
-        self.position = self._numbers(place if line is None else Line("", line))[0]
+        self.position = self._numbers(place if line is None else SourceLine("", line))[0]
         return self
 
     def forward(self, n: Any = 1) -> SteppedRun:
@@ -224,12 +226,9 @@ class SteppedRun:
             return self._answer(number)
         if edit is not None and edit.element == element:
             return aligned_copy(edit.value.detach())
-        if event.index in self._kept:
-            found = self._kept.get(event.index)
-        else:
-            found = self._visit(min(number + 1, len(self._events)), {event.index}).found[
-                event.index
-            ]
+        index, stop = event.index, min(number + 1, len(self._events))
+        is_kept = index in self._kept
+        found = self._kept.get(index) if is_kept else self._visit(stop, {index}).found[index]
         for key in element:
             found = found[key]
         for tensor in tensors_in(found):
@@ -237,9 +236,7 @@ class SteppedRun:
         return found
 
     def _answer(self, number: int) -> Any:
-        if number in self._edits:
-            return self._edits[number].value
-        return self._require_recording().tape.guards[self._events[number].index].answer
+        return _answer_in(self._require_recording().tape, self._events, self._edits, number)
 
     @property
     def output(self) -> Any:
@@ -398,7 +395,7 @@ class SteppedRun:
             >>> "tensor (2,) float32: [1, 1]" in run.to_html()
             True
         """
-        _require_budget(budget, "characters")
+        required_int("budget", budget, 0)
         shown = self._shown
         if shown is None or shown["budget"] != budget or not shown["has_all"]:
             shown = self._shown = self._to_show(budget)
@@ -417,10 +414,26 @@ class SteppedRun:
                 other._recording = None
                 sides[number].append(self._record_looks(other, left, number))
                 left -= sides[number][-1].looks.size
-        data = step_data(now, trace.flow_steps, sides, budget)
+        rows = _Rows(trace.flow_steps)
         every = [now, *(side for found in sides.values() for side in found)]
-        data["has_all"] = all(len(each.looks.frames) == len(each.events) for each in every)
-        return data
+        return {
+            "budget": budget,
+            "events": rows.of(now, 0, {}),
+            "end": now.end,
+            "sides": [
+                {
+                    "at": number,
+                    "answer": text_of(side.answer(number)),
+                    "events": rows.of(side, number + 1, _lines(side, number)),
+                    "end": side.end,
+                }
+                for number, found in sides.items()
+                for side in found
+            ],
+            "frames": rows.frames,
+            "texts": rows.texts,
+            "has_all": all(len(each.looks.frames) == len(each.events) for each in every),
+        }
 
     @staticmethod
     def _record_looks(run: SteppedRun, budget: int, centre: int) -> Version:
@@ -455,15 +468,17 @@ class SteppedRun:
     def _visit(
         self, stop: int | None, wanted: Iterable[int] = (), leaves: bool = False,
         looks: Looks | None = None,
-    ) -> Visit:  # fmt: skip
+    ) -> EventVisit:  # fmt: skip
         """Run the model's Python up to some event, with known values handed over."""
         if self._is_finished:
             raise InputError("this run is finished: begin a new one to look at it again")
         before = self._recording
         tape = None if before is None else before.tape
         known: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
-        visit = Visit(self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks)
-        around, context = self._start.random_now(), ContextSwitch()
+        visit = EventVisit(
+            self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks
+        )
+        around, context = RandomStates(self._start.generators), ContextSwitch()
         self._start.begin()
         try:
             context.to(self._global_state.context)
@@ -505,10 +520,14 @@ class SteppedRun:
         finally:
             around.restore()
 
-    def _judge(self, visit: Visit, recording: Recording) -> None:
+    def _judge(self, visit: EventVisit, recording: Recording) -> None:
         if visit.refusal:
             raise cannot(visit.refusal)
-        visit.require_same()
+        if visit.went_astray:
+            raise NondeterminismError(
+                "the model did not do the same again that it did before from the same start: "
+                + visit.went_astray
+            )
         if visit.frames is None:
             tape = recording.tape
             reasons = list(tape.blockers)
@@ -572,9 +591,9 @@ class SteppedRun:
         return number
 
     @property
-    def _places(self) -> Places:
+    def _places(self) -> PlaceEvents:
         self._complete()
-        return Places(self._function, self.trace, self._events)
+        return PlaceEvents(self._function, self.trace, self._events)
 
     # Printing
 
@@ -603,11 +622,6 @@ class SteppedRun:
         return "\n".join(lines)
 
 
-def _require_budget(budget: int, of: str) -> None:
-    if type(budget) is not int or budget < 0:
-        raise InputError(f"budget has to be a number of {of}, not {budget!r}")
-
-
 # What the page of a stepped run has: events, what is seen at each, changes, and other sides.
 
 
@@ -624,7 +638,7 @@ class Version(NamedTuple):
     """
 
     recording: Recording
-    events: Sequence[Event]
+    events: Sequence[RunEvent]
     edits: Mapping[int, Edit]
     own_answers: Mapping[int, Any]
     looks: Looks
@@ -632,42 +646,22 @@ class Version(NamedTuple):
 
     def answer(self, number: int) -> Any:
         """Return the answer to a question."""
-        if number in self.edits:
-            return self.edits[number].value
-        return self.recording.tape.guards[self.events[number].index].answer
+        return _answer_in(self.recording.tape, self.events, self.edits, number)
+
+    @property
+    def end(self) -> dict[str, str]:
+        """The text of its output, or of its error."""
+        error = self.recording.error
+        if error is not None:
+            return {"error": f"{type(error).__name__}: {error}"[:1000]}
+        return {"output": text_of(self.output)}
 
 
-def step_data(
-    version: Version, steps: Sequence[FlowStep], sides: Mapping[int, Sequence[Version]], budget: int
-) -> dict[str, Any]:
-    """Return the data that the viewer needs, besides the log, to step through a run."""
-    rows = _Rows(steps)
-    events = rows.of(version, 0, {})
-    others = [
-        {
-            "at": number,
-            "answer": text_of(side.answer(number)),
-            "events": rows.of(side, number + 1, _lines(side, number)),
-            "end": _end(side),
-        }
-        for number, found in sides.items()
-        for side in found
-    ]
-    return {
-        "budget": budget,
-        "events": events,
-        "end": _end(version),
-        "sides": others,
-        "frames": rows.frames,
-        "texts": rows.texts,
-    }
-
-
-def _end(version: Version) -> dict[str, str]:
-    error = version.recording.error
-    if error is not None:
-        return {"error": f"{type(error).__name__}: {error}"[:1000]}
-    return {"output": text_of(version.output)}
+def _answer_in(
+    tape: Tape, events: Sequence[RunEvent], edits: Mapping[int, Edit], number: int
+) -> Any:
+    """Return the answer to a question in a run, which may be given by hand."""
+    return edits[number].value if number in edits else tape.guards[events[number].index].answer
 
 
 class _Rows:
@@ -709,17 +703,14 @@ class _Rows:
             if hasattr(tape.ops[event.index].meta, "shape"):
                 row["change"] = f"run.set({number}, torch.zeros_like(run.value({number})))"
         else:
-            answer = version.answer(number)
+            answer, steps = version.answer(number), self._steps.get(event.index, ())
             # A number has many others, so the present one is there to be edited.
             other = not answer if type(answer) is bool else answer
             row |= {
                 "name": "" if place is None else place.text,
                 "answer": text_of(answer),
                 "change": f"run.answer({number}, {_answer_text(other)})",
-                "step": next(
-                    (n for n, step in self._steps.get(event.index, ()) if is_of(step, event, tape)),
-                    None,
-                ),
+                "step": next((n for n, step in steps if is_of(step, event, tape)), None),
             }
         if number in version.edits:
             row["given"] = text_of(version.edits[number].value)
@@ -728,26 +719,21 @@ class _Rows:
         if number in looks.frames:
             row["frames"] = tuple(map(self._frame, looks.frames[number]))
         if number in looks.results:
-            row["result"] = self._number(self.texts, looks.results[number])
+            row["result"] = self._number(looks.results[number])
         return row
 
     def _frame(self, frame: Any) -> int:
         if frame not in self._places:
             self._places[frame] = len(self.frames)
-            self.frames.append(
-                {
-                    "source": Source(frame.file, frame.line, frame.function, "", ""),
-                    "variables": tuple(
-                        (name, self._number(self.texts, text)) for name, text in frame.variables
-                    ),
-                }
-            )
+            variables = tuple((name, self._number(text)) for name, text in frame.variables)
+            source = Source(frame.file, frame.line, frame.function, "", "")
+            self.frames.append({"source": source, "variables": variables})
         return self._places[frame]
 
-    def _number(self, rows: list[str], text: str) -> int:
+    def _number(self, text: str) -> int:
         if text not in self._places:
-            self._places[text] = len(rows)
-            rows.append(text)
+            self._places[text] = len(self.texts)
+            self.texts.append(text)
         return self._places[text]
 
 
@@ -772,7 +758,7 @@ def _answer_text(answer: Any) -> str:
 # What the places of a stepped run are called: questions, lines, nodes, modules and layers.
 
 
-class Line(NamedTuple):
+class SourceLine(NamedTuple):
     """A line of a file, or of any file if `file` is ""."""
 
     file: str
@@ -782,7 +768,7 @@ class Line(NamedTuple):
         return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
 
 
-def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
+def places_of(event: RunEvent, tape: Tape) -> tuple[Place, ...]:
     """Return where an event is, out to the code of the model that called it."""
     records: Sequence[Any] = tape.ops if event.kind == "op" else tape.guards
     site: Site | None = records[event.index].site
@@ -795,13 +781,13 @@ def places_of(event: Event, tape: Tape) -> tuple[Place, ...]:
         site, scope = scope.site, scope.parent
 
 
-def place_of(event: Event, tape: Tape) -> Place | None:
+def place_of(event: RunEvent, tape: Tape) -> Place | None:
     """Return where an event is in the code of the model, or else in torch's; None if unknown."""
     places = places_of(event, tape)
     return next((each for each in places if not each.in_torch), places[0] if places else None)
 
 
-def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
+def is_of(step: FlowStep, event: RunEvent, tape: Tape) -> bool:
     """Return whether an event is the question of a flow step."""
     if event.kind != "question" or event.index != step.guard:
         return False
@@ -811,10 +797,10 @@ def is_of(step: FlowStep, event: Event, tape: Tape) -> bool:
     return not places or any((each.file, each.function, each.line) == asked for each in places)
 
 
-class Places:
+class PlaceEvents:
     """Finds the events of a place in a run."""
 
-    def __init__(self, function: Callable[..., Any], trace: Trace, events: list[Event]) -> None:
+    def __init__(self, function: Callable[..., Any], trace: Trace, events: list[RunEvent]) -> None:
         self._known = _SoleRun(function, trace)
         self._trace = trace
         self._tape = trace._recording.tape
@@ -947,12 +933,12 @@ class Places:
         return resolution.places
 
 
-def _line(place: Any) -> Line | None:
-    if isinstance(place, Line):
+def _line(place: Any) -> SourceLine | None:
+    if isinstance(place, SourceLine):
         return place
     found = read_place(place) if isinstance(place, str) else None
     # `layers.relu:2` is a pass of an op.
-    return Line(*found) if found and found[0].endswith((".py", ">", "]")) else None
+    return SourceLine(*found) if found and found[0].endswith((".py", ">", "]")) else None
 
 
 class _SoleRun:

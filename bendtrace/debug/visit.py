@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.debug.preserved_state import ModelState
-from bendtrace.errors import InputError, NondeterminismError
+from bendtrace.errors import InputError
 from bendtrace.log.capture import aligned_copy, lazily_copied, materialize, tensors_in
 from bendtrace.python.compare import same_bits
 from bendtrace.python.sites import BEHIND, PACKAGE, TORCH
@@ -53,7 +53,7 @@ _UNCOUNTED = ("batch_norm", "instance_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RunEvent:
     """A step of a run, before which the run can stop.
 
     Attributes:
@@ -104,7 +104,7 @@ class Edit:
         return made
 
 
-class Visit:
+class EventVisit:
     """An `Inserter` that counts what a run does, and stops before some event.
 
     Args:
@@ -133,7 +133,7 @@ class Visit:
         self,
         start: Start,
         kept: ValueCache,
-        known: tuple[Sequence[Event], Sequence[Op], Sequence[Guard]],
+        known: tuple[Sequence[RunEvent], Sequence[Op], Sequence[Guard]],
         edits: Mapping[int, Edit],
         stop: int | None,
         wanted: Container[int],
@@ -148,7 +148,7 @@ class Visit:
         self._looks = looks
         self._ended = False
         self.pending: list[Sequence[Any]] = []
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
         self.own_answers: dict[int, Any] = {}
         self.frames: tuple[Frame, ...] | None = None
         self.found: dict[int, Any] = {}
@@ -162,7 +162,7 @@ class Visit:
         self._stage = stage
         self._ops: list[Op] = stage.tape.ops
         stage.answer_with(self._question)
-        stage.hand_over(Handed(self._kept))
+        stage.hand_over(HandedValues(self._kept))
 
     def starts(self, args: Any, kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Leave the arguments as they are (see `Inserter`)."""
@@ -191,7 +191,10 @@ class Visit:
             return run(function, args, kwargs, frame)
         self._arrive(frame)
         with torch._C.DisableTorchFunction():
-            self._refuse(self._start.before(function, args, kwargs))
+            self.refusal = self._start.before(function, args, kwargs)
+            if self.refusal:
+                self._ended = True
+                raise StopRun
             if "out" in kwargs or table_name(function).startswith(("resize", "set_")):
                 for tensor in tensors_in((args, kwargs)):
                     materialize(tensor)
@@ -205,7 +208,7 @@ class Visit:
         if op is None:
             return out
         number = len(self.events)
-        self.events.append(Event("op", op.index, position))
+        self.events.append(RunEvent("op", op.index, position))
         self._compare(number, op)
         with torch._C.DisableTorchFunction():
             if op.index in self._wanted:
@@ -241,7 +244,7 @@ class Visit:
             return answer
         self._arrive(sys._getframe(1))  # from here outwards: the frame that asks is among them
         number, tape = len(self.events), self._stage.tape
-        self.events.append(Event("question", len(tape.guards) - 1, len(tape.ops)))
+        self.events.append(RunEvent("question", len(tape.guards) - 1, len(tape.ops)))
         edit = self._edits.get(number)
         if edit is not None:
             self.own_answers[number] = plain(answer) if type(answer) in TRACED else answer
@@ -270,11 +273,6 @@ class Visit:
             with torch._C.DisableTorchFunction():
                 call_silently(self._looks.take, (len(self.events), _frames_of_model(frame)), {})
 
-    def _refuse(self, why: str) -> None:
-        if why:
-            self._ended, self.refusal = True, why
-            raise StopRun
-
     def _compare(self, number: int, now: Op | Guard) -> None:
         """End a run that takes another step than before."""
         events, ops, guards = self._known
@@ -291,24 +289,13 @@ class Visit:
             self.went_astray = f"event {number} is {now!r} and was {before!r}"
             raise StopRun
 
-    def require_same(self) -> None:
-        """Raise if the run took another step than before."""
-        if self.went_astray:
-            raise NondeterminismError(
-                "the model did not do the same again that it did before from the same start: "
-                + self.went_astray
-            )
-
     def _exchanged(self, edit: Edit, out: Any, element: tuple[Any, ...], frame: FrameType) -> Any:
         """Return the result of an op with the given value in it."""
         if not element:
             return self._stage.gate(edit, (out,), frame)
         items = list(out)
         items[element[0]] = self._exchanged(edit, items[element[0]], element[1:], frame)
-        kind = type(out)
-        if issubclass(kind, tuple) and hasattr(out, "_fields"):
-            return kind(*items)
-        return kind(items)
+        return type(out)(*items) if hasattr(out, "_fields") else type(out)(items)
 
     # Looking
 
@@ -460,7 +447,7 @@ class ValueCache:
         heapq.heapify(self._ranks)
 
 
-class Handed(dict[int, Any]):
+class HandedValues(dict[int, Any]):
     """The kept values as a recorder takes them: each is copied when it is asked for."""
 
     def __init__(self, kept: ValueCache) -> None:
@@ -495,10 +482,6 @@ class Start(ModelState):
         super().__init__(function, bound, lambda reasons: cannot("; ".join(reasons)))
         self.require_restorable()
         self._random = RandomStates(self.generators)
-
-    def random_now(self) -> RandomStates:
-        """Return the states of the generators now."""
-        return RandomStates(self.generators)
 
     def begin(self) -> None:
         """Have a run begin here."""

@@ -43,7 +43,7 @@ from bendtrace.export.conditions import (
 )
 from bendtrace.export.insertions import Insertions
 from bendtrace.export.machine import Machine, cite, lengths_in, parameters_in, refuse
-from bendtrace.export.writer import BODY, Unseen, Written, write
+from bendtrace.export.writer import BODY, ProgramWriter, Unseen, Written
 from bendtrace.log.entries import counted
 from bendtrace.python.internals import TorchDispatchMode, internal, pytree
 from bendtrace.python.results import can_exchange
@@ -288,8 +288,7 @@ def _export(
     head = _head(names, len(args))
     positions = [names.index(name) for name in signature.arrange(args, kwargs)[0]]
     own = {id(tensor): f"_i{names.index(name)}" for name, tensor in added.items()}
-    write_with = functools.partial(write, machine, positions, head, state, own)
-    written = write_with(False)
+    written = ProgramWriter(machine, positions, state, own, False).write(head)
     never = [one for one in written.unseen if one.seen]
     if never and unseen == "error":
         listed = "\n".join(f"    {one}" for one in never)
@@ -346,7 +345,8 @@ def _export(
     if target == "pt2":
         targets.save_program(program, to, check)
     else:
-        checked = write_with(target == "onnx", in_file)
+        checker = ProgramWriter(machine, positions, state, own, target == "onnx")
+        checked = checker.write(head, in_file)
         traced = _trace_program(checked, head, args, kwargs, common, [(above, is_fixed)])[0]
         compares = Fact.IDENTITY in facts
         arguments = arguments_of(args, kwargs, compares)

@@ -37,7 +37,7 @@ from bendtrace.tape.guards import (
     TruthGuard,
     ValueGuard,
 )
-from bendtrace.tape.tape import Guard, Op, OpKind, Tape, TensorMeta, Use, refs_in
+from bendtrace.tape.tape import Container, Guard, Op, OpKind, Tape, TensorMeta, Use, refs_in
 from bendtrace.watch.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
@@ -73,7 +73,7 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Number:
+class Numeral:
     """A number out of a tensor, as a tensor without dimensions.
 
     Attributes:
@@ -117,7 +117,7 @@ class Outdated:
 
 
 @dataclass(frozen=True)
-class Several:
+class Several(Container):
     """A tuple, a list or a dict of values.
 
     Attributes:
@@ -130,8 +130,16 @@ class Several:
     keys: tuple[Any, ...] = ()
     kind: type = tuple
 
+    def inside(self) -> tuple[Value, ...]:
+        """Return the values."""
+        return self.items
 
-Value: TypeAlias = "Tensors | Number | Static | Constant | Outdated | Several"
+    def with_inside(self, *inside: Value) -> Several:
+        """Return the same with other values."""
+        return replace(self, items=inside)
+
+
+Value: TypeAlias = "Tensors | Numeral | Static | Constant | Outdated | Several"
 
 
 def parameters_in(kind: type, attributes: Mapping[Any, Any]) -> dict[str, Any]:
@@ -142,22 +150,6 @@ def parameters_in(kind: type, attributes: Mapping[Any, Any]) -> dict[str, Any]:
     if inspect.signature(kind).parameters.keys() - names - {"validate_args"}:
         return {}
     return {name: attributes[name] for name in names if name in attributes}
-
-
-def leaves(value: Value) -> Iterator[Value]:
-    """Yield the leaves of a value."""
-    if isinstance(value, Several):
-        for item in value.items:
-            yield from leaves(item)
-    else:
-        yield value
-
-
-def rebuilt(value: Value, change: Callable[[Value], Value]) -> Value:
-    """Return a value with other leaves, in the order of `leaves`."""
-    if isinstance(value, Several):
-        return replace(value, items=tuple(rebuilt(item, change) for item in value.items))
-    return change(value)
 
 
 # The origins of the numbers of a run: sizes of inputs, and sizes and numbers from values.
@@ -171,7 +163,7 @@ class Kind(Enum):
     VALUE = 2  # out of a tensor
 
 
-class Numbers:
+class NumberOrigins:
     """Sorts the numbers of a tape.
 
     Args:
@@ -276,14 +268,14 @@ _SIZED_BY_NUMBERS = frozenset(
 )  # fmt: skip
 
 
-class _End:
+class _EndOfRuns:
     """The state in which all runs end."""
 
     def __repr__(self) -> str:
         return "END"
 
 
-END = _End()
+END = _EndOfRuns()
 
 
 @dataclass(eq=False)
@@ -298,11 +290,11 @@ class AnalysedRun:
 
     recording: Recording
     analysis: Analysis = field(init=False)
-    numbers: Numbers = field(init=False)
+    numbers: NumberOrigins = field(init=False)
 
     def __post_init__(self) -> None:
         self.analysis = Analysis(self.recording.tape)
-        self.numbers = Numbers(self.recording.tape)
+        self.numbers = NumberOrigins(self.recording.tape)
 
     def questions(self) -> Iterator[int]:
         """Yield the guards whose answers depend on values."""
@@ -451,7 +443,7 @@ class Question:
         return f"<Question {self.place}>"
 
 
-Node: TypeAlias = "Question | _End"
+Node: TypeAlias = "Question | _EndOfRuns"
 
 
 def shape_of(meta: Any) -> tuple[int, ...]:
@@ -554,7 +546,7 @@ class Machine:
 
 
 @dataclass(eq=False)
-class Loop:
+class QuestionLoop:
     """Questions that are asked repeatedly.
 
     Attributes:
@@ -580,12 +572,16 @@ class View:
         loop: the loop, if this is one iteration of it.
     """
 
-    loop: Loop | None
+    loop: QuestionLoop | None
     sink: Any
     entry: Any
 
     def __init__(
-        self, edges: dict[Question, dict[Way, Any]], entry: Any, sink: Any, loop: Loop | None = None
+        self,
+        edges: dict[Question, dict[Way, Any]],
+        entry: Any,
+        sink: Any,
+        loop: QuestionLoop | None = None,
     ) -> None:
         self.entry, self.sink, self.loop = entry, sink, loop
         flow: nx.DiGraph[Any] = nx.DiGraph()
@@ -613,7 +609,7 @@ class View:
         return dict(nx.immediate_dominators(self._flow.reverse(copy=True), self.sink))
 
     @cached_property
-    def loops(self) -> dict[Question, Loop]:
+    def loops(self) -> dict[Question, QuestionLoop]:
         """The loops, by their headers.
 
         Raises:
@@ -642,7 +638,7 @@ class View:
             raise ExportError("a loop is entered in its middle", cycle.place)
         return {header: self._loop(header, pairs) for header, pairs in back.items()}
 
-    def _loop(self, header: Question, back: list[tuple[Question, Way]]) -> Loop:
+    def _loop(self, header: Question, back: list[tuple[Question, Way]]) -> QuestionLoop:
         body, waiting = {header}, [question for question, _ in back]
         while waiting:
             question = waiting.pop()
@@ -655,9 +651,9 @@ class View:
             for way, target in self.edges[question].items()
             if target not in body
         )
-        return Loop(header, frozenset(body), frozenset(way for _, way in back), leaving)
+        return QuestionLoop(header, frozenset(body), frozenset(way for _, way in back), leaving)
 
-    def one_round(self, loop: Loop, keep: Callable[[Way], bool]) -> View:
+    def one_round(self, loop: QuestionLoop, keep: Callable[[Way], bool]) -> View:
         """Return one iteration of a loop, with some ways; going back or leaving is its sink."""
         sink = object()
         ends = loop.again | loop.leaving
@@ -671,7 +667,7 @@ class View:
         }
         return View(edges, loop.header, sink, loop)
 
-    def without(self, loop: Loop) -> View:
+    def without(self, loop: QuestionLoop) -> View:
         """Return the same without the ways back to the header of a loop."""
         edges = {
             question: {way: target for way, target in ways.items() if way not in loop.again}
@@ -689,7 +685,7 @@ def lengths_in(recordings: Iterable[Recording]) -> frozenset[Place]:
     places: set[Place] = set()
     codes: set[CodeType] = set()
     for recording in recordings:
-        kinds = Numbers(recording.tape).kinds
+        kinds = NumberOrigins(recording.tape).kinds
         for guard in recording.tape.guards:
             place = number_place(guard) if guard.use is Use.LEN else None
             if place is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from bendtrace.export.machine import (
     AnalysedRun,
     Constant,
     Kind,
-    Number,
+    Numeral,
     Outdated,
     Several,
     Static,
@@ -29,12 +29,10 @@ from bendtrace.export.machine import (
     Value,
     cite,
     gives_rows,
-    leaves,
-    rebuilt,
 )
 from bendtrace.record.effects import makes_anew
-from bendtrace.tape.structure import Existing, Instance
-from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.tape.structure import Existing
+from bendtrace.tape.tape import Op, OpKind, Ref, TensorMeta, argument_leaves, map_leaves, refs_in
 from bendtrace.watch.functions import (
     METADATA,
     SHAPES,
@@ -43,6 +41,9 @@ from bendtrace.watch.functions import (
     display_name,
     name_of,
 )
+
+if TYPE_CHECKING:
+    from bendtrace.export.writer import ProgramWriter
 
 
 class Scope:
@@ -76,34 +77,22 @@ class SegmentOps(Expressions):
     """Writes the ops of one segment into a scope.
 
     Args:
+        writer: writes the program.
         scope: the function that receives the ops.
         run: the run of the segment.
         schedule: its ops; None for those that a question needs.
         known: the values at its start.
-        part: returns the value of an argument, or of state.
-        new: returns an unused name.
-        demand: writes an assertion, with its reason.
-        names: the values of generated names.
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        run: AnalysedRun,
-        schedule: Schedule | None,
+        self, writer: ProgramWriter, scope: Scope, run: AnalysedRun, schedule: Schedule | None,
         known: dict[int, Value],
-        part: Callable[[Any, Op | None], Value],
-        new: Callable[[str], str],
-        demand: Callable[[Scope, str, str], None],
-        names: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        names.update((k, v) for k, v in self.names.items() if k not in names)
-        self.names = names
-        self._scope, self._run, self._schedule = scope, run, schedule
+        self.names = writer.names
+        self._writer, self._scope, self._run, self._schedule = writer, scope, run, schedule
         self._ops = run.recording.tape.ops
         self.known = known
-        self._part, self._new, self._demand = part, new, demand
 
     def op(self, index: int) -> Op:
         """Return an op of the run."""
@@ -113,12 +102,7 @@ class SegmentOps(Expressions):
 
     def bound(self, value: Any) -> str:
         """Return a name that is bound to the value itself."""
-        bound = self.names.setdefault("__bound__", {})
-        name = bound.get(id(value))
-        if name is None:
-            name = bound[id(value)] = f"c{len(bound)}"
-            self.names[name] = value
-        return str(name)
+        return self._writer.bound(value)
 
     def constant(self, value: Any) -> str:
         """Return an expression for a value that does not change."""
@@ -135,7 +119,7 @@ class SegmentOps(Expressions):
             return value.name
         if isinstance(value, Static):
             return value.text
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return f"{value.name}.item()"
         if isinstance(value, Several):
             inner = ", ".join(map(self._text, value.items))
@@ -148,18 +132,18 @@ class SegmentOps(Expressions):
         if type(value) is _Named:
             return value.text
         if type(value) is Existing:
-            return self._text(self._part(value.part, None))
+            return self._text(self._writer.part(value.part, None))
         return super().value(value)
 
     def value_of(self, index: int) -> Value:
         """Return the value of an op; compute it, if it was left out before."""
         op = self._ops[index]
         if index in self.known:
-            if is_outdated(self.known[index]):
-                raise ExportError(USED_LATE, cite(op))
+            if any(isinstance(leaf, Outdated) for leaf in argument_leaves(self.known[index])):
+                raise ExportError(_USED_LATE, cite(op))
             return self.known[index]
         if op.is_given:
-            found = self._part(op.target, op)
+            found = self._writer.part(op.target, op)
             self.known[index] = found
             return found
         if self._schedule is not None and index in self._schedule.same:
@@ -195,10 +179,7 @@ class SegmentOps(Expressions):
             self._emit_tensors(op)
 
     def _define(self, text: str, op: Op, prefix: str = "v") -> str:
-        name = self._new(prefix)
-        self._scope.own.add(name)
-        self._scope.add(f"{name} = {text}", op)
-        return name
+        return self._writer.define(self._scope, prefix, text, op)
 
     def _emit_element(self, op: Op) -> None:
         owner = self.value_of(op.args[0].index)
@@ -209,19 +190,21 @@ class SegmentOps(Expressions):
             row = f"torch.full((1,), {key}, device={owner.name}.device)"
             name = self._define(f"{owner.name}.index_select(0, {row}).select(0, 0)", op)
             own = self._memory(op)  # the model has a view
-            self.names["__picked__"] |= own - owner.memory
+            self._writer.picked |= own - owner.memory
             self.known[op.index] = self._unpack(name, op.meta, own | owner.memory, op)
-        elif isinstance(owner, Number) or self._ops[op.args[0].index].target is Tensor.tolist:
+        elif isinstance(owner, Numeral) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
         else:
             raise ExportError(f"an element {key!r} of {display_name(op.target)} is used", cite(op))
 
     def _emit_static(self, op: Op, varies: bool) -> None:
-        self.names["__facts__"].add(fact_of(op))
+        if (fact := fact_of(op)) is not None:
+            self._writer.facts.add(fact)
         if op.kind is OpKind.CALL and type(op.meta) is tuple:
             tensor = self.value(op.args[0])
+            word = "stride" if name_of(op.target) == "stride" else "size"
             items = tuple(
-                Static(self._define(f"{tensor}.{_size_word(op)}({dim})", op, "s"), int, varies)
+                Static(self._define(f"{tensor}.{word}({dim})", op, "s"), int, varies)
                 for dim in range(len(op.meta))
             )
             self.known[op.index] = Several(items, (), torch.Size)
@@ -252,11 +235,9 @@ class SegmentOps(Expressions):
                 "keep to tensors, or to ints, floats and bools",
                 cite(op),
             )
-        if op.kind is OpKind.CALL:
-            text = self._out_of(op, kind)
-        else:
-            text = self._arithmetic(op, kind)
-        self.known[op.index] = Number(self._define(text, op, "n"), kind)
+        is_call = op.kind is OpKind.CALL
+        text = self._out_of(op, kind) if is_call else self._arithmetic(op)
+        self.known[op.index] = Numeral(self._define(text, op, "n"), kind)
 
     def _listed(self, op: Op, index: int) -> Value:
         """Return a tensor as the list of its numbers."""
@@ -273,7 +254,7 @@ class SegmentOps(Expressions):
         def of(shape: tuple[int, ...], at: str) -> Value:
             if not shape:
                 text = f"{tensor.name}{f'[{at}]' if at else ''}.reshape(()).to({wide}, copy=True)"
-                return Number(self._define(text, op, "n"), kind)
+                return Numeral(self._define(text, op, "n"), kind)
             items = (of(shape[1:], f"{at}, {i}" if at else str(i)) for i in range(shape[0]))
             return Several(tuple(items), (), list)
 
@@ -330,7 +311,7 @@ class SegmentOps(Expressions):
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)
         if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
-            held = self._text(self._part(constant, op))
+            held = self._text(self._writer.part(constant, op))
             name = self._define(f"{held}.clone()", op)
             self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
@@ -338,32 +319,29 @@ class SegmentOps(Expressions):
             self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
             return
         text = self._gathered(op)
-        if text is not None and op.target is not Tensor.__setitem__:
+        is_stored = op.target is Tensor.__setitem__
+        if text is not None and not is_stored:
             name = self._define(text, op)
             self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
-        is_index = op.target in (Tensor.__getitem__, Tensor.__setitem__) and text is None
+        is_index = (is_stored or op.target is Tensor.__getitem__) and text is None
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
-        if text is not None:
-            pass
-        elif is_picked:
+        if is_picked:
             text = self._indexed(op)
-        else:
+        elif text is None:
             args, kwargs = self._with_tensors(op)
-            if op.target is Tensor.__setitem__:
+            if is_stored:
                 args = (*args[:2], _Named(self._assigned(op)))
             text = self.call(_like(op, args, kwargs))
-        if op.target is Tensor.__setitem__:
+        if is_stored:
             self._scope.add(text, op)
             self._outdate(op)
             return
-        name = self._new("v")
-        self._scope.own.add(name)
-        self._scope.add(f"{name} = {text}", op)
+        name = self._define(text, op)
         memory = self._memory(op)
         self._outdate(op)
         if is_picked:
-            self.names["__picked__"] |= memory - memory_of(self.value_of(op.args[0].index))
+            self._writer.picked |= memory - _memory_of(self.value_of(op.args[0].index))
         if op.writes and isinstance(op.meta, TensorMeta):
             first = op.args[0] if op.args else None
             if type(first) is Ref and first.index in op.writes:  # it gives that very tensor back
@@ -375,7 +353,7 @@ class SegmentOps(Expressions):
 
     def _unpack(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
         if isinstance(meta, TensorMeta):
-            self.names["__memory_of__"][name] = memory
+            self._writer.memory_of[name] = memory
             return Tensors(name, memory)
         if type(meta) is tuple:
             items = []
@@ -392,12 +370,11 @@ class SegmentOps(Expressions):
 
     def _memory(self, op: Op) -> frozenset[int]:
         """Return the numbers of the memory that the result of an op may have."""
-        own = frozenset({len(self.names["__memories__"])})
-        self.names["__memories__"].append(None)
+        own = self._writer.memory()
         if makes_anew(op.target) or name_of(op.target) in _ANEW or gives_nothing(op):
             return own
         for index in op.operands:
-            for leaf in leaves(self.value_of(index)):
+            for leaf in argument_leaves(self.value_of(index)):
                 if isinstance(leaf, Tensors):
                     own |= leaf.memory
         return own
@@ -407,22 +384,24 @@ class SegmentOps(Expressions):
         written_to = op.writes
         if written_to and name_of(op.target).endswith("_") and type(op.args[0]) is Ref:
             written_to = (op.args[0].index,)  # not its views among the other arguments
-        copied = self.names["__picked__"]
+        copied = self._writer.picked
         for target in written_to if copied else ():
-            written = memory_of(self.value_of(target))
-            if written & copied and not is_stored_back(op, self._ops):
-                raise ExportError(WRITTEN, cite(op))
+            written = _memory_of(self.value_of(target))
+            if written & copied and not _is_stored_back(op, self._ops):
+                raise ExportError(_WRITTEN, cite(op))
+
+            def after(leaf: Value, written: frozenset[int] = written) -> Value:
+                memory = leaf.memory if isinstance(leaf, Tensors) else frozenset()
+                return Outdated() if memory & written and memory & copied - written else leaf
+
             for index, value in self.known.items():
-                self.known[index] = mark_outdated(value, written, copied)
+                self.known[index] = map_leaves(value, after)
 
     # Numbers among the arguments of functions
 
     def _numbers(self, value: Any) -> list[int]:
-        found = []
-        for ref in refs_in(value):
-            if isinstance(self.value_of(ref.index), Number):
-                found.append(ref.index)
-        return found
+        indices = (ref.index for ref in refs_in(value))
+        return [index for index in indices if isinstance(self.value_of(index), Numeral)]
 
     def _with_tensors(self, op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of an op with tensors in the place of numbers, where that is equal.
@@ -442,14 +421,14 @@ class SegmentOps(Expressions):
         dtype, result = metas[0].dtype, getattr(op.meta, "dtype", None)
         kinds = [self.value_of(index) for index in numbers]
         fits = dtype in (torch.float32, torch.float64) and result in (dtype, torch.bool)
-        whole = all(isinstance(n, Number) and n.type is int for n in kinds)
+        whole = all(isinstance(n, Numeral) and n.type is int for n in kinds)
         fits = fits or (dtype is torch.int64 and whole and result in (dtype, torch.bool))
         if not fits:
             return op.args, op.kwargs
         made: dict[int, Ref] = {}
         for index in numbers:
             number = self.value_of(index)
-            assert isinstance(number, Number)
+            assert isinstance(number, Numeral)
             name = self._define(f"{number.name}.to({dtype})", op)
             made[index] = _Named(name)
         args = tuple(made.get(arg.index, arg) if type(arg) is Ref else arg for arg in op.args)
@@ -470,7 +449,7 @@ class SegmentOps(Expressions):
                 return self.call(op)
             indices = []
             for n, one in enumerate(keys):
-                text = self._counted(tensor, n, one, op) if n in places else f"torch.tensor({one})"
+                text = self._counted(tensor, n, one) if n in places else f"torch.tensor({one})"
                 indices.append(f"{text}.reshape(1)")
             return f"{tensor}[{', '.join(indices)},] = {self._assigned(op)}"
         # From the last one on, so that the dimensions before keep their numbers.
@@ -478,7 +457,7 @@ class SegmentOps(Expressions):
         for n in reversed(range(len(keys))):
             one = keys[n]
             if n in places:
-                at = self._counted(tensor, n, one, op)
+                at = self._counted(tensor, n, one)
                 text = f"{text}.index_select({n}, {at}.reshape(1)).select({n}, 0)"
             elif type(one) is int:
                 text = f"{text}.select({n}, {one})"
@@ -497,7 +476,7 @@ class SegmentOps(Expressions):
     def _is_index(self, ref: Ref) -> bool:
         """Return whether a value is a single index that comes out of a tensor, or is one."""
         value, meta = self.value_of(ref.index), self._ops[ref.index].meta
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return value.type is int
         return (
             isinstance(value, Tensors)
@@ -506,9 +485,9 @@ class SegmentOps(Expressions):
             and meta.dtype in (torch.int64, torch.int32)
         )
 
-    def _counted(self, tensor: str, dim: int, ref: Ref, op: Op) -> str:
+    def _counted(self, tensor: str, dim: int, ref: Ref) -> str:
         value = self.value_of(ref.index)
-        assert isinstance(value, (Number, Tensors))
+        assert isinstance(value, (Numeral, Tensors))
         name = value.name
         return f"torch.where({name} < 0, {name} + {tensor}.size({dim}), {name})"
 
@@ -526,7 +505,7 @@ class SegmentOps(Expressions):
 
     def lifted(self, value: Value, op: Op | None) -> str:
         """Return an expression for a value that is a number."""
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return value.name
         if isinstance(value, Static):
             if value.varies and value.type is int:
@@ -568,13 +547,13 @@ class SegmentOps(Expressions):
         if type(value) is not Ref:
             return type(value)
         found = self.value_of(value.index)
-        return found.type if isinstance(found, (Number, Static)) else object
+        return found.type if isinstance(found, (Numeral, Static)) else object
 
-    def _arithmetic(self, op: Op, kind: type) -> str:
+    def _arithmetic(self, op: Op) -> str:
         target, infix = op.target, INFIX.get(op.target)
         kinds = [self._type(arg) for arg in op.args]
         given = [self.lift(arg, op) for arg in op.args]
-        if all(not isinstance(self.value_of(r.index), Number) for r in refs_in(op.args)):
+        if all(not isinstance(self.value_of(r.index), Numeral) for r in refs_in(op.args)):
             given[0] = f"torch.as_tensor({given[0]})"
         if target in _COMPARISONS:
             if {int, float} <= set(kinds):
@@ -617,19 +596,18 @@ class SegmentOps(Expressions):
         for argument, kind in zip(op.args, kinds, strict=True):
             if kind is int and type(argument) is Ref:
                 number = self.value_of(argument.index)
-                if isinstance(number, Number):
+                if isinstance(number, Numeral):
                     name = number.name
                     within = f"(({name} < {_SMALL}) & ({name} > -{_SMALL}))"
-                    self._demand(self._scope, within, f"an integer in {cite(op)} is too large")
+                    self._writer.demand(
+                        self._scope, within, f"an integer in {cite(op)} is too large"
+                    )
 
     def _nonzero(self, op: Op, text: str) -> None:
         if type(op.args[1]) is Ref:
-            self._demand(
+            self._writer.demand(
                 self._scope, f"torch.as_tensor({text} != 0)", f"division by zero in {cite(op)}"
             )
-
-    def _instance(self, instance: Instance) -> str:
-        return self.value(tuple(instance.items))
 
 
 class _Named(Ref):
@@ -648,10 +626,6 @@ def _like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     made = Op(op.index, op.kind, op.target, args, kwargs, op.scope, op.site, op.context)
     made.meta = op.meta
     return made
-
-
-def _size_word(op: Op) -> str:
-    return "stride" if name_of(op.target) == "stride" else "size"
 
 
 def refusal_of(op: Op) -> str | None:
@@ -676,14 +650,10 @@ def refusal_of(op: Op) -> str | None:
         reason = None
     if reason is None and not op.context.is_usual:
         reason = f"{name} runs under autocast, in inference mode or under other settings"
-    return None if reason is None else f"{reason}: {_advice(reason)}"
-
-
-def _advice(reason: str) -> str:
-    for words, advice in _ADVICE.items():
-        if words in reason:
-            return advice
-    return "leave it out of the model for the export"
+    if reason is None:
+        return None
+    known = (advice for words, advice in _ADVICE.items() if words in reason)
+    return f"{reason}: {next(known, 'leave it out of the model for the export')}"
 
 
 _ADVICE = {
@@ -727,46 +697,24 @@ _PLAIN_ARITHMETIC = frozenset(
 # In the model, `x[n]` is a view of `x`. In a program it is a copy, as its index is a tensor.
 # Nothing tells them apart until one of them is written to in place.
 
-USED_LATE = (
+_USED_LATE = (
     "what this index out of a tensor picks is used after that tensor is written to: copy it with "
     "clone()"
 )
-WRITTEN = (
+_WRITTEN = (
     "it writes in place to what an index out of a tensor picks: compute a new value, and assign "
     "it to that index"
 )
 
 
-def memory_of(value: Value) -> frozenset[int]:
+def _memory_of(value: Value) -> frozenset[int]:
     """Return the numbers of the memory that tensors in a value may have."""
-    return frozenset().union(*(one.memory for one in leaves(value) if isinstance(one, Tensors)))
-
-
-def mark_outdated(value: Value, written: frozenset[int], picked: set[int]) -> Value:
-    """Return a value after a write, which makes copies of the written tensor outdated.
-
-    Args:
-        value: the value before.
-        written: the memory that is written to.
-        picked: the memory of all copies.
-    """
-
-    def after(leaf: Value) -> Value:
-        if isinstance(leaf, Tensors) and leaf.memory & written and leaf.memory & picked - written:
-            return Outdated()
-        return leaf
-
-    return rebuilt(value, after)
-
-
-def is_outdated(value: Value) -> bool:
-    """Return whether a part of a value is a copy of a tensor that was written to since."""
-    return isinstance(value, Outdated) or (
-        isinstance(value, Several) and any(isinstance(leaf, Outdated) for leaf in leaves(value))
+    return frozenset().union(
+        *(one.memory for one in argument_leaves(value) if isinstance(one, Tensors))
     )
 
 
-def is_stored_back(op: Op, ops: Sequence[Op]) -> bool:
+def _is_stored_back(op: Op, ops: Sequence[Op]) -> bool:
     """Return whether an in-place op belongs to an augmented assignment, such as `x[n] += 1`."""
     taken, after = op.args[0] if op.args else None, ops[op.index + 1 : op.index + 2]
     if type(taken) is not Ref or not after or after[0].target is not Tensor.__setitem__:

@@ -638,7 +638,7 @@ def _separate(module: fx.GraphModule) -> None:
             if node.target in _SAME or (node.target in _RESHAPED and _is_as_before(node)):
                 numbers[node] = numbers[node.args[0]]
                 continue
-            given = fx.map_arg((node.args, node.kwargs), lambda one: _Number(numbers[one]))
+            given = fx.map_arg((node.args, node.kwargs), lambda one: _NodeNumber(numbers[one]))
             key = node.target, repr(given)
         numbers[node] = known.setdefault(key, len(known))
     output = module.graph.output_node()
@@ -659,7 +659,7 @@ def _separate(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-class _Number(int):
+class _NodeNumber(int):
     """A number that takes the place of a node."""
 
     def __repr__(self) -> str:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
 from bendtrace.engine.analysis import GuardKind
+from bendtrace.engine.expressions import Expressions
 from bendtrace.engine.schedule import Schedule
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import Fact
@@ -30,11 +31,11 @@ from bendtrace.export.machine import (
     END,
     AnalysedRun,
     Constant,
-    Loop,
     Machine,
-    Number,
+    Numeral,
     Outdated,
     Question,
+    QuestionLoop,
     Several,
     Static,
     Tensors,
@@ -44,9 +45,7 @@ from bendtrace.export.machine import (
     cite,
     gives_rows,
     is_fixed,
-    leaves,
     parameters_in,
-    rebuilt,
     shape_of,
 )
 from bendtrace.export.ops import Scope, SegmentOps
@@ -55,7 +54,7 @@ from bendtrace.tape.captured import Access, Captured, CaptureKind, TensorFacts, 
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import LengthGuard, TruthGuard
 from bendtrace.tape.structure import Existing, FixedObject, Instance
-from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta
+from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta, argument_leaves, map_leaves
 
 # The functions for `cond` and `while_loop`: their arguments, outputs and flags.
 #
@@ -64,13 +63,12 @@ from bendtrace.tape.tape import Guard, Op, Ref, TensorMeta
 
 # What operators are given; what has another letter is closed over.
 _VARIABLE = re.compile(r"\b_[vnspaqfr]\d+\b")
+BODY = "__written__"  # the function that `forward` calls
 # Names that torch.export gives to what it adds to a program (2.13).
 _GENERATED = re.compile(
     r"(__written__|_guards_fn|((_?lifted)?_tensor(_constant)?|"
     r"(true|false|while_loop_(cond|body))_graph)_?\d+)$"
 )
-# Among the names, what is known of them.
-OWN = ("__memories__", "__bound__", "__memory_of__", "__picked__", "__facts__")
 
 
 @dataclass(frozen=True)
@@ -105,47 +103,141 @@ class Unseen:
         return self.message
 
 
-class Functions:
-    """The state of writing a function of tensors, with the functions in it.
+@dataclass(frozen=True)
+class Written:
+    """A machine as source.
+
+    Attributes:
+        text: the source of a module-level function `forward(self, ...)`.
+        names: the values of the names in it.
+        records: for each line, the op or guard that it comes from.
+        tensors: state, by the name of the attribute path in the module.
+        unseen: the sides that no input took.
+        notes: notes for the user.
+        facts: the properties of tensors that the model asks for.
+    """
+
+    text: str
+    names: dict[str, Any]
+    records: dict[int, Any]
+    tensors: dict[str, Tensor]
+    unseen: tuple[Unseen, ...]
+    notes: tuple[str, ...]
+    facts: frozenset[Fact]
+
+
+class ProgramWriter:
+    """Writes a machine as source.
 
     Args:
-        parameters: the names of the arguments, in the order in which they are bound.
+        machine: the machine.
+        positions: where each argument stands among those of a call, in the order in which they
+            are bound.
         state: the names of the model's tensors, by identity.
         given: the variables of those that are inputs.
         flagged: whether the program returns its flag, in place of assertions.
+
+    Attributes:
+        names: the values of names in the source.
+        memory_of: the memory of variables that hold tensors.
+        picked: the memory of copies that stand for views.
+        facts: the properties of tensors that the model asks for.
     """
 
     def __init__(
-        self, parameters: list[str], state: dict[int, str], given: dict[int, str], flagged: bool
-    ) -> None:
-        self._parameters, self._given = parameters, given
-        self._state = state
-        self._flagged = flagged
-        self._names: dict[str, Any] = {
-            "__memories__": [None], "__memory_of__": {}, "__picked__": set(), "__facts__": set(),
-        }  # fmt: skip
-        self._counter = 0
+        self, machine: Machine, positions: list[int], state: dict[int, str],
+        given: dict[int, str], flagged: bool,
+    ) -> None:  # fmt: skip
+        self._machine = machine
+        self._parameters = [f"_i{position}" for position in positions]
+        self._state, self._given, self._flagged = state, given, flagged
+        self.names: dict[str, Any] = Expressions().names
+        self.memory_of: dict[str, frozenset[int]] = {}
+        self.picked: set[int] = set()
+        self.facts: set[Fact] = set()
+        self._variables, self._memories = itertools.count(1), itertools.count(1)
+        self._bound: dict[int, str] = {}
         self._parts: dict[Any, Value] = {}
         self._prelude: list[str] = []
         self._tensors: dict[str, Tensor] = {}
         self._unseen: dict[Any, Unseen] = {}
         self._notes: list[str] = []
+        self._rounds: dict[QuestionLoop, Any] = {}  # what each loop began its round with
+
+    def write(
+        self, head: list[str], conditions: Mapping[str, str] = MappingProxyType({})
+    ) -> Written:
+        """Write the program.
+
+        Args:
+            head: the names of the arguments of a call.
+            conditions: what it requires of its inputs, as expressions of tensors, with their texts.
+
+        Raises:
+            ExportError: something cannot be written so.
+        """
+        machine = self._machine
+        view = machine.view
+        scope = Scope(0)
+        if self._flagged:
+            scope.flag = self._start_flag(scope)
+        for holds, text in conditions.items():
+            required = f"the program requires {text}, as in the inputs that it was exported from"
+            self.demand(scope, f"({holds})", required)
+        env = self._follow(scope, machine.begin, (), view)
+        env = self._go(scope, machine.begin.target, env, END, view)
+        output = self._output_text(env[0])
+        if self._flagged:
+            output = f"{output}, {scope.flag}"
+        scope.add(f"return {output}")
+        # The names of the arguments are the user's, and must not hide those that the body uses.
+        own = "self"
+        while own in head:
+            own += "_"
+        inner = [f"_i{position}" for position in range(len(head))]
+        lines: list[tuple[str, Any]] = [
+            (f"def {BODY}({', '.join(['self', *inner])}):", None),
+            (f"    fix(({_listed(inner)}))", None),
+            *((f"    {line}", None) for line in self._prelude),
+            *((f"    {line}", record) for line, record in scope.lines),
+            (f"def forward({', '.join([own, *head])}):", None),
+            (f"    return {own}.{BODY}({', '.join(head)})", None),
+        ]
+        text = "\n".join(line for line, _ in lines) + "\n"
+        records = {n: record for n, (_, record) in enumerate(lines, 1) if record is not None}
+        return Written(
+            text, self.names, records, self._tensors, tuple(self._unseen.values()),
+            tuple(self._notes), frozenset(self.facts),
+        )  # fmt: skip
 
     # Names
 
-    def _new(self, prefix: str) -> str:
-        self._counter += 1
-        return f"_{prefix}{self._counter}"
+    def new(self, prefix: str) -> str:
+        """Return an unused name."""
+        return f"_{prefix}{next(self._variables)}"
 
-    def _memory(self) -> frozenset[int]:
-        memories = self._names["__memories__"]
-        memories.append(None)
-        return frozenset({len(memories) - 1})
+    def define(self, scope: Scope, prefix: str, text: str, record: Any = None) -> str:
+        """Write the definition of a variable, and return its name."""
+        name = self.new(prefix)
+        scope.own.add(name)
+        scope.add(f"{name} = {text}", record)
+        return name
+
+    def bound(self, value: Any) -> str:
+        """Return a name that is bound to a value itself."""
+        name = self._bound.get(id(value))
+        if name is None:
+            name = self._bound[id(value)] = f"c{len(self._bound)}"
+            self.names[name] = value
+        return name
+
+    def memory(self) -> frozenset[int]:
+        """Return the number of memory that nothing shares so far."""
+        return frozenset({next(self._memories)})
 
     def _tensor(self, name: str, is_torn: bool = False) -> Tensors:
         """Return a tensor with its own memory."""
-        memory = self._memory()
-        self._names["__memory_of__"][name] = memory
+        memory = self.memory_of[name] = self.memory()
         return Tensors(name, memory, is_torn)
 
     def _apart(self, scope: Scope, names: list[str]) -> list[str]:
@@ -153,17 +245,14 @@ class Functions:
         taken: set[int] = set()
         found = []
         for name in names:
-            memory = self._names["__memory_of__"].get(name, frozenset())
+            memory = self.memory_of.get(name, frozenset())
             if not taken.isdisjoint(memory):
-                copy = self._new("v")
-                scope.own.add(copy)
-                scope.add(f"{copy} = {name}.clone()")
-                name = copy
+                name = self.define(scope, "v", f"{name}.clone()")
             taken |= memory
             found.append(name)
         return found
 
-    def _part(self, part: Any, op: Op | None) -> Value:
+    def part(self, part: Any, op: Op | None) -> Value:
         """Return the value of an argument, or of state."""
         if isinstance(part, Tensor):
             return self._state_of(part)
@@ -180,9 +269,9 @@ class Functions:
                     "" if op is None else cite(op),
                 )
             if key not in self._parts:
-                name = self._new("a" if part.kind is CaptureKind.TENSOR else "k")
+                name = self.new("a" if part.kind is CaptureKind.TENSOR else "k")
                 if part.kind is CaptureKind.NUMBER and part.type is int:
-                    name = self._new("s")
+                    name = self.new("s")
                 self._prelude.append(f"{name} = {self._reached(part)}")
                 is_tensor = part.kind is CaptureKind.TENSOR
                 self._parts[key] = self._tensor(name) if is_tensor else Static(name, part.type)
@@ -198,7 +287,7 @@ class Functions:
         """Return the value of a tensor that the program holds."""
         key: Any = id(tensor)
         if key not in self._parts:
-            name = self._new("p")
+            name = self.new("p")
             text = self._given.get(key)
             if text is None:
                 path = self._path(key)
@@ -232,11 +321,11 @@ class Functions:
     # Flags
 
     def _start_flag(self, scope: Scope) -> str:
-        name = self._new("f")
+        name = self.new("f")
         scope.add(f"{name} = torch.zeros((), dtype=torch.int64)")
         return name
 
-    def _demand(
+    def demand(
         self, scope: Scope, holds: str, place: str, question: Question | None = None
     ) -> None:
         """Write an assertion."""
@@ -252,7 +341,7 @@ class Functions:
             return
         if scope.flag is None:
             scope.flag = self._start_flag(scope)
-        flag, name = scope.flag, self._new("f")
+        flag, name = scope.flag, self.new("f")
         scope.add(f"{name} = torch.where(({flag} != 0) | {holds}, {flag}, {unseen.number})", record)
         scope.flag = name
         if unseen.number not in scope.asked:
@@ -260,7 +349,7 @@ class Functions:
 
     def _message(self, unseen: Unseen) -> str:
         name = f"message_{unseen.number}"
-        self._names[name] = unseen.message
+        self.names[name] = unseen.message
         return name
 
     def _take_flag(self, scope: Scope, flag: str, asked: list[int]) -> None:
@@ -274,7 +363,7 @@ class Functions:
         if scope.flag is None:
             scope.flag = flag
         else:
-            name = self._new("f")
+            name = self.new("f")
             scope.add(f"{name} = torch.where({scope.flag} != 0, {scope.flag}, {flag})")
             scope.flag = name
         scope.asked += [number for number in asked if number not in scope.asked]
@@ -287,7 +376,7 @@ class Functions:
     ) -> tuple[Value, ...]:  # fmt: skip
         """Write a question as `cond`, and return the values needed after it."""
         one, other = (Several(env) for _, env in sides)
-        kept, outputs = self._merged(scope, [side for side, _ in sides], [one, other], question)
+        kept, outputs = self._merged([side for side, _ in sides], [one, other], question)
         flagged = any(side.flag is not None for side, _ in sides)
         if not outputs and not flagged:  # a `cond` without outputs cannot be saved (torch 2.13)
             return self._after(scope, "", kept, outputs)
@@ -298,25 +387,25 @@ class Functions:
             given = self._separate_outputs(side, values, kinds)
             if flagged:
                 given.append(side.flag if side.flag is not None else self._start_flag(side))
-            side.add(f"return ({''.join(text + ', ' for text in given)})")
-            names.append(f"side{self._new('g')}")
+            side.add(f"return ({_listed(given)})")
+            names.append(f"side{self.new('g')}")
             texts.append(side)
-        free = sorted({name for side in texts for name in self._free(side)}, key=order)
+        free = sorted({name for side in texts for name in self._free(side)}, key=_order)
         for name, side in zip(names, texts, strict=True):
             self._put(scope, name, side, free, question.guard)
-        result = self._new("r")
-        operands = "".join(f"{name}, " for name in self._apart(scope, free))
+        result = self.new("r")
+        operands = _listed(self._apart(scope, free))
         scope.add(f"{result} = cond({asked}, {names[0]}, {names[1]}, ({operands}))", question.guard)
         env = self._after(scope, result, kept, outputs)
         if flagged:
-            flag = self._new("f")
+            flag = self.new("f")
             scope.add(f"{flag} = {result}[{len(outputs)}]")
             numbers = [number for side, _ in sides for number in side.asked]
             self._take_flag(scope, flag, list(dict.fromkeys(numbers)))
         return env
 
     def _merged(
-        self, scope: Scope, sides: list[Scope], values: list[Several], question: Question
+        self, sides: list[Scope], values: list[Several], question: Question
     ) -> tuple[Any, list[Any]]:
         """Merge the values of two sides, and list the outputs of each.
 
@@ -332,7 +421,7 @@ class Functions:
                 if same and len(one.items) == len(other.items):
                     items = [merge(a, b) for a, b in zip(one.items, other.items, strict=True)]
                     return one, items
-                found = [f"{value_word(each)} of {len(each.items)}" for each in (one, other)]
+                found = [f"{_value_word(each)} of {len(each.items)}" for each in (one, other)]
                 raise ExportError(
                     f"the sides go on with {' and '.join(found)}: give both the same structure, "
                     "in the same order, padded where need be",
@@ -342,12 +431,12 @@ class Functions:
                 return one, None
             if isinstance(one, Tensors) and isinstance(other, Tensors):
                 outputs.append(([one, other], None))
-            elif (kind := number_of(one, other)) is not None:
+            elif (kind := _number_of(one, other)) is not None:
                 outputs.append(([one, other], kind))
             else:
                 raise ExportError(
-                    f"one side continues with {value_word(one)}, the other with "
-                    f"{value_word(other)}: use the same kind on both sides",
+                    f"one side continues with {_value_word(one)}, the other with "
+                    f"{_value_word(other)}: use the same kind on both sides",
                     question.place,
                 )
             return len(outputs) - 1, None
@@ -383,26 +472,13 @@ class Functions:
         if isinstance(value, Tensors):
             is_new = value.name in side.own and len(value.memory) == 1
             return value.name if is_new else f"{value.name}.clone()"
-        if isinstance(value, Number):
+        if isinstance(value, Numeral):
             return f"{value.name}.clone()"
-        name = self._new("n")
         assert kind is not None
-        text = value.text if isinstance(value, Static) else repr(value.value)  # type: ignore[union-attr]
-        if isinstance(value, Static):
-            side.add(f"{name} = torch.scalar_tensor({text}, dtype={DTYPES[kind]})")
-        else:
-            side.add(f"{name} = torch.full((), {text}, dtype={DTYPES[kind]})")
-        side.own.add(name)
-        return name
+        return self.define(side, "n", _as_tensor(value, kind))
 
     def _after(self, scope: Scope, result: str, kept: Any, outputs: list[Any]) -> tuple[Value, ...]:
-        made: list[Value] = []
-        shared = shared_outputs([pair for pair, _ in outputs])
-        for place, (_, kind) in enumerate(outputs):
-            name = self._new("v" if kind is None else "n")
-            scope.own.add(name)
-            scope.add(f"{name} = {result}[{place}]")
-            made.append(self._tensor(name, place in shared) if kind is None else Number(name, kind))
+        made = self._results(scope, result, outputs)
 
         def build(structure: Any) -> Value:
             own, inner = structure
@@ -413,6 +489,19 @@ class Functions:
         found = build(kept)
         assert isinstance(found, Several)
         return found.items
+
+    def _results(
+        self, scope: Scope, result: str, outputs: Sequence[tuple[list[Value], type | None]]
+    ) -> list[Value]:
+        """Write variables for the outputs of an operator, and return their values."""
+        made: list[Value] = []
+        shared = _shared_outputs([values for values, _ in outputs])
+        for place, (_, kind) in enumerate(outputs):
+            name = self.define(scope, "v" if kind is None else "n", f"{result}[{place}]")
+            made.append(
+                self._tensor(name, place in shared) if kind is None else Numeral(name, kind)
+            )
+        return made
 
     def _free(self, scope: Scope) -> list[str]:
         """Return the variables that a function uses but does not define, in order."""
@@ -434,164 +523,6 @@ class Functions:
         for line, own in side.lines:
             scope.add(f"    {line}", own)
         scope.loops |= side.loops
-
-
-def _is_same(one: Value, other: Value) -> bool:
-    if isinstance(one, Constant) and isinstance(other, Constant):
-        return identical(one.value, other.value)  # 1, True and 1.0 are equal
-    return one == other
-
-
-def number_of(one: Value, other: Value) -> type | None:
-    """Return the common type of two numbers, if they have one."""
-    kinds = {
-        type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)
-        for value in (one, other)
-    }
-    kind = kinds.pop()
-    return kind if not kinds and kind in DTYPES else None
-
-
-def value_word(value: Value) -> str:
-    """Name a kind of value for a message."""
-    if isinstance(value, Tensors):
-        return "a tensor"
-    if isinstance(value, Constant):
-        return repr(value.value)
-    if isinstance(value, Outdated):
-        return "a part of a tensor that was written to"
-    if isinstance(value, Several):
-        return f"a {value.kind.__name__}"
-    return f"a number ({value.type.__name__})"
-
-
-def shared_outputs(outputs: list[list[Value]]) -> set[int]:
-    """Return the outputs that shared memory with each other, or with tensors outside."""
-    found: set[int] = set()
-    for place, values in enumerate(outputs):
-        mine = {m for value in values if isinstance(value, Tensors) for m in value.memory}
-        for other, others in enumerate(outputs):
-            if other != place and any(
-                isinstance(value, Tensors) and not mine.isdisjoint(value.memory) for value in others
-            ):
-                # In both sides, the same memory means the same output.
-                if not _is_same_only(values, others):
-                    found.add(place)
-    return found
-
-
-def _is_same_only(one: list[Value], other: list[Value]) -> bool:
-    return not any(
-        isinstance(a, Tensors) and isinstance(b, Tensors) and a.memory & b.memory
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def order(name: str) -> tuple[str, int]:
-    """Sort variables by letter and number."""
-    return name[1], int(name[2:])
-
-
-__all__ = ["BODY", "Unseen", "Written", "write"]
-
-
-BODY = "__written__"  # the function that `forward` calls
-
-
-@dataclass(frozen=True)
-class Written:
-    """A machine as source.
-
-    Attributes:
-        text: the source of a module-level function `forward(self, ...)`.
-        names: the values of the names in it.
-        records: for each line, the op or guard that it comes from.
-        tensors: state, by the name of the attribute path in the module.
-        unseen: the sides that no input took.
-        notes: notes for the user.
-        facts: the properties of tensors that the model asks for.
-    """
-
-    text: str
-    names: dict[str, Any]
-    records: dict[int, Any]
-    tensors: dict[str, Tensor]
-    unseen: tuple[Unseen, ...]
-    notes: tuple[str, ...]
-    facts: frozenset[Fact]
-
-
-def write(
-    machine: Machine,
-    positions: list[int],
-    head: list[str],
-    state: dict[int, str],
-    given: dict[int, str],
-    flagged: bool,
-    conditions: Mapping[str, str] = MappingProxyType({}),
-) -> Written:
-    """Write a machine as source.
-
-    Args:
-        machine: the machine.
-        positions: where each argument stands among those of a call, in the order in which they
-            are bound.
-        head: the names of the arguments of a call.
-        state: the names of the model's tensors, by identity.
-        given: the variables of those that are inputs.
-        flagged: whether the program returns its flag, in place of assertions.
-        conditions: what it requires of its inputs, as expressions of tensors, with their texts.
-
-    Raises:
-        ExportError: something cannot be written so.
-    """
-    return _Writer(machine, positions, state, given, flagged).write(head, conditions)
-
-
-class _Writer(Functions):
-    def __init__(
-        self, machine: Machine, positions: list[int], state: dict[int, str],
-        given: dict[int, str], flagged: bool,
-    ) -> None:  # fmt: skip
-        super().__init__([f"_i{position}" for position in positions], state, given, flagged)
-        self._machine = machine
-        self._rounds: dict[Loop, Any] = {}  # what each loop began its round with
-
-    def write(self, head: list[str], conditions: Mapping[str, str]) -> Written:
-        machine = self._machine
-        view = machine.view
-        scope = Scope(0)
-        if self._flagged:
-            scope.flag = self._start_flag(scope)
-        for holds, text in conditions.items():
-            required = f"the program requires {text}, as in the inputs that it was exported from"
-            self._demand(scope, f"({holds})", required)
-        env = self._follow(scope, machine.begin, (), view)
-        env = self._go(scope, machine.begin.target, env, END, view)
-        output = write_output(env[0], self._names, self._notes)
-        if self._flagged:
-            output = f"{output}, {scope.flag}"
-        scope.add(f"return {output}")
-        # The names of the arguments are the user's, and must not hide those that the body uses.
-        own = "self"
-        while own in head:
-            own += "_"
-        inner = [f"_i{position}" for position in range(len(head))]
-        lines: list[tuple[str, Any]] = [
-            (f"def {BODY}({', '.join(['self', *inner])}):", None),
-            (f"    fix(({''.join(f'{name}, ' for name in inner)}))", None),
-            *((f"    {line}", None) for line in self._prelude),
-            *((f"    {line}", record) for line, record in scope.lines),
-            (f"def forward({', '.join([own, *head])}):", None),
-            (f"    return {own}.{BODY}({', '.join(head)})", None),
-        ]
-        text = "\n".join(line for line, _ in lines) + "\n"
-        records = {n: record for n, (_, record) in enumerate(lines, 1) if record is not None}
-        names = {k: v for k, v in self._names.items() if k not in OWN}
-        return Written(
-            text, names, records, self._tensors, tuple(self._unseen.values()), tuple(self._notes),
-            frozenset(self._names["__facts__"]),
-        )  # fmt: skip
 
     # Walking
 
@@ -620,14 +551,14 @@ class _Writer(Functions):
         if len(ways) == 1:
             if is_demanded:
                 holds = self._test(scope, question, ways[0].answer, env)
-                self._demand(scope, holds, question.place, question)
+                self.demand(scope, holds, question.place, question)
                 env = self._fitted(scope, question, ways[0], env, holds)
             env = self._follow(scope, ways[0], env, view)
             return self._go(scope, view.edges[question][ways[0]], env, join, view)
         if is_demanded and scope.depth == 0 and not self._flagged:
             # Before the sides, which may not be able to compute with what they have never seen.
             tests = [self._test(scope, question, way.answer, env) for way in ways]
-            self._demand(scope, f"({' | '.join(tests)})", question.place, question)
+            self.demand(scope, f"({' | '.join(tests)})", question.place, question)
             is_demanded = False
         asked = self._test(scope, question, ways[0].answer, env)
         sides: list[tuple[Scope, tuple[Value, ...]]] = []
@@ -651,14 +582,13 @@ class _Writer(Functions):
                 taken.setdefault(value.name, shape_of(meta))
             elif isinstance(value, Static) and value.varies:
                 taken.setdefault(value.text, shape_of(meta))
-        result = self._new("r")
-        given = "".join(f"{text}, " for text in taken)
-        scope.add(f"{result} = fit(({given}), {holds}, {[*taken.values()]})", question.guard)
-        names: dict[str, str] = {}
-        for number, text in enumerate(taken):
-            names[text] = name = self._new(text[1])
-            scope.own.add(name)
-            scope.add(f"{name} = {result}[{number}]")
+        result = self.new("r")
+        sizes = [*taken.values()]
+        scope.add(f"{result} = fit(({_listed(taken)}), {holds}, {sizes})", question.guard)
+        names = {
+            text: self.define(scope, text[1], f"{result}[{number}]")
+            for number, text in enumerate(taken)
+        }
         found = list(env)
         for place, value in enumerate(env):
             if isinstance(value, Tensors) and value.name in names:
@@ -690,17 +620,13 @@ class _Writer(Functions):
         else:
             value = ops.value_of(guard.index)
             text = self._compared(ops, value, answer, guard, question, op)
-        name = self._new("n")
-        scope.own.add(name)
-        scope.add(f"{name} = {text}", guard)
-        return name
+        return self.define(scope, "n", text, guard)
 
     def _compared(
         self, ops: SegmentOps, value: Value, answer: Any, guard: Guard, question: Question, op: Op
     ) -> str:
         if isinstance(value, Several) and type(answer) is list:
-            flat = [leaf for leaf in leaves(value)]
-            wanted = _flat(answer)
+            flat, wanted = [*argument_leaves(value)], _flat(answer)
             if len(flat) != len(wanted):
                 raise ExportError("lists of different lengths are compared", question.place)
             parts = [
@@ -711,7 +637,7 @@ class _Writer(Functions):
         if isinstance(value, Tensors):
             raise ExportError("something is asked of a tensor as a whole", question.place)
         text = ops.lifted(value, op)
-        kind = value.type if isinstance(value, (Number, Static)) else object
+        kind = value.type if isinstance(value, (Numeral, Static)) else object
         if isinstance(guard, TruthGuard):
             if kind is bool:
                 return text if answer else f"{text}.logical_not()"
@@ -732,9 +658,7 @@ class _Writer(Functions):
     def _ops(
         self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, known: dict[int, Value]
     ) -> SegmentOps:
-        return SegmentOps(
-            scope, run, schedule, known, self._part, self._new, self._demand, self._names
-        )
+        return SegmentOps(self, scope, run, schedule, known)
 
     # Segments
 
@@ -752,14 +676,8 @@ class _Writer(Functions):
 
     def _segment(self, scope: Scope, way: Way, env: tuple[Value, ...]) -> tuple[Value, ...]:
         run, tape = way.run, way.run.recording.tape
-        entry = current_context()
         schedule = Schedule.of_segment(
-            run.recording,
-            run.analysis,
-            entry,
-            way.after,
-            way.stop,
-            {},
+            run.recording, run.analysis, current_context(), way.after, way.stop, {}
         )
         holes = tape.states[way.after].holes if way.after >= 0 else ()
         known = dict(zip(holes, env, strict=True))
@@ -776,7 +694,7 @@ class _Writer(Functions):
             if op is not None and position < schedule.end and op.index not in ops.known:
                 ops.emit(op)
         if way.stop is None:
-            return (output_of(run.recording.root.output, ops, self._part, self._notes),)
+            return (self._output_of(run.recording.root.output, ops),)
         return tuple(ops.handed(hole) for hole in tape.states[way.stop].holes)
 
     def _require_ranks(self, scope: Scope, ops: SegmentOps, run: AnalysedRun, number: int) -> None:
@@ -839,7 +757,7 @@ class _Writer(Functions):
             if not makes_anew(op.target) or op.writes:
                 for operand in op.operands:
                     own |= roots.get(operand, {operand})
-            roots[index] = own if own else {index}
+            roots[index] = own or {index}
             for target in op.writes:
                 for root in roots.get(target, {target}):
                     written.setdefault(root, op)
@@ -847,7 +765,7 @@ class _Writer(Functions):
             if root >= schedule.start and root not in ops.known:
                 continue
             value = ops.value_of(root)
-            for leaf in leaves(value):
+            for leaf in argument_leaves(value):
                 if isinstance(leaf, Tensors):
                     self._copy(scope, ops, leaf, op)
 
@@ -861,7 +779,7 @@ class _Writer(Functions):
         others = {
             leaf.name
             for value in ops.known.values()
-            for leaf in leaves(value)
+            for leaf in argument_leaves(value)
             if isinstance(leaf, Tensors) and leaf.memory & tensor.memory
         }
         if others - {tensor.name}:
@@ -874,17 +792,14 @@ class _Writer(Functions):
             )
         if scope.depth == 0:
             return
-        name = self._new("v")
-        scope.own.add(name)
-        scope.add(f"{name} = {tensor.name}.clone()", op)
-        copied = self._tensor(name)
+        copied = self._tensor(self.define(scope, "v", f"{tensor.name}.clone()", op))
         for index, value in ops.known.items():
-            ops.known[index] = rebuilt(value, lambda leaf: copied if leaf == tensor else leaf)
+            ops.known[index] = map_leaves(value, lambda leaf: copied if leaf == tensor else leaf)
 
     # Loops
 
     def _loop(
-        self, scope: Scope, loop: Loop, env: tuple[Value, ...], view: View
+        self, scope: Scope, loop: QuestionLoop, env: tuple[Value, ...], view: View
     ) -> tuple[Value, ...]:
         """Write a loop, and return the values needed at its header after its last iteration."""
         header = loop.header
@@ -895,18 +810,17 @@ class _Writer(Functions):
 
         def enter(leaf: Value, hole: int) -> Value:
             if isinstance(leaf, Static) and leaf.varies and header.differs(hole):
-                name = self._new("n")
-                scope.add(f"{name} = torch.scalar_tensor({leaf.text}, dtype={DTYPES[leaf.type]})")
-                leaf = Number(name, leaf.type)
+                name = self.define(scope, "n", _as_tensor(leaf, leaf.type))
+                leaf = Numeral(name, leaf.type)
             entered.append(leaf)
             if isinstance(leaf, Tensors):
-                return self._tensor(self._new("q"), leaf.is_torn)
-            if isinstance(leaf, Number):
-                return Number(self._new("q"), leaf.type)
+                return self._tensor(self.new("q"), leaf.is_torn)
+            if isinstance(leaf, Numeral):
+                return Numeral(self.new("q"), leaf.type)
             return leaf
 
         start = Several(env)
-        items = [rebuilt(item, partial(enter, hole=hole)) for hole, item in enumerate(env)]
+        items = [map_leaves(item, partial(enter, hole=hole)) for hole, item in enumerate(env)]
         carried = Several(tuple(items))
         for hole, item in enumerate(items):
             if isinstance(item, Tensors):
@@ -914,23 +828,19 @@ class _Writer(Functions):
         body = Scope(scope.depth + 1)
         old = dict(self._rounds)
         self._rounds = {**old, loop: carried.items if not is_simple else None}
-        keep = (lambda way: way not in loop.leaving) if is_simple else (lambda way: True)
-        inner = view.one_round(loop, keep)
-        if is_simple:
-            # That one of these answers was given is what the loop goes by.
-            join = inner.join(header)
-            made = self._branch(body, header, staying, carried.items, inner, join, False)
-            made = self._go(body, join, made, inner.sink, inner)
-            go: Value | None = None
-        else:
-            join = inner.join(header)
-            missing = not header.is_complete
-            ways = inner.ways(header)
-            made = self._branch(body, header, ways, carried.items, inner, join, missing)
-            made = self._go(body, join, made, inner.sink, inner)
-            go, made = made[0], made[1:]
+        inner = view.one_round(loop, lambda way: not (is_simple and way in loop.leaving))
+        join = inner.join(header)
+        # Where it is simple, that one of these answers was given is what the loop goes by.
+        missing = not is_simple and not header.is_complete
+        ways = staying if is_simple else inner.ways(header)
+        made = self._branch(body, header, ways, carried.items, inner, join, missing)
+        made = self._go(body, join, made, inner.sink, inner)
+        go: Value | None = None
+        if not is_simple:
+            go, *rest = made
+            made = tuple(rest)
         self._rounds = old
-        before, after = list(leaves(carried)), list(leaves(Several(made)))
+        before, after = list(argument_leaves(carried)), list(argument_leaves(Several(made)))
         if len(before) != len(after):
             raise ExportError(
                 "what the loop holds has another structure after each round: keep it in tensors "
@@ -944,32 +854,33 @@ class _Writer(Functions):
             if isinstance(one, Static) and isinstance(other, Static):
                 body.add(f"require({one.text} == {other.text}, {_ANOTHER!r})", header.guard)
                 continue
-            is_number = isinstance(one, Number) and number_of(one, other) is not None
+            is_number = isinstance(one, Numeral) and _number_of(one, other) is not None
             if not is_number and not (isinstance(one, Tensors) and isinstance(other, Tensors)):
                 raise ExportError(
-                    f"a loop goes on with {value_word(one)} at first and {value_word(other)} later",
+                    f"a loop goes on with {_value_word(one)} at first and "
+                    f"{_value_word(other)} later",
                     header.place,
                 )
             returned.append((first, one, other))
         params = [one.name for _, one, _ in returned]  # type: ignore[union-attr]
         inits = [first.name for first, _, _ in returned]  # type: ignore[union-attr]
-        kinds = [getattr(one, "type", None) for _, one, _ in returned]
-        given = self._separate_outputs(body, [row[-1] for row in returned], kinds)
+        outputs = [([other], getattr(one, "type", None)) for _, one, other in returned]
+        given = self._separate_outputs(
+            body, [row[-1] for row in returned], [kind for _, kind in outputs]
+        )
         test = Scope(scope.depth + 1)
         if is_simple:
             tests = [self._test(test, header, way.answer, carried.items) for way in staying]
             condition = " | ".join(tests)
         else:
-            flag = self._new("q")
+            flag = self.new("q")
             params.append(flag)
-            first_go = self._new("n")
-            scope.add(f"{first_go} = torch.ones((), dtype=torch.bool)")
-            inits.append(first_go)
+            inits.append(self.define(scope, "n", "torch.ones((), dtype=torch.bool)"))
             assert go is not None
             given.append(self._result_text(body, go, bool))
             condition = flag
         if body.flag is not None:
-            flag = self._new("q")
+            flag = self.new("q")
             params.append(flag)
             inits.append(self._start_flag(scope))
             given.append(body.flag)
@@ -977,41 +888,31 @@ class _Writer(Functions):
         if not params:
             raise ExportError("a loop changes nothing that is a tensor", header.place)
         test.add(f"return ({condition}).clone()")
-        body.add(f"return ({''.join(text + ', ' for text in given)})")
+        body.add(f"return ({_listed(given)})")
         fixed = {
             one.name: first.name
             for first, one in zip(entered, before, strict=True)
-            if isinstance(one, (Tensors, Number)) and isinstance(first, (Tensors, Number))
+            if isinstance(one, (Tensors, Numeral)) and isinstance(first, (Tensors, Numeral))
         }
         free = [n for side in (test, body) for n in self._free(side) if n not in params]
-        free = sorted(dict.fromkeys(free), key=order)
-        names = [f"test{self._new('g')}", f"round{self._new('g')}"]
+        free = sorted(dict.fromkeys(free), key=_order)
+        names = [f"test{self.new('g')}", f"round{self.new('g')}"]
         for name, side in zip(names, (test, body), strict=True):
             self._put(scope, name, side, [*params, *free], header.guard)
         scope.loops.update(params, fixed)
-        result = self._new("r")
+        result = self.new("r")
         passed = self._apart(scope, inits + [fixed.get(name, name) for name in free])
-        begin, rest, sizes = (
-            "".join(f"{name}, " for name in names)
-            for names in (passed[: len(inits)], passed[len(inits) :], map(shrinking.get, params))
+        begin, others, sizes = map(
+            _listed, (passed[: len(inits)], passed[len(inits) :], map(shrinking.get, params))
         )
         scope.add(
-            f"{result} = while_loop({names[0]}, {names[1]}, ({begin}), ({rest}), ({sizes}))",
+            f"{result} = while_loop({names[0]}, {names[1]}, ({begin}), ({others}), ({sizes}))",
             header.guard,
         )
-        ends: dict[Value, Value] = {}
-        shared = shared_outputs([[other] for _, _, other in returned])
-        for place, (_, one, _) in enumerate(returned):
-            name = self._new("v" if isinstance(one, Tensors) else "n")
-            scope.own.add(name)
-            scope.add(f"{name} = {result}[{place}]")
-            ends[one] = (
-                self._tensor(name, place in shared)
-                if isinstance(one, Tensors)
-                else Number(name, one.type)  # type: ignore[union-attr]
-            )
+        results = self._results(scope, result, outputs)
+        ends = {one: end for (_, one, _), end in zip(returned, results, strict=True)}
         if body.flag is not None:
-            flag = self._new("f")
+            flag = self.new("f")
             scope.add(f"{flag} = {result}[{len(params) - 1}]")
             self._take_flag(scope, flag, body.asked)
         behind = iter(zip(entered, before, strict=True))
@@ -1020,9 +921,128 @@ class _Writer(Functions):
             first, one = next(behind)
             return ends.get(one, first)
 
-        found = rebuilt(start, leave)
+        found = map_leaves(start, leave)
         assert isinstance(found, Several)
         return found.items
+
+    # What the program returns: tensors, and numbers as tensors, in tuples, lists and dicts.
+
+    def _output_of(self, value: Any, ops: SegmentOps) -> Value:
+        """Return what a run gives, with its structure."""
+        kind = type(value)
+        if kind is Ref:
+            return ops.value_of(value.index)
+        if kind is Existing:
+            return self.part(value.part, None)
+        if kind is FixedObject:
+            return Constant(value.value)
+        if value is None or kind in (bool, int, float, str):
+            return Constant(value)
+        cls = kind
+        if kind in (tuple, list, dict):
+            given = value if kind is dict else dict(enumerate(value))
+        elif kind is Instance and issubclass(value.cls, tuple):
+            cls, given = tuple, dict(enumerate(value.items))
+        elif kind is Instance and issubclass(value.cls, dict):
+            cls, given = dict, value.items
+        else:
+            cls = value.cls if kind is Instance else getattr(value, "cls", kind)
+            given = parameters_in(cls, value.attributes) if kind is Instance else {}
+            if not given:
+                raise ExportError(
+                    f"the model returns a {cls.__name__}: return tensors, numbers, tuples, lists "
+                    "and dicts",
+                    "its return",
+                )
+        if kind is Instance:
+            note = f"in place of a {value.cls.__name__} it returns a "
+            self._note(note + ("tuple" if cls is tuple else "dict"))
+        inner = tuple(self._output_of(item, ops) for item in given.values())
+        return Several(inner, () if cls in (tuple, list) else tuple(given), cls)
+
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
+
+    def _output_text(self, value: Value) -> str:
+        """Return an expression for what the program returns."""
+        if isinstance(value, Tensors):
+            return value.name
+        kind = type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)
+        if kind in DTYPES:
+            self._note("numbers that it returns are tensors without dimensions")
+            return value.name if isinstance(value, Numeral) else _as_tensor(value, kind)
+        if isinstance(value, Constant):
+            return self.bound(value.value)
+        assert isinstance(value, Several), "what is outdated is refused before it is returned"
+        inner = [self._output_text(item) for item in value.items]
+        if value.kind not in (tuple, list):  # what stands for a distribution is a dict as well
+            pairs = zip(value.keys, inner, strict=True)
+            return "{" + ", ".join(f"{key!r}: {item}" for key, item in pairs) + "}"
+        return f"[{', '.join(inner)}]" if value.kind is list else f"({_listed(inner)})"
+
+
+def _listed(texts: Iterable[Any]) -> str:
+    """Return texts as the inside of a tuple."""
+    return "".join(f"{text}, " for text in texts)
+
+
+def _as_tensor(value: Value, kind: type) -> str:
+    """Return an expression for a number as a tensor without dimensions."""
+    if isinstance(value, Static):
+        return f"torch.scalar_tensor({value.text}, dtype={DTYPES[kind]})"
+    assert isinstance(value, Constant)
+    return f"torch.full((), {value.value!r}, dtype={DTYPES[kind]})"
+
+
+def _is_same(one: Value, other: Value) -> bool:
+    if isinstance(one, Constant) and isinstance(other, Constant):
+        return identical(one.value, other.value)  # 1, True and 1.0 are equal
+    return one == other
+
+
+def _number_of(one: Value, other: Value) -> type | None:
+    """Return the common type of two numbers, if they have one."""
+    kinds = {
+        type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)
+        for value in (one, other)
+    }
+    kind = kinds.pop()
+    return kind if not kinds and kind in DTYPES else None
+
+
+def _value_word(value: Value) -> str:
+    """Name a kind of value for a message."""
+    if isinstance(value, Tensors):
+        return "a tensor"
+    if isinstance(value, Constant):
+        return repr(value.value)
+    if isinstance(value, Outdated):
+        return "a part of a tensor that was written to"
+    if isinstance(value, Several):
+        return f"a {value.kind.__name__}"
+    return f"a number ({value.type.__name__})"
+
+
+def _shared_outputs(outputs: list[list[Value]]) -> set[int]:
+    """Return the outputs that shared memory with each other, or with tensors outside."""
+
+    def memory(values: Iterable[Value]) -> list[frozenset[int]]:
+        return [v.memory if isinstance(v, Tensors) else frozenset() for v in values]
+
+    known = [*map(memory, outputs)]
+    return {
+        place
+        for place, mine in enumerate(known)
+        for other, theirs in enumerate(known)
+        # In both sides, the same memory means the same output.
+        if other != place and any(a & b for a, b in zip(mine, theirs, strict=True))
+    }
+
+
+def _order(name: str) -> tuple[str, int]:
+    """Sort variables by letter and number."""
+    return name[1], int(name[2:])
 
 
 _ANOTHER = (
@@ -1035,88 +1055,3 @@ def _flat(value: Any) -> list[Any]:
     if type(value) is list:
         return [leaf for item in value for leaf in _flat(item)]
     return [value]
-
-
-# What an exported program returns: tensors, and numbers as tensors, in tuples, lists and dicts.
-
-Given: TypeAlias = Callable[[Any, Op | None], Value]
-
-
-def output_of(value: Any, ops: SegmentOps, part: Given, notes: list[str]) -> Value:
-    """Return what a run gives, with its structure."""
-    kind = type(value)
-    if kind is Ref:
-        return ops.value_of(value.index)
-    if kind in (tuple, list):
-        return Several(tuple(output_of(item, ops, part, notes) for item in value), (), kind)
-    if kind is dict:
-        items = tuple(output_of(item, ops, part, notes) for item in value.values())
-        return Several(items, tuple(value), dict)
-    if kind is Existing:
-        return part(value.part, None)
-    if kind is Instance:
-        return _instance(value, ops, part, notes)
-    if kind is FixedObject:
-        return Constant(value.value)
-    if value is None or kind in (bool, int, float, str):
-        return Constant(value)
-    raise ExportError(
-        f"the model returns a {getattr(value, 'cls', kind).__name__}: return tensors, numbers, "
-        "tuples, lists and dicts",
-        "its return",
-    )
-
-
-def _instance(value: Instance, ops: SegmentOps, part: Given, notes: list[str]) -> Value:
-    name, kind = value.cls.__name__, value.cls
-    given: Mapping[Any, Any]
-    if issubclass(kind, tuple):
-        kind, given = tuple, dict(enumerate(value.items))
-    elif issubclass(kind, dict):
-        kind, given = dict, value.items
-    else:
-        given = parameters_in(kind, value.attributes)
-        if not given:
-            raise ExportError(
-                f"the model returns a {name}: return tensors, numbers, tuples, lists and dicts",
-                "its return",
-            )
-    note = f"in place of a {name} it returns a {'tuple' if kind is tuple else 'dict'}"
-    if note not in notes:
-        notes.append(note)
-    inner = tuple(output_of(item, ops, part, notes) for item in given.values())
-    return Several(inner, () if kind is tuple else tuple(given), kind)
-
-
-def write_output(value: Value, names: dict[str, Any], notes: list[str]) -> str:
-    """Return an expression for what the program returns."""
-    note = "numbers that it returns are tensors without dimensions"
-
-    def text(value: Value) -> str:
-        if isinstance(value, Tensors):
-            return value.name
-        is_number = isinstance(value, Constant) and type(value.value) in DTYPES
-        if (is_number or isinstance(value, (Number, Static))) and note not in notes:
-            notes.append(note)
-        if isinstance(value, Number):
-            return value.name
-        if isinstance(value, Static):
-            return f"torch.scalar_tensor({value.text}, dtype={DTYPES[value.type]})"
-        if isinstance(value, Constant):
-            if is_number:
-                return f"torch.full((), {value.value!r}, dtype={DTYPES[type(value.value)]})"
-            bound = f"c_{len(names)}"
-            names[bound] = value.value
-            return bound
-        assert isinstance(value, Several), "what is outdated is refused before it is returned"
-        inner = [text(item) for item in value.items]
-        if value.kind not in (tuple, list):  # what stands for a distribution is a dict as well
-            pairs = zip(value.keys, inner, strict=True)
-            return "{" + ", ".join(f"{key!r}: {item}" for key, item in pairs) + "}"
-        return (
-            f"[{', '.join(inner)}]"
-            if value.kind is list
-            else f"({''.join(i + ', ' for i in inner)})"
-        )
-
-    return text(value)

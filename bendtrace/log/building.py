@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import operator
 from bisect import bisect_left
@@ -23,6 +24,7 @@ from bendtrace.log.entries import (
     number_type,
     tensors_of,
 )
+from bendtrace.log.nodes import Text
 from bendtrace.log.path_views import Tree
 from bendtrace.python.sites import Site
 from bendtrace.record.iterations import user_code
@@ -118,7 +120,11 @@ class _Builder:
             for index in op.writes:
                 self._writers.setdefault(index, []).append(op.index)
         self._outputs()
-        self._settle_names()
+        ordinals = itertools.count()
+        for entry, layer in self._layers:
+            entry.passes = layer.passes
+            if layer.position is not None:
+                entry.ordinal = next(ordinals)
         self._settle_parents()
         self._settle_modules(modules)
         self._settle_steps()
@@ -285,12 +291,13 @@ class _Builder:
         if call.parent is None or call.path == "":
             return  # of the traced module itself
         owner, module = call.parent, call.module
+        class_name, own = "", 0
+        if module is not None:
+            class_name = type(module).__name__
+            own = sum(p.numel() for p in module._parameters.values() if p is not None)
         entry = ModuleEntry(
-            call.path, call.number + 1, 1, type(module).__name__ if module is not None else "",
-            (self._scopes_of(owner) or ("",))[-1],
-            _own_parameters(module),
-            call.training,
-            source=self._source(owner, call.site), flow=flow,
+            call.path, call.number + 1, 1, class_name, (self._scopes_of(owner) or ("",))[-1], own,
+            call.training, source=self._source(owner, call.site), flow=flow,
         )  # fmt: skip
         into.append((call, entry))
         self.log.modules.append(entry)
@@ -346,14 +353,6 @@ class _Builder:
 
     # What is known at the end
 
-    def _settle_names(self) -> None:
-        ordinal = 0
-        for entry, layer in self._layers:
-            entry.passes = layer.passes
-            if layer.position is not None:
-                entry.ordinal = ordinal
-                ordinal += 1
-
     def _settle_parents(self) -> None:
         for entry, keys in self._parents:
             for key in keys:
@@ -382,10 +381,10 @@ class _Builder:
             self.log.step_labels.append(label)
 
     def _arguments(self, op: Op) -> str:
-        def word_of(ref: Ref) -> _Word:
+        def word_of(ref: Ref) -> Text:
             keys = self._values(ref)
             names = [self.log.places[key].label for key in keys]
-            return _Word(names[0] if len(names) == 1 else f"({', '.join(names)})")
+            return Text(names[0] if len(names) == 1 else f"({', '.join(names)})")
 
         args, kwargs = map_refs((op.args, op.kwargs), word_of)
         parts = [_text(value) for value in args]
@@ -402,16 +401,6 @@ class _Builder:
             known = Source(place.file, place.line, place.function, place.text, statement)
             self._sources[id(scope), site] = known
         return known
-
-
-class _Word:
-    """Prints without quotes."""
-
-    def __init__(self, word: str) -> None:
-        self.word = word
-
-    def __repr__(self) -> str:
-        return self.word
 
 
 _LONGEST = 200
@@ -431,10 +420,3 @@ def _use(name: str, part: Captured, entry: LayerEntry, trainable: bool) -> Param
         name, entry.shape, entry.nbytes // itemsize, entry.nbytes,
         issubclass(part.type, nn.Parameter), trainable,
     )  # fmt: skip
-
-
-def _own_parameters(module: nn.Module | None) -> int:
-    """Return how many numbers the parameters of a module itself have."""
-    if module is None:
-        return 0
-    return sum(p.numel() for p in module._parameters.values() if p is not None)

@@ -43,7 +43,7 @@ _RANDOM = re.compile(
 )
 
 
-class State(NamedTuple):
+class EarlierTensor(NamedTuple):
     """A tensor that existed before the run, at its first use in the run.
 
     Attributes:
@@ -68,11 +68,11 @@ class Store(Protocol):
     """Moves values out of memory during a run."""
 
     def add(self, name: str, tensor: Tensor) -> Any:
-        """Write a tensor; return an object that reads it back, or a `Refusal`."""
+        """Write a tensor; return an object that reads it back, or a `WriteRefusal`."""
 
 
 @runtime_checkable
-class Refusal(Protocol):
+class WriteRefusal(Protocol):
     """The reason why a tensor could not be written."""
 
     reason: str
@@ -123,7 +123,7 @@ class Capture:
         torchlens: bool = False,
     ) -> None:
         self.saved: dict[Key, Any] = {}
-        self.gradients: Gradients | None = Gradients(convert) if gradients else None
+        self.gradients: LatestGradients | None = LatestGradients(convert) if gradients else None
         self.reread: dict[tuple[int, int], Any] = {}
         self.passed: dict[tuple[int, int], Any] = {}
         self.random: dict[int, Tensor] = {}
@@ -133,7 +133,7 @@ class Capture:
         self.chosen = chosen or None
         self.torchlens: bool = torchlens
         self.stop = stop
-        self.states: dict[int, State] = {}
+        self.states: dict[int, EarlierTensor] = {}
         self.ended: str = ""
         self.error: Exception | None = None
         self.seconds: float = 0.0
@@ -242,10 +242,12 @@ class Capture:
         """Record a tensor that existed before the run."""
         self._fixed.add(storage_of(tensor))
         copy = None
-        if self.is_exact and not isinstance(tensor, nn.Parameter) and _is_small(tensor):
+        is_plain = tensor.layout is torch.strided and not tensor.is_nested
+        is_small = is_plain and tensor.numel() <= _SMALL
+        if self.is_exact and not isinstance(tensor, nn.Parameter) and is_small:
             # The run may go on to change it, as batch norm does.
             copy = aligned_copy(tensor.detach())
-        self.states[op.index] = State(weakref.ref(tensor), version_of(tensor), copy)
+        self.states[op.index] = EarlierTensor(weakref.ref(tensor), version_of(tensor), copy)
         self.marks.add_state(op, tensor)
 
     def _keep_states(self, data: Tensor) -> None:
@@ -365,34 +367,28 @@ class Capture:
         plain = (layer.name, layer.short_name)
         names = (*plain, *(f"{name}:{passed}" for name in plain))
         position = self._namer.count - 1
+        about = op, element, layer, passed, position, tensor
         if self._keys is not None:
             self._keys[id(tensor)] = (weakref.ref(tensor), key)
         if isinstance(self.chosen, Selection):
             if self.chosen.layer(names, position):
                 self._save(key, tensor)
             elif self.chosen.needs_entries:
-                entry = self._entry(op, element, layer, passed, position, tensor)
-                self._make(key, entry, tensor)
+                entry = self._entry(*about)
+                made = self._ask_functions(self.chosen, entry)
+                if made is not None:
+                    self._put(key, entry.saved if made is True else made)
+                if made is True:
+                    self._watch(key, tensor)
             if self._last.maxlen:
                 self._last.append((key, position, self._copy(tensor), tensor))
         if self.stop is None or self.ended:
             return
         met = self.stop.layer(names, position)
         if not met and self.stop.needs_entries:
-            entry = self._entry(op, element, layer, passed, position, tensor)
-            met = self._ask_functions(self.stop, entry) is not None
+            met = self._ask_functions(self.stop, self._entry(*about)) is not None
         if met:
             self._end(f"after {layer.name}", is_running=op.kind is not OpKind.INPUT)
-
-    def _make(self, key: Key, entry: LayerEntry, tensor: Tensor) -> None:
-        """Keep the result of a function for an entry."""
-        assert isinstance(self.chosen, Selection)
-        made = self._ask_functions(self.chosen, entry)
-        if made is True:
-            self._put(key, entry.saved)
-            self._watch(key, tensor)
-        elif made is not None:
-            self._put(key, made)
 
     def _ask_functions(self, selection: Selection, entry: LayerEntry) -> Any:
         """Return the results of a selection's functions for an entry; end the run if one raises."""
@@ -506,11 +502,7 @@ class Capture:
 
 def _unkept(value: Any) -> tuple[Any, str]:
     """Return a kept value, and why it could not be stored; "" if it was."""
-    return (None, value.reason) if isinstance(value, Refusal) else (value, "")
-
-
-def _is_small(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() <= _SMALL
+    return (None, value.reason) if isinstance(value, WriteRefusal) else (value, "")
 
 
 _WORDS = {"save": "'all' saves everything", "stop_after": "None runs to the end"}
@@ -668,9 +660,11 @@ class Selection:
             keys = [spec] if single else list(spec)  # type: ignore[arg-type]
         except TypeError:
             keys = [spec]
-        keys = [key.label if isinstance(key, LayerEntry) else key for key in keys]
-        keys = [_pass_name(key) if isinstance(key, ModuleEntry) else key for key in keys]
-        for key in keys:
+        for place, key in enumerate(keys):
+            if isinstance(key, LayerEntry):
+                key = keys[place] = key.label
+            if isinstance(key, ModuleEntry):
+                key = keys[place] = key.label if key.passes > 1 else key.name
             if isinstance(key, bool) or not (
                 isinstance(key, (str, int, re.Pattern, nn.Module, *_DEFERRED)) or callable(key)
             ):
@@ -678,7 +672,7 @@ class Selection:
                     "values to save are selected by names, positions, modules or functions, "
                     f"not by {key!r}"
                 )
-        modules = _module_names(model)
+        modules = None if model is None else frozenset(modules_in(model))
         self.deferred: list[_Want] = [_Want(key) for key in keys if _is_deferred(key, modules)]
         keys = [key for key in keys if all(key is not want.key for want in self.deferred)]
         self._functions = [_Want(key) for key in keys if _is_function(key)]
@@ -703,33 +697,21 @@ class Selection:
 
     def layer(self, names: tuple[str, ...], position: int) -> bool:
         """Return whether a layer is selected by its names or its position."""
-        found = False
-        for want in self._names:
-            if want.matches(names):
-                want.met = found = True
-        want_at = self._positions.get(position)
-        if want_at is not None:
-            want_at.met = found = True
-        return found
+        found = [want for want in self._names if want.matches(names)]
+        return _meet([*found, self._positions.get(position)])
 
     def from_the_end(self, position: int, count: int) -> bool:
         """Return whether a layer is selected by its position from the end."""
-        want = self._positions.get(position - count)
-        if want is not None:
-            want.met = True
-        return want is not None
+        return _meet([self._positions.get(position - count)])
 
     def module(self, module: nn.Module | None, names: tuple[str, ...]) -> bool:
         """Return whether the outputs of a module are selected."""
-        found = False
-        for want in self._names:
-            if want.matches(names):
-                want.met = found = True
+        found = [want for want in self._names if want.matches(names)]
         for want in self._modules:
             key = want.key
             if module is key or (isinstance(key, type) and isinstance(module, key)):
-                want.met = found = True
-        return found
+                found.append(want)
+        return _meet(found)
 
     def apply_functions(self, entry: LayerEntry) -> Any:
         """Return the results of the functions for an entry: True for the value, None for nothing.
@@ -751,13 +733,12 @@ class Selection:
         return [want.key for want in wants if not want.met]
 
 
-def _pass_name(entry: ModuleEntry) -> str:
-    return entry.label if entry.passes > 1 else entry.name
-
-
-def _module_names(model: Any) -> frozenset[str] | None:
-    """Return the names of the modules of a model; None if they are not needed."""
-    return None if model is None else frozenset(modules_in(model))
+def _meet(wants: Iterable[_Want | None]) -> bool:
+    """Note that requests are met; return whether there are any."""
+    found = [want for want in wants if want is not None]
+    for want in found:
+        want.met = True
+    return bool(found)
 
 
 def _is_deferred(key: Any, modules: frozenset[str] | None) -> bool:
@@ -962,7 +943,7 @@ def tensors_in(value: Any, seen: frozenset[int] = frozenset()) -> Iterator[Tenso
 MemoryKey = tuple[int, tuple[Any, ...]]
 
 
-class Gradients:
+class LatestGradients:
     """The gradients of the latest backward pass through a run.
 
     Args:

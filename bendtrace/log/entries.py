@@ -6,6 +6,7 @@ again without the model.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import operator
@@ -13,7 +14,18 @@ from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeAlias,
+    TypeVar,
+    overload,
+    runtime_checkable,
+)
 
 import torch
 from torch import Tensor, nn
@@ -584,7 +596,34 @@ def counted(number: int, noun: str) -> str:
 # A fact about entries that tables and exports show is one `LogColumn`.
 
 
-class Table(Sequence[Any]):
+_T = TypeVar("_T")
+
+
+class Listing(Sequence[_T]):
+    """The items of a result, which print together; a slice is a listing with the same facts."""
+
+    def __init__(self, items: Iterable[_T]) -> None:
+        self._items = tuple(items)
+
+    @overload
+    def __getitem__(self, index: int) -> _T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> _T | Self:
+        if not isinstance(index, slice):
+            return self._items[index]
+        part = copy.copy(self)
+        part._items = self._items[index]
+        return part
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Table(Listing[Any]):
     """Rows of a result, which print as a table.
 
     Args:
@@ -601,22 +640,16 @@ class Table(Sequence[Any]):
     def __init__(
         self, rows: Sequence[Any], formats: dict[str, Callable[[Any], str]] | None = None
     ) -> None:
-        self._rows = tuple(rows)
+        super().__init__(rows)
         self._formats = formats or {}
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def _laid_out(self, form: str) -> str:
-        if not self._rows:
+        if not self._items:
             return "none"
-        names = self._rows[0]._fields
+        names = self._items[0]._fields
         shown = [
             [self._formats.get(name, str)(value) for name, value in zip(names, row, strict=True)]
-            for row in self._rows
+            for row in self._items
         ]
         return str(tabulate.tabulate(shown, names, tablefmt=form, disable_numparse=True))
 
@@ -631,7 +664,7 @@ class Table(Sequence[Any]):
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the rows as dicts of plain values."""
-        return [row._asdict() for row in self._rows]
+        return [row._asdict() for row in self._items]
 
 
 View = Literal["ops", "frame", "chrome", "model_explorer", "tensorboard"]

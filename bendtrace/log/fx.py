@@ -90,13 +90,13 @@ def to_fx(
         raise ConversionError(f"the run cannot be repeated: {recording.tape.blockers[0]}")
     leaf = fold if callable(fold) else is_leaf_module
     folded = folding(recording, leaf) if fold else Folding()
-    return _Writer(graph, recording, folded, guards).write()
+    return _GraphWriter(graph, recording, folded, guards).write()
 
 
 _ENTERS = "enters or leaves autocast or inference mode"
 
 
-class _Writer:
+class _GraphWriter:
     def __init__(self, graph: Graph, recording: Recording, folded: Folding, guards: bool) -> None:
         self.mirror = graph
         self.tape = recording.tape
@@ -176,7 +176,7 @@ class _Writer:
                     (call.args, call.kwargs), lambda r: NodeRef(self.names[r.index])
                 )
                 node = self.fx.call_module(call.path, self._value(args), self._value(kwargs))
-                for index, path in results(call):
+                for index, path in _results(call.output):
                     taken = node
                     for key in path:
                         taken = self.fx.call_function(operator.getitem, (taken, key))
@@ -203,8 +203,14 @@ class _Writer:
     def _call(self, name: str, data: dict[str, Any]) -> None:
         args, kwargs = self._value(data["args"]), self._value(data["kwargs"])
         target = data["target"]
-        if is_function_apply(target):
-            target = _plain(target)
+        if is_function_apply(target):  # which fx cannot call by its name
+            apply = target
+
+            def target(*args: Any, **kwargs: Any) -> Any:
+                return apply(*args, **kwargs)
+
+            target.__name__ = f"apply_{apply.__self__.__name__}"
+            target.__module__ = __name__
         node = self.fx.create_node(data["op"], target, args, kwargs, name)
         self._keep(name, data, node)
 
@@ -290,17 +296,6 @@ class _Writer:
         guard = self.tape.guards[number]
         place = None if guard.site is None else user_code(guard.scope, guard.site)[0]
         return f"{guard.subject} at {place or 'an unknown place'}"
-
-
-def _plain(apply: Any) -> Any:
-    """Return a function that fx can call by its name, which `apply` of a class is not."""
-
-    def apply_function(*args: Any, **kwargs: Any) -> Any:
-        return apply(*args, **kwargs)
-
-    apply_function.__name__ = f"apply_{apply.__self__.__name__}"
-    apply_function.__module__ = __name__
-    return apply_function
 
 
 def _is_at(root: nn.Module, target: str, tensor: Any) -> bool:
@@ -395,10 +390,6 @@ def _back_to_fx(graph: Graph) -> fx.GraphModule:
     return fx.GraphModule(root, written)
 
 
-def _reference(value: Any) -> Any:
-    return NodeRef(value.name) if isinstance(value, fx.Node) else value
-
-
 def from_fx(module: fx.GraphModule) -> Graph:
     """Convert a `torch.fx.GraphModule` to a networkx graph of the same form as a mirror.
 
@@ -418,7 +409,9 @@ def from_fx(module: fx.GraphModule) -> Graph:
     graph = Graph()
     graph.graph["root"] = module
     for index, node in enumerate(module.graph.nodes):
-        args, kwargs = map_items((node.args, node.kwargs), _reference)
+        args, kwargs = map_items(
+            (node.args, node.kwargs), lambda one: NodeRef(one.name) if type(one) is fx.Node else one
+        )
         graph.add_op(
             node.name, op=node.op, target=node.target, args=args, kwargs=kwargs,
             module_path="", pass_=1, index=index, site=node.meta.get("site"), text="",
@@ -443,20 +436,13 @@ class Folding:
         yield from {id(call): call for call in self.call_of.values()}.values()
 
 
-def results(call: ModuleCall) -> Iterator[tuple[int, tuple[Any, ...]]]:
+def _results(value: Any, *path: Any) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """Yield each op in the output of a call, with the keys that lead to it."""
-    yield from _paths(call.output, ())
-
-
-def _paths(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[int, tuple[Any, ...]]]:
     if isinstance(value, Ref):
         yield value.index, path
-    elif isinstance(value, (tuple, list)):
-        for position, item in enumerate(value):
-            yield from _paths(item, (*path, position))
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _paths(item, (*path, key))
+    elif isinstance(value, (tuple, list, dict)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _results(item, *path, key)
 
 
 def folding(recording: Recording, is_leaf: Callable[[nn.Module], bool]) -> Folding:
@@ -524,7 +510,7 @@ def _is_closed(tape: Tape, call: ModuleCall, inside: set[int], users: dict[int, 
         return False
     if any(tape.ops[index].raised is not None for index in inside):
         return False
-    given = {index for index, _ in results(call)}
+    given = {index for index, _ in _results(call.output)}
     return all(index in given or users.get(index, -1) < call.stop for index in inside)
 
 

@@ -11,20 +11,10 @@ import networkx as nx
 import torch
 from torch import Tensor
 
+from bendtrace import flow
 from bendtrace.errors import ConversionError
-from bendtrace.flow import (
-    AssertFlowStep,
-    EscapeFlowStep,
-    FlowStep,
-    FlowSteps,
-    IndexFlowStep,
-    LogicalFlowStep,
-    LoopFlowStep,
-    ShapeFlowStep,
-    control_of,
-    steps_of,
-)
-from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Form, text_of
+from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep, control_of, steps_of
+from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Plainer, text_of
 from bendtrace.python.checks import free_name, required_kind
 from bendtrace.python.sites import Place, Span
 from bendtrace.record.iterations import user_code
@@ -33,7 +23,7 @@ from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Access, Captured
 from bendtrace.tape.contexts import Autocast, Context
 from bendtrace.tape.structure import Existing
-from bendtrace.tape.tape import Op, OpKind, TensorMeta, map_refs
+from bendtrace.tape.tape import Op, OpKind, TensorMeta, map_leaves, map_refs
 from bendtrace.watch.functions import name_of
 
 __all__ = ["Graph", "NodeRef", "mirror"]
@@ -126,7 +116,11 @@ class Graph(MultiDiGraph):
             used_by.setdefault(source, set()).add(user)
         for name, data in self.nodes(data=True):
             users = len(used_by.get(name, ()))
-            kind = _type_name(data)
+            kind = ""
+            if data.get("shape") is not None:
+                kind = f" : Tensor{tuple(data['shape'])}"
+            elif "value" in data:
+                kind = f" : {type(data['value']).__name__}"
             head = f"    %{name}{kind} [num_users={users}] = {data['op']}"
             target = _on_one_line(target_name(data["target"]))
             if data["op"] in ("placeholder", "get_attr"):
@@ -141,14 +135,6 @@ class Graph(MultiDiGraph):
 
 def _on_one_line(name: str) -> str:
     return name if name.isprintable() else repr(name)
-
-
-def _type_name(data: dict[str, Any]) -> str:
-    if data.get("shape") is not None:
-        return f" : Tensor{tuple(data['shape'])}"
-    if "value" in data:
-        return f" : {type(data['value']).__name__}"
-    return ""
 
 
 def _show(value: Any) -> str:
@@ -176,7 +162,7 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
             _add_argument(graph, part, recording, names, nodes, taken)
     for op in recording.plain_ops:
         if op.kind is not OpKind.INPUT and op.index not in recording.tape.counters:
-            graph.add_op(names[op.index], **_node(op, names, nodes, function))
+            graph.add_op(names[op.index], **_node(op, names, nodes))
     output = _with_nodes(recording.plain(recording.root.output), names, nodes)
     graph.add_op("output" if "output" not in taken else "output_", op="output", target="output",
                  args=(output,), kwargs={}, module_path="", index=len(names))  # fmt: skip
@@ -196,64 +182,35 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
 
 def _add_argument(
     graph: Graph, part: Captured, recording: Recording, names: list[str], nodes: dict[int, str],
-    taken: set[str],
+    taken: set[str], is_needed: bool = False,
 ) -> None:  # fmt: skip
-    """Add a placeholder, or the node that takes an item out of one."""
+    """Add a placeholder, or the node that takes an item out of one, and those around it."""
     op = next((op for op in recording.tape.ops if op.target is part), None)
-    used = op is not None
-    if part.access is not Access.ROOT and not used:
+    if part.access is not Access.ROOT and op is None and not is_needed:
         return
-    name = names[op.index] if op is not None else _free(str(part.label), taken)
+    if op is None:
+        name = re.sub(r"\W+", "_", str(part.label)).strip("_") or "arg"
+        name = free_name(f"_{name}" if name[0].isdigit() else name, taken)
+        taken.add(name)
+    else:
+        name = names[op.index]
     nodes[part.index] = name
     data: dict[str, Any] = {"kwargs": {}, "module_path": "", "pass_": 1, "site": None, "text": ""}
-    data.update(_meta(op.meta if op is not None else None), index=op.index if op else None)
+    data.update(_meta(op and op.meta), index=op and op.index)
     if part.access is Access.ROOT:
         graph.add_op(name, op="placeholder", target=part.label, args=(), **data)
         return
     holder = part.parent
     assert holder is not None
-    for missing in _missing_holders(holder, nodes):
-        nodes[missing.index] = _free(missing.label, taken)
-        plain = {
-            "kwargs": {},
-            "module_path": "",
-            "pass_": 1,
-            "site": None,
-            "text": "",
-            "index": None,
-        }
-        graph.add_op(nodes[missing.index], **_element_node(missing, nodes), **plain)
-    graph.add_op(name, **_element_node(part, nodes), **data)
-
-
-def _missing_holders(part: Captured | None, nodes: dict[int, str]) -> list[Captured]:
-    missing: list[Captured] = []
-    while part is not None and part.index not in nodes:
-        missing.insert(0, part)
-        part = part.parent
-    return missing
-
-
-def _element_node(part: Captured, nodes: dict[int, str]) -> dict[str, Any]:
-    assert part.parent is not None
+    if holder.index not in nodes:
+        _add_argument(graph, holder, recording, names, nodes, taken, is_needed=True)
     attribute = part.access in (Access.DICT, Access.ATTRIBUTE)
-    return {
-        "op": "call_function",
-        "target": getattr if attribute else operator.getitem,
-        "args": (NodeRef(nodes[part.parent.index]), part.key.name if attribute else part.key),
-    }
+    target = getattr if attribute else operator.getitem
+    args = NodeRef(nodes[holder.index]), part.key.name if attribute else part.key
+    graph.add_op(name, op="call_function", target=target, args=args, **data)
 
 
-def _free(label: str, taken: set[str]) -> str:
-    name = re.sub(r"\W+", "_", label).strip("_") or "arg"
-    name = free_name(f"_{name}" if name[0].isdigit() else name, taken)
-    taken.add(name)
-    return name
-
-
-def _node(
-    op: Op, names: list[str], nodes: dict[int, str], function: Callable[..., Any]
-) -> dict[str, Any]:
+def _node(op: Op, names: list[str], nodes: dict[int, str]) -> dict[str, Any]:
     data: dict[str, Any] = {
         "module_path": op.scope.path,
         "pass_": op.scope.number + 1,
@@ -313,17 +270,12 @@ def _meta(meta: Any) -> dict[str, Any]:
 def _with_nodes(value: Any, names: list[str], nodes: dict[int, str]) -> Any:
     """Replace references to ops, and to arguments, by references to nodes."""
     named = map_refs(value, lambda ref: NodeRef(names[ref.index]))
-    return _with_existing(named, nodes)
 
+    def node_of(leaf: Any) -> Any:
+        is_argument = isinstance(leaf, Existing) and leaf.part.index in nodes
+        return NodeRef(nodes[leaf.part.index]) if is_argument else leaf
 
-def _with_existing(value: Any, nodes: dict[int, str]) -> Any:
-    if isinstance(value, Existing) and value.part.index in nodes:
-        return NodeRef(nodes[value.part.index])
-    if type(value) in (tuple, list):
-        return type(value)(_with_existing(item, nodes) for item in value)
-    if type(value) is dict:
-        return {key: _with_existing(item, nodes) for key, item in value.items()}
-    return value
+    return map_leaves(named, node_of)
 
 
 def _positions(args: Any, kwargs: Any) -> Iterator[tuple[str, str]]:
@@ -358,7 +310,7 @@ GRAPH_CODEC = Codec(
     (Autocast, Context, TensorMeta),
     {"node": (NodeRef, lambda ref: ref.name, lambda name: NodeRef(name))},
 )
-_FORMS: dict[str, Form] = {"shape": TUPLE, "dtype": DTYPE, "device": DEVICE, "args": TUPLE}
+_FORMS: dict[str, Plainer] = {"shape": TUPLE, "dtype": DTYPE, "device": DEVICE, "args": TUPLE}
 _PRIVATE = frozenset({"recording", "root", "flow_steps"})
 
 
@@ -627,17 +579,9 @@ def _label(text: str) -> str:
 
 
 _CLASSES = {
-    cls.__name__: cls
-    for cls in (
-        FlowStep,
-        AssertFlowStep,
-        EscapeFlowStep,
-        IndexFlowStep,
-        LogicalFlowStep,
-        LoopFlowStep,
-        ShapeFlowStep,
-    )
-}
+    name: cls for name, cls in vars(flow).items()
+    if isinstance(cls, type) and issubclass(cls, FlowStep)
+}  # fmt: skip
 
 
 def flow_rows(steps: Iterable[FlowStep], codec: Codec) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ class Events:
         if op.kind is OpKind.UNKNOWN or isinstance(op.meta, TensorMeta):
             return True
         if type(op.meta) is tuple:
-            return holds_tensors(op.meta)
+            return any(metas_in(op.meta))
         if type(op.meta) not in (bool, int, float) or op.target in (operator.is_, operator.is_not):
             return False
         if op.kind is OpKind.CALL and op.target in METADATA:
@@ -184,16 +184,15 @@ class Events:
         recording = self.recording
         calls = recording.tape.calls
         if calls and calls[0].parent is not None:
-            outer = calls[0].parent
-            while outer.parent is not None:
-                outer = outer.parent
-            return calls[0] if isinstance(self.function, nn.Module) else outer
-        if self.ops:
-            outer = self.ops[0].scope
-            while outer.parent is not None:
-                outer = outer.parent
-            return outer
-        return recording.root
+            is_module = isinstance(self.function, nn.Module)
+            return calls[0] if is_module else _outermost(calls[0].parent)
+        return _outermost(self.ops[0].scope) if self.ops else recording.root
+
+
+def _outermost(call: ModuleCall) -> ModuleCall:
+    while call.parent is not None:
+        call = call.parent
+    return call
 
 
 def _managers(context: Context, around: Context) -> Iterator[str]:
@@ -213,11 +212,13 @@ def _managers(context: Context, around: Context) -> Iterator[str]:
             yield f"torch.autocast({cast.device_type!r}, enabled=False)"
 
 
-def holds_tensors(meta: Any) -> bool:
-    """Return whether the description of a result contains a tensor."""
+def metas_in(meta: Any) -> Iterator[TensorMeta]:
+    """Yield the descriptions of tensors in the description of a result."""
     if isinstance(meta, TensorMeta):
-        return True
-    return isinstance(meta, (tuple, list)) and any(map(holds_tensors, meta))
+        yield meta
+    elif isinstance(meta, (tuple, list)):
+        for item in meta:
+            yield from metas_in(item)
 
 
 def parameters_of(function: Callable[..., Any] | None) -> list[tuple[str, Any]]:
@@ -514,7 +515,7 @@ class _Picture:
                 like.append((child, passes))
                 continue
             tell_alike()
-            rows.append(_child_row(child, passes))
+            rows.append(_Row(f"{child.name}: {describe(child, passes)}", child, passes))
             rows += after
             if folds:
                 like.append((child, passes))
@@ -525,10 +526,6 @@ class _Picture:
         """Return a number that is the same for nodes that look the same."""
         below = tuple((c.name, self._form(c, passes)) for c, passes in children_of(node, chosen))
         return self._forms.setdefault((describe(node, chosen), below), len(self._forms))
-
-
-def _child_row(child: TreeNode, chosen: Chosen) -> _Row:
-    return _Row(f"{child.name}: {describe(child, chosen)}", child, chosen)
 
 
 def _step_rows(steps: Sequence[Step], chosen: Chosen) -> list[_Row]:
@@ -708,45 +705,54 @@ class TreeNode:
         """Return the path of a child."""
         return NodePath(f"{self.path}.{name}" if self.path else name)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the node and all nodes below as plain values, ready for JSON."""
-        row: dict[str, Any] = {"name": self.name, "kind": self.kind, "type": self.type}
-        row["role"] = self.role
-        for name in ("key", "label", "module", "class_name"):
-            if getattr(self, name) not in ("", None):
-                row[name] = getattr(self, name)
-        row["passes"] = [
-            [p.parent, p.index, plain_keys(p.element), None if p.shape is None else list(p.shape)]
-            + [p.called] * bool(p.called)
-            for p in self.passes
-        ]
-        for name in ("places", "code", "steps"):
-            if getattr(self, name):
-                row[name] = [list(item) for item in getattr(self, name)]
-        if self.children:
-            row["children"] = [child.to_dict() for child in self.children.values()]
-        return row
+    def to_rows(self) -> list[list[Any]]:
+        """Return the node and all nodes below as plain values, each with its parent's number.
+
+        A model that calls itself can have a tree deeper than JSON can be nested.
+        """
+        rows: list[list[Any]] = []
+        waiting: list[tuple[int | None, TreeNode]] = [(None, self)]
+        while waiting:
+            holder, node = waiting.pop()
+            waiting.extend((len(rows), child) for child in reversed(node.children.values()))
+            row: dict[str, Any] = {name: getattr(node, name) for name in _ALWAYS}
+            if node.key not in ("", None):
+                row["key"] = node.key
+            row |= {name: getattr(node, name) for name in _TEXTS if getattr(node, name)}
+            row["passes"] = [
+                [p.parent, p.index, plain_keys(p.element), None if p.shape is None else [*p.shape]]
+                + [p.called] * bool(p.called)
+                for p in node.passes
+            ]
+            for name in ("places", "code", "steps"):
+                if getattr(node, name):
+                    row[name] = [list(item) for item in getattr(node, name)]
+            rows.append([holder, row])
+        return rows
 
     @classmethod
-    def from_dict(cls, row: dict[str, Any], path: str = "") -> TreeNode:
-        """Read what `to_dict` wrote."""
-        node = cls(
-            name=row["name"], kind=row["kind"], type=row["type"], role=row["role"],
-            key=row.get("key"), label=row.get("label", ""), module=row.get("module", ""),
-            class_name=row.get("class_name", ""), path=path,
-        )  # fmt: skip
-        for parent, index, element, shape, *called in row["passes"]:
-            sizes = None if shape is None else tuple(shape)
-            node.passes.append(Pass(parent, index, tuple(element), sizes, *called))
-        node.places = tuple(Place(*place) for place in row.get("places", ()))
-        node.code = [Variant(text, tuple(passes)) for text, passes in row.get("code", ())]
-        for number, after, kind, text, outcomes, file, line in row.get("steps", ()):
-            counted = tuple((at, outcome, count) for at, outcome, count in outcomes)
-            node.steps.append(Step(number, after, kind, text, counted, file, line))
-        for item in row.get("children", ()):
-            child = cls.from_dict(item, node.child_path(item["name"]))
-            node.children[child.name] = child
-        return node
+    def from_rows(cls, rows: Iterable[list[Any]]) -> TreeNode:
+        """Read what `to_rows` wrote."""
+        nodes: list[TreeNode] = []
+        for holder, row in rows:
+            texts = {name: row.get(name, "") for name in _TEXTS}
+            node = cls(row["name"], row["kind"], row["type"], row["role"], row.get("key"), **texts)
+            if holder is not None:
+                node.path = nodes[holder].child_path(node.name)
+                nodes[holder].children[node.name] = node
+            for parent, index, element, shape, *called in row["passes"]:
+                sizes = None if shape is None else tuple(shape)
+                node.passes.append(Pass(parent, index, tuple(element), sizes, *called))
+            node.places = tuple(Place(*place) for place in row.get("places", ()))
+            node.code = [Variant(text, tuple(passes)) for text, passes in row.get("code", ())]
+            for number, after, kind, text, outcomes, file, line in row.get("steps", ()):
+                counted = tuple((at, outcome, count) for at, outcome, count in outcomes)
+                node.steps.append(Step(number, after, kind, text, counted, file, line))
+            nodes.append(node)
+        return nodes[0]
+
+
+_ALWAYS, _TEXTS = ("name", "kind", "type", "role"), ("label", "module", "class_name")
 
 
 # Names of nodes: identifiers that are stable from run to run.
@@ -778,7 +784,7 @@ def identifier(text: str) -> str:
 
 
 @dataclass
-class _Names:
+class _NamesBelow:
     """The names below one node."""
 
     by_key: dict[Hashable, str] = field(default_factory=dict)
@@ -802,7 +808,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.lock: threading.RLock = threading.RLock()
-        self._names: dict[str, _Names] = {}
+        self._names: dict[str, _NamesBelow] = defaultdict(_NamesBelow)
         self._sites: dict[tuple[int, ...], int] = {}
         self._contents: dict[tuple[Any, ...], int] = {}
         # Code objects go by identity because hashing one is slow; they are kept alive, so that
@@ -849,9 +855,7 @@ class Registry:
 
     def name(self, parent: str, key: Hashable, base: str) -> str:
         """Return the name of a node."""
-        names = self._names.get(parent)
-        if names is None:
-            names = self._names[parent] = _Names()
+        names = self._names[parent]
         name = names.by_key.get(key)
         if name is not None:
             return name
@@ -867,19 +871,14 @@ class Registry:
 
         Nodes of values are identified by a key and a kind: `key` is the former.
         """
-        names = self._names.get(parent)
-        if names is None:
-            names = self._names[parent] = _Names()
-        name = names.reserved.get(key)
-        if name is not None:
-            return name
-        name = names.first.get(key)
+        names = self._names[parent]
+        name = names.reserved.get(key) or names.first.get(key)
         if name is None:
             name = names.reserved[key] = names.first[key] = self._give(names, base)
         return name
 
     @staticmethod
-    def _give(names: _Names, base: str) -> str:
+    def _give(names: _NamesBelow, base: str) -> str:
         name = base
         while name in names.taken:
             names.counts[base] = names.counts.get(base, 0) + 1
@@ -889,7 +888,7 @@ class Registry:
 
     def output(self, parent: str, key: Hashable) -> str:
         """Return the name of a graph's output: `output`, unless its structure differs."""
-        names = self._names.setdefault(parent, _Names())
+        names = self._names[parent]
         if not names.has_output:
             names.has_output = True
             names.by_key[key] = OUTPUT
@@ -1023,11 +1022,14 @@ class LiveNames:
         else:
             path = self._below(self._paths[id(outer)], scope)
         self._paths[id(scope)] = path
-        known = self._parameters.get(id(scope.module))
-        if known is None:
-            known = self._parameters[id(scope.module)] = parameters_of(scope.module)
-        self._inputs(path, bound(known, args, kwargs))
+        self._inputs(path, bound(self._parameters_of(scope.module), args, kwargs))
         return path
+
+    def _parameters_of(self, owner: Any) -> list[tuple[str, Any]]:
+        known = self._parameters.get(id(owner))
+        if known is None:
+            known = self._parameters[id(owner)] = parameters_of(owner)
+        return known
 
     def rename(self, scope: ModuleCall, path: str) -> None:
         """Give a call the path that it has in other runs."""
@@ -1035,23 +1037,15 @@ class LiveNames:
 
     def function(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Name the arguments of a function that is not a module."""
-        self._inputs("", bound(parameters_of(self._function), args, kwargs))
+        self._inputs("", bound(self._parameters_of(self._function), args, kwargs))
 
     def arguments(
         self, scope: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments of a call, by the names of the inputs in the tree."""
         owner = self._function if scope is self._root else scope.module
-        known = self._parameters.get(id(owner))
-        if known is None:
-            known = self._parameters[id(owner)] = parameters_of(owner)
-        path = self._paths[id(scope)]
-        with self._registry.lock:
-            return {
-                self._registry.reserve(path, ("input", name), identifier(name)): value
-                for name, value in bound(known, args, kwargs).items()
-                if not isinstance(value, _NO_NODES) and _may_hold_values(value)
-            }
+        given = bound(self._parameters_of(owner), args, kwargs)
+        return self._inputs(self._paths[id(scope)], given)
 
     def op(
         self, scope: ModuleCall, site: Site | None, function: Any, states: Iterable[str]
@@ -1085,11 +1079,13 @@ class LiveNames:
             name = self._registry.name(outer, key, identifier(relative or "forward"))
         return f"{outer}.{name}" if outer else name
 
-    def _inputs(self, path: str, given: dict[str, Any]) -> None:
+    def _inputs(self, path: str, given: dict[str, Any]) -> dict[str, Any]:
         with self._registry.lock:
-            for name, value in given.items():
-                if not isinstance(value, _NO_NODES) and _may_hold_values(value):
-                    self._registry.reserve(path, ("input", name), identifier(name))
+            return {
+                self._registry.reserve(path, ("input", name), identifier(name)): value
+                for name, value in given.items()
+                if not isinstance(value, _NO_NODES) and _may_hold_values(value)
+            }
 
     def _number(self, site: Site | None) -> int:
         if site is None:

@@ -59,7 +59,7 @@ class Builder:
         self._registry = registry
         function = events.function
         root = function if isinstance(function, nn.Module) else events.root.module
-        self._holders = Holders(root)
+        self.holders = Holders(root)
         self._places: dict[int, tuple[Place, ...]] = {}
         self._sites: dict[int, tuple[int, Site]] = {}
         self._codes: dict[int, dict[str, list[int]]] = {}
@@ -144,8 +144,17 @@ class Builder:
             type_, made = type_name(value), Pass(number)
         elif isinstance(value, Ref):
             index, element = self.events.origin(value.index)
-            kind, type_, shape = _describe_element(self.events, index, element)
-            made = Pass(number, index, element, shape)
+            if self.events.ops[index].kind is OpKind.UNKNOWN:
+                meta = self.events.ops[index].meta
+            else:
+                try:
+                    meta = self.events.meta((index, element))
+                except (LookupError, TypeError):
+                    meta = None
+            kind, type_ = "number", type(meta).__name__
+            if isinstance(meta, TensorMeta):
+                kind, type_ = "tensor", "Tensor"
+            made = Pass(number, index, element, getattr(meta, "shape", None))
         else:
             kind, type_, made = "other", type_name(value), Pass(number)
         group = type_ if kind in ("container", "other") else kind
@@ -187,31 +196,8 @@ class Builder:
         _, inserted = self._inserted.setdefault(id(node), (node, []))
         inserted += [(name, after) for name in names]
 
-    def relative(self, call: ModuleCall) -> str:
-        """Return the name of a module in the code around a call: `layers.8`."""
-        return self._holders.module(call)
 
-    def state(self, op: Op, call: ModuleCall) -> str:
-        """Return the name of a parameter or buffer in the code of a call: `weight`."""
-        return self._holders.state(str(op.target), call)
-
-
-def _describe_element(
-    events: Events, index: int, element: tuple[Any, ...]
-) -> tuple[Kind, str, tuple[int, ...] | None]:
-    if events.ops[index].kind is OpKind.UNKNOWN:
-        meta = events.ops[index].meta
-    else:
-        try:
-            meta = events.meta((index, element))
-        except (LookupError, TypeError):
-            meta = None
-    if isinstance(meta, TensorMeta):
-        return "tensor", "Tensor", meta.shape
-    return "number", type(meta).__name__, None
-
-
-class Visit:
+class ModuleVisit:
     """One module call, while it is added to the tree."""
 
     def __init__(self, builder: Builder, call: ModuleCall, node: TreeNode) -> None:
@@ -223,7 +209,7 @@ class Visit:
         self.header: list[str] = []
         self.given: set[int] = set()
         self.marks: list[tuple[int, str]] = []
-        self.body: Body = Body(builder)
+        self.body: FunctionBody = FunctionBody(builder)
         self._earlier = set(node.children) if self.number else set()
         self._new: list[str] = []
         builder.where[id(call)] = node, self.number
@@ -256,10 +242,11 @@ class Visit:
         if not self.builder.has_values(value):
             return
         child = self.builder.value(self.node, self.number, ("input", name), name, value, "input")
-        self.header.append(f"{child.name} : {_annotation(child)}")
+        annotation = "torch.Tensor" if child.kind == "tensor" else child.type
+        self.header.append(f"{child.name} : {annotation}")
         self._stand(child)
         self.body.arguments.append(child.name)
-        self.body.call_argument(child)
+        self.body.call_parts(child)
         self.given.update(ref.index for ref in refs_in(value))
 
     def _op(self, op: Op) -> None:
@@ -369,7 +356,7 @@ class Visit:
         builder = self.builder
         args, kwargs = self.events.recording.plain((call.args, call.kwargs))
         used = self._take_state((args, kwargs))
-        relative = builder.relative(call)
+        relative = builder.holders.module(call)
         label = relative or "forward"
         key = "call", builder.site(call.site), relative
         child = builder.node(self.node, key, label, "graph", "Graph", "call")
@@ -379,12 +366,12 @@ class Visit:
         self._place(child, call.start)
         given = [value_text(value, self.body.name) for value in args]
         given += [f"{name}={value_text(value, self.body.name)}" for name, value in kwargs.items()]
-        Visit(builder, call, child).run()
+        ModuleVisit(builder, call, child).run()
         called = module_expression(relative, self.call.module)
         if call.path.startswith("<"):  # of no module around it
             called = f"<{type(call.module).__name__}>"
         self.body.assign(child.name, f"{called}({', '.join(given)})", used)
-        self.body.call_results(call.output, child.name)
+        self.body.call_items(call.output, child.name)
 
     def _output(self) -> None:
         value = self.call.output
@@ -404,7 +391,7 @@ class Visit:
                 continue
             if op.index in self.given:
                 continue
-            label = self.builder.state(op, self.call)
+            label = self.builder.holders.state(str(op.target), self.call)
             child = self.builder.value(
                 self.node, self.number, ("state", label), label, ref, "state"
             )
@@ -444,10 +431,6 @@ class Visit:
             arguments = ["self", *arguments]
         head = f"def {name}({', '.join(arguments)}):"
         return "\n".join([head, *(f"    {line}" for line in self.body.text())])
-
-
-def _annotation(child: TreeNode) -> str:
-    return "torch.Tensor" if child.kind == "tensor" else child.type
 
 
 _Counts = dict[tuple[int, str], int]
@@ -694,7 +677,7 @@ _NUMBER = re.compile(r"(?<![\w.'\"#-])\d+(?![\w.'\"])")
 _MAX_PERIOD = 48  # lines of the longest repeated stretch that is looked for
 
 
-class Line(NamedTuple):
+class StatementLine(NamedTuple):
     """One statement.
 
     Attributes:
@@ -717,7 +700,9 @@ def list_name(name: str) -> str:
     return f"{name}_passes"
 
 
-def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str] = ()) -> list[str]:
+def layout(
+    lines: list[StatementLine], given: Collection[str] = (), kept: Collection[str] = ()
+) -> list[str]:
     """Return statements as text: variables are freed after their last use, repetitions folded."""
     lines = _keeping(lines, kept)
     taken = {line.target for line in lines}.union(given)
@@ -737,7 +722,7 @@ def layout(lines: list[Line], given: Collection[str] = (), kept: Collection[str]
     return found
 
 
-def _fold(lines: list[Line], freed: list[list[str]], taken: Collection[str]) -> list[str]:
+def _fold(lines: list[StatementLine], freed: list[list[str]], taken: Collection[str]) -> list[str]:
     """Return lines as text, with those that repeat as loops."""
     forms = [_Form(line) for line in lines]
     numbers: dict[str, int] = {}
@@ -766,7 +751,7 @@ def _fold(lines: list[Line], freed: list[list[str]], taken: Collection[str]) -> 
     return found
 
 
-def _keeping(lines: list[Line], kept: Collection[str]) -> list[Line]:
+def _keeping(lines: list[StatementLine], kept: Collection[str]) -> list[StatementLine]:
     """Add to lines what keeps the values of some variables in lists."""
     if not kept:
         return lines
@@ -775,20 +760,20 @@ def _keeping(lines: list[Line], kept: Collection[str]) -> list[Line]:
     for name in sorted(kept):
         start = "[]" if name in assigned else f"[{name}]"
         first = f"{list_name(name)} = {start}"
-        found.append(Line(first, list_name(name), () if start == "[]" else (name,)))
+        found.append(StatementLine(first, list_name(name), () if start == "[]" else (name,)))
     for line in lines:
         found.append(line)
         if line.target in kept:
             text = f"{list_name(line.target)}.append({line.target})"
             used = list_name(line.target), line.target
-            found.append(Line(text, "", used, within=line.within))
+            found.append(StatementLine(text, "", used, within=line.within))
     return found
 
 
 class _Form:
     """A line apart from the whole numbers in it."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: StatementLine) -> None:
         self.numbers = [int(digits) for digits in _NUMBER.findall(line.text)]
         self.template = _NUMBER.sub("#", line.text)
 
@@ -878,7 +863,7 @@ def _steady(forms: list[_Form], start: int, period: int, count: int) -> int:
     return steady if steady > 2 or not any(deltas) else 1
 
 
-def _free_names(lines: list[Line]) -> list[list[str]]:
+def _free_names(lines: list[StatementLine]) -> list[list[str]]:
     """Return, for each line, the names whose values nothing after it needs."""
     live: set[str] = set()
     freed: list[list[str]] = []
@@ -899,7 +884,7 @@ def _with_freed(text: str, names: list[str]) -> str:
     return f"{text};  {' = '.join(names)} = None" if names else text
 
 
-class _Local(NamedTuple):
+class _LocalName(NamedTuple):
     """The name of a value in the code of a graph.
 
     Attributes:
@@ -913,7 +898,7 @@ class _Local(NamedTuple):
     access: str = ""
 
 
-class Body:
+class FunctionBody:
     """The body of a function that is written line by line.
 
     Args:
@@ -928,8 +913,8 @@ class Body:
         self.arguments: list[str] = []
         self.within = ""
         self._builder = builder
-        self._lines: list[Line] = []
-        self._names: dict[tuple[int, tuple[Any, ...]], _Local] = {}
+        self._lines: list[StatementLine] = []
+        self._names: dict[tuple[int, tuple[Any, ...]], _LocalName] = {}
         self._versions: dict[str, int] = {}
         self._older: set[str] = set()
 
@@ -967,29 +952,23 @@ class Body:
         """Add a line that assigns a value to a variable; none if it is the same variable."""
         if text == name:
             return
-        self._lines.append(Line(f"{name} = {text}", name, used, within=self.within))
+        self._lines.append(StatementLine(f"{name} = {text}", name, used, within=self.within))
         self._versions[name] = self._versions.get(name, 0) + 1
 
     def statement(self, text: str, used: tuple[str, ...], leaves: bool = False) -> None:
         """Add a line that assigns nothing."""
-        self._lines.append(Line(text, "", used, leaves, self.within))
+        self._lines.append(StatementLine(text, "", used, leaves, self.within))
 
     def call_it(self, index: int, element: tuple[Any, ...], name: str) -> None:
         """Record the variable that holds a value."""
         self._names[index, element] = self._local(name)
 
-    def call_argument(self, child: TreeNode) -> None:
-        """Record the names of the values in an argument."""
-        self._call_parts(child, self._local(child.name))
+    def _local(self, name: str) -> _LocalName:
+        return _LocalName(name, self._versions.get(name, 0))
 
-    def call_results(self, value: Any, name: str) -> None:
-        """Record the names of the values in the output of a call, which has a variable."""
-        self._call_items(value, self._local(name))
-
-    def _local(self, name: str) -> _Local:
-        return _Local(name, self._versions.get(name, 0))
-
-    def _call_parts(self, child: TreeNode, local: _Local) -> None:
+    def call_parts(self, child: TreeNode, local: _LocalName | None = None) -> None:
+        """Record the names of the values in an argument, which is a variable unless given."""
+        local = self._local(child.name) if local is None else local
         if child.kind in ("tensor", "number"):
             made = child.passes[-1]
             assert made.index is not None
@@ -999,12 +978,14 @@ class Body:
                 access = f"[{inner.key!r}]"
                 if child.type not in ("tuple", "list", "dict") and isinstance(inner.key, str):
                     access = f".{inner.key}" if inner.key.isidentifier() else access
-                self._call_parts(inner, local._replace(access=local.access + access))
+                self.call_parts(inner, local._replace(access=local.access + access))
 
-    def _call_items(self, value: Any, local: _Local) -> None:
+    def call_items(self, value: Any, name: str, access: str = "") -> None:
+        """Record the names of the values in the output of a call, which has a variable."""
         value = self._builder.plain(value)
         if isinstance(value, Ref):
-            self._names[self._builder.events.origin(value.index)] = local
+            origin = self._builder.events.origin(value.index)
+            self._names[origin] = self._local(name)._replace(access=access)
             return
         for item in items_of(value, self._builder.events) or ():
-            self._call_items(item.value, local._replace(access=local.access + item.access))
+            self.call_items(item.value, name, access + item.access)

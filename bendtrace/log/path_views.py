@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bendtrace.errors import InputError, NodePathError
+from bendtrace.log.entries import counted
 from bendtrace.log.nodes import (
     LIMIT,
     Chosen,
@@ -23,6 +24,7 @@ from bendtrace.log.nodes import (
     children_of,
     describe,
     draw,
+    metas_in,
     passes_in,
     plain_keys,
 )
@@ -30,7 +32,7 @@ from bendtrace.log.nodes import NodePath as NodePath
 from bendtrace.python.checks import did_you_mean
 from bendtrace.python.lazy import networkx as nx
 from bendtrace.python.sites import Site
-from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
     Raises:
         NodePathError: the node does not exist.
     """
-    search = _Search(path)
+    search = _PathSearch(path)
     spelled = [path, _BRACKET.sub(lambda m: "." + next(filter(None, m.groups()), ""), path)]
     for text in dict.fromkeys(spelled):
         for found in search.matches(root, chosen, text.strip().lstrip("."), 0):
@@ -116,7 +118,7 @@ def _list_names(names: tuple[str, ...]) -> str:
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-class _Search:
+class _PathSearch:
     """Looks for a path, and remembers how far it got."""
 
     def __init__(self, path: str) -> None:
@@ -158,8 +160,7 @@ class _Search:
             if not 1 <= number <= len(passes):
                 self._fail(
                     node, chosen, depth,
-                    f"{node.path!r} has {_count(len(passes), 'pass', 'passes')}, so there is no "
-                    f":{number}",
+                    f"{node.path!r} has {counted(len(passes), 'pass')}, so there is no :{number}",
                 )  # fmt: skip
                 return
             chosen, rest = [passes[number - 1]], rest[named.end() :]
@@ -234,10 +235,6 @@ def _aliases(node: TreeNode) -> Iterator[str]:
                 yield f"{node.key}{suffix}"
     if node.name.endswith("_") and iskeyword(node.name[:-1]):
         yield node.name[:-1]
-
-
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
 
 
 class Tree:
@@ -332,15 +329,15 @@ class Tree:
         elements = [
             [index, root, plain_keys(keys)] for index, (root, keys) in self._elements.items()
         ]
-        return {"root": self.data.to_dict(), "elements": elements}
+        return {"root": self.data.to_rows(), "elements": elements}
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> Tree:
         """Read what `to_dict` wrote."""
         try:
             elements = {index: (root, tuple(keys)) for index, root, keys in row["elements"]}
-            return cls(TreeNode.from_dict(row["root"]), elements)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return cls(TreeNode.from_rows(row["root"]), elements)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"this is not a stored tree of paths: {error!r}") from error
 
     @cached_property
@@ -544,25 +541,17 @@ class LazyRoot(Node):
         return getattr(self, name)
 
 
-def resolve(tree: Tree, path: str | Node, *, leaf: bool = True) -> Node:
-    """Return the node at a path (see `Tree.resolve`)."""
-    return tree.resolve(path, leaf=leaf)
-
-
 def _shape(node: TreeNode, number: int) -> Any:
     if node.kind == "tensor":
         return torch.Size(node.passes[number].shape or ())
-    inside = list(children_of(node, [number]))
+    inside = [
+        _shape(child, passes[0] if passes else 0)
+        for child, passes in children_of(node, [number])
+        if node.kind == "container" or child.role == "output"
+    ]
     if node.kind == "graph":
-        outputs = [(child, passes) for child, passes in inside if child.role == "output"]
-        return _shape_in(*outputs[0]) if outputs else None
-    if node.kind == "container":
-        return tuple(_shape_in(child, passes) for child, passes in inside)
-    return None
-
-
-def _shape_in(node: TreeNode, chosen: Chosen) -> Any:
-    return _shape(node, chosen[0] if chosen else 0)
+        return inside[0] if inside else None
+    return tuple(inside) if node.kind == "container" else None
 
 
 def _pass_text(passes: tuple[int, ...]) -> str:
@@ -764,7 +753,7 @@ def candidates_of(nodes: RunNodes) -> CandidateGraph:
     Nodes are the calls of modules and functions that accept insertions; the tree of paths also
     shows sizes and arithmetic on numbers.
     """
-    return CandidateGraph(nodes.candidates, list(_Flow(nodes).edges()))
+    return CandidateGraph(nodes.candidates, list(_ValueFlow(nodes).edges()))
 
 
 class RunNodes:
@@ -795,7 +784,8 @@ class RunNodes:
         if node.path not in self.candidates:
             is_root = call is self.events.root
             output = self.events.recording.root.output if is_root else call.output
-            meta = next(filter(None, map(self._first_of, refs_in(output))), None)
+            metas = [self.events.ops[ref.index].meta for ref in refs_in(output)]
+            meta = next(metas_in(metas), None)
             around = None if is_root else call.parent
             self.candidates[node.path] = Candidate(
                 node.path, node.label or node.name, call.module, call.path, None,
@@ -820,7 +810,7 @@ class RunNodes:
         self.executions.append(node.path)
         if node.path in self.candidates:
             return
-        meta = _first_tensor(op.meta)
+        meta = next(metas_in(op.meta), None)
         self.candidates[node.path] = Candidate(
             node.path, node.label or node.name, None, "", op.target,
             op.scope.module, op.scope.path, op.site,
@@ -832,14 +822,11 @@ class RunNodes:
         op = self.events.ops[ref.index]
         return op.kind is OpKind.STATE and issubclass(op.target.type, nn.Parameter)
 
-    def _first_of(self, ref: Ref) -> TensorMeta | None:
-        return _first_tensor(self.events.ops[ref.index].meta)
-
 
 _GIVEN = (OpKind.INPUT, OpKind.STATE)
 
 
-class _Flow:
+class _ValueFlow:
     """Follows values from where they are given to where they are used.
 
     Values pass through ops without a node: elements of results, arithmetic on numbers, writes such
@@ -961,15 +948,6 @@ class _Flow:
                 around = around.parent
             known = self._chains[id(call)] = tuple(chain)
         return known
-
-
-def _first_tensor(meta: Any) -> TensorMeta | None:
-    """Return the first description of a tensor in the description of a result."""
-    if isinstance(meta, TensorMeta):
-        return meta
-    if isinstance(meta, (tuple, list)):
-        return next(filter(None, map(_first_tensor, meta)), None)
-    return None
 
 
 def _can_be_cut_into(op: Op) -> bool:

@@ -49,7 +49,7 @@ class Remembered:
         return self.text
 
 
-class Form(NamedTuple):
+class Plainer(NamedTuple):
     """A plainer way to write a field whose type is known, used if the value is of that type."""
 
     kind: type[Any]
@@ -171,7 +171,7 @@ class Codec:
             key: self.decode(item) if type(item) in _NESTED else item for key, item in data.items()
         }
 
-    def write(self, form: Form | None, value: Any) -> Any:
+    def write(self, form: Plainer | None, value: Any) -> Any:
         """Return a value as plain JSON, in its form if it has one and the value fits."""
         kind = type(value)
         if value is None or kind is bool or (kind is str and value.isascii()):
@@ -182,7 +182,7 @@ class Codec:
         # What is no object, or null, would be read by the form.
         return data if form is None or data is None or type(data) is dict else {"$other": data}
 
-    def read(self, form: Form | None, data: Any) -> Any:
+    def read(self, form: Plainer | None, data: Any) -> Any:
         """Return the value that `write` wrote."""
         kind = type(data)
         if form is None and kind not in _NESTED:
@@ -339,14 +339,14 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$memory_format": _torch(torch.memory_format),
 }
 
-TUPLE = Form(
+TUPLE = Plainer(
     tuple,
     lambda codec, value: [codec.encode(item) for item in value],
     lambda codec, data: tuple(map(codec.decode, _list(data))),
 )
-DTYPE = Form(
+DTYPE = Plainer(
     torch.dtype,
     lambda codec, value: _name_in_torch(value),
     lambda codec, data: _torch(torch.dtype)(data),
 )
-DEVICE = Form(torch.device, lambda codec, value: str(value), lambda codec, data: _device(data))
+DEVICE = Plainer(torch.device, lambda codec, value: str(value), lambda codec, data: _device(data))

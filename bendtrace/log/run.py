@@ -13,7 +13,7 @@ from bendtrace.flow import FlowSteps, steps_of
 from bendtrace.log.entries import layer_type, number_type
 from bendtrace.log.names import Names
 from bendtrace.log.nodes import Events, Registry
-from bendtrace.log.path_tree import Builder, StepSource, Visit
+from bendtrace.log.path_tree import Builder, ModuleVisit, StepSource
 from bendtrace.log.path_views import CandidateGraph, RunNodes, Tree, candidates_of
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.recorder import Recording
@@ -78,7 +78,7 @@ class Run:
     def _builder(self) -> Builder:
         builder = Builder(Events(self.recording, self.function), self.registry)
         with self.registry.lock:
-            Visit(builder, builder.events.root, builder.root).run()
+            ModuleVisit(builder, builder.events.root, builder.root).run()
         builder.finish()
         return builder
 

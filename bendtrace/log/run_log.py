@@ -20,6 +20,7 @@ from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, S
 from bendtrace.log.building import Log
 from bendtrace.log.entries import (
     LayerEntry,
+    Listing,
     ModuleEntry,
     Table,
     counted,
@@ -268,7 +269,19 @@ class RunLog:
             div_1_3     3         (4,)                input_1_0, div_1_3 (of the pass before)
             output_1_4  1         (4,)                div_1_3
         """
-        return layer_table(self._entries_without_state(), most)
+        graph = self.rolled_graph()
+        rows = []
+        for name, node in graph.nodes(data=True):
+            shapes = " ".join(map(str, node["shapes"][:3])) + " ..." * (len(node["shapes"]) > 3)
+            sources = [
+                source + " (of the pass before)" * graph.edges[source, name]["back"]
+                for source in graph.predecessors(name)
+            ]
+            rows.append((name, node["passes"], shapes, node["module"], ", ".join(sources)))
+        heads = ("layer", "passes", "shapes", "module", "from")
+        text = tabulate.tabulate(rows[:most], heads, disable_numparse=True)
+        rest = len(rows[most:]) if most is not None else 0
+        return text + (f"\n... {rest} more (all of them: most=None)" if rest else "")
 
     def _entries_without_state(self) -> list[LayerEntry]:
         """Return the entries that were computed in this run."""
@@ -336,7 +349,20 @@ class RunLog:
             ...         [event["name"] for event in json.load(file)["traceEvents"]]
             ['process_name', 'Sequential', '0:1', 'relu_1_1']
         """
-        write_as(form, path, self.name, self.entries, self.modules)
+        required_choice("form", form, "chrome", "model_explorer", "tensorboard", "parquet")
+        entries = self.entries
+        if form == "chrome":
+            if not any(entry.time is not None for entry in entries):
+                raise InputError("this trace did not measure its ops: record it with save='none'")
+            events = [*_events(self.name, entries, self.modules)]
+            _write(path, {"traceEvents": events, "displayTimeUnit": "ms"})
+        elif form == "model_explorer":
+            graph = {"id": self.name, "nodes": [_node(entry) for entry in entries]}
+            _write(path, {"label": self.name, "graphs": [graph]})
+        elif form == "tensorboard":
+            _write_graph(path, entries)
+        else:
+            _write_parquet(path, self.layers)
 
     @property
     def hash(self) -> str:
@@ -368,28 +394,6 @@ class RunLog:
 # Logs for the viewers of others: Chrome traces, Model Explorer, TensorBoard, parquet.
 
 Form = Literal["chrome", "model_explorer", "tensorboard", "parquet"]
-
-
-def write_as(
-    form: Form,
-    path: str | os.PathLike[str],
-    name: str,
-    entries: Sequence[LayerEntry],
-    modules: Sequence[ModuleEntry],
-) -> None:
-    """Write a log for another viewer; see `RunLog.write_as`."""
-    required_choice("form", form, "chrome", "model_explorer", "tensorboard", "parquet")
-    if form == "chrome":
-        if not any(entry.time is not None for entry in entries):
-            raise InputError("this trace did not measure its ops: record it with save='none'")
-        _write(path, {"traceEvents": [*_events(name, entries, modules)], "displayTimeUnit": "ms"})
-    elif form == "model_explorer":
-        graph = {"id": name, "nodes": [_node(entry) for entry in entries]}
-        _write(path, {"label": name, "graphs": [graph]})
-    elif form == "tensorboard":
-        _write_graph(Path(path), entries)
-    else:
-        _write_parquet(path, entries)
 
 
 def _write(path: str | os.PathLike[str], data: Any) -> None:
@@ -447,7 +451,7 @@ def _node(entry: LayerEntry) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write_graph(directory: Path, entries: Sequence[LayerEntry]) -> None:
+def _write_graph(directory: str | os.PathLike[str], entries: Sequence[LayerEntry]) -> None:
     protos = required("tensorboard.compat.proto.graph_pb2", "a graph for TensorBoard")
     writers = imported("torch.utils.tensorboard")
     names = {
@@ -464,27 +468,25 @@ def _write_graph(directory: Path, entries: Sequence[LayerEntry]) -> None:
         node.input.extend(names[label] for label in _operands(entry) if label in names)
         for key, value in facts_of(entry, "tensorboard").items():
             node.attr[key].s = str(value).encode()
-    with writers.SummaryWriter(str(directory)) as writer:
+    with writers.SummaryWriter(os.fspath(directory)) as writer:
         events = imported("tensorboard.compat.proto.event_pb2")
         writer._get_file_writer().add_event(events.Event(graph_def=graph.SerializeToString()))
 
 
-def _write_parquet(path: str | os.PathLike[str], entries: Sequence[LayerEntry]) -> None:
+def _write_parquet(path: str | os.PathLike[str], layers: Sequence[LayerEntry]) -> None:
     for name in ("pandas", "pyarrow"):
         required(name, "parquet", "pandas pyarrow")
-    frame = data_frame([entry for entry in entries if entry.is_layer])
+
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return value
+        return json.dumps(value, default=str) if isinstance(value, (tuple, list)) else str(value)
+
+    frame = data_frame(layers)
     for column in frame.columns:
         if frame[column].dtype == object:
-            frame[column] = frame[column].map(_plain)
+            frame[column] = frame[column].map(plain)
     frame.to_parquet(path)
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, (tuple, list)):
-        return json.dumps(value, default=str)
-    return str(value)
 
 
 # A log, and its entries, as text and as tables.
@@ -789,25 +791,6 @@ def rolled_graph(entries: Sequence[LayerEntry]) -> nx.DiGraph[str]:
     return graph
 
 
-def layer_table(entries: Sequence[LayerEntry], most: int | None) -> str:
-    """Return a table with one line per layer, with all its passes merged."""
-    graph = rolled_graph(entries)
-    rows = []
-    for name, node in graph.nodes(data=True):
-        shapes = " ".join(map(str, node["shapes"][:3])) + " ..." * (len(node["shapes"]) > 3)
-        sources = [
-            source + " (of the pass before)" * graph.edges[source, name]["back"]
-            for source in graph.predecessors(name)
-        ]
-        rows.append((name, node["passes"], shapes, node["module"], ", ".join(sources)))
-    shown = rows if most is None else rows[:most]
-    text = tabulate.tabulate(
-        shown, ("layer", "passes", "shapes", "module", "from"), disable_numparse=True
-    )
-    rest = len(rows) - len(shown)
-    return text + (f"\n... {rest} more (all of them: most=None)" if rest else "")
-
-
 # Looking up entries: by name, module, position or node path.
 
 # What finds one entry or several.
@@ -816,46 +799,33 @@ Key: TypeAlias = int | OneSelectable | NodeRef | LayerEntry | ModuleEntry
 _NEAR = 6
 
 
-class Entries(Sequence[LayerEntry]):
+class Entries(Listing[LayerEntry]):
     """Several entries: a slice of a log, the passes of a layer, or all outputs of a module."""
 
-    def __init__(self, entries: Sequence[LayerEntry], name: str = "") -> None:
-        self._entries = list(entries)
+    def __init__(self, entries: Iterable[LayerEntry], name: str = "") -> None:
+        super().__init__(entries)
         self._name = name
-
-    @overload
-    def __getitem__(self, index: int) -> LayerEntry: ...
-    @overload
-    def __getitem__(self, index: slice) -> Entries: ...
-    def __getitem__(self, index: int | slice) -> LayerEntry | Entries:
-        if isinstance(index, slice):
-            return Entries(self._entries[index], self._name)
-        return self._entries[index]
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in LayerEntry.__dataclass_fields__ | _PROPERTIES:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        labels = [repr(entry.label) for entry in self._entries]
+        labels = [repr(entry.label) for entry in self]
         raise AttributeError(
             f"{self._name or 'this'} is {counted(len(self), 'entry')}, not one: use {name} of "
             f"one of them ({listed(labels)})"
         )
 
     def __repr__(self) -> str:
-        rows = [
-            (
-                "" if entry.ordinal is None else entry.ordinal,
-                entry.label,
-                *_meta_texts(entry),
-                entry.module,
-            )
-            for entry in self._entries
-        ]
-        if not rows:
+        if not self:
             return "no entries"
+        rows = []
+        for one in self:
+            about: tuple[Any, str, str] = "", repr(one.value), ""
+            if one.shape is not None:
+                dtype = str(one.dtype).removeprefix("torch.")
+                about = tuple(one.shape), dtype, size_text(one.nbytes)
+            ordinal = "" if one.ordinal is None else one.ordinal
+            rows.append((ordinal, one.label, *about, one.module))
         headers = ("#", "layer", "shape", "dtype or value", "size", "module")
         return tabulate.tabulate(rows, headers, disable_numparse=True, missingval="")
 
@@ -865,11 +835,8 @@ _PROPERTIES = {
 }
 
 
-def _meta_texts(entry: LayerEntry) -> tuple[object, str, str]:
-    """Return shape, dtype and size of a tensor, or a number."""
-    if entry.shape is None:
-        return "", repr(entry.value), ""
-    return tuple(entry.shape), str(entry.dtype).removeprefix("torch."), size_text(entry.nbytes)
+def _one_or_several(entries: list[LayerEntry], name: str = "") -> LayerEntry | Entries:
+    return entries[0] if len(entries) == 1 else Entries(entries, name)
 
 
 class Lookup:
@@ -926,7 +893,7 @@ class Lookup:
         if isinstance(key, slice):
             return Entries(self.layers[self._bounds(key)])
         if isinstance(key, list):
-            return Entries(list(dict.fromkeys(entry for one in key for entry in self.all(one))))
+            return Entries(dict.fromkeys(entry for one in key for entry in self.find(one)))
         if isinstance(key, LayerEntry):
             key = key.label
         if isinstance(key, ModuleEntry):
@@ -935,7 +902,7 @@ class Lookup:
             found = [entry for entry in self._log.entries if entry.node == key.name]
             if not found:
                 raise LayerKeyError(f"the mirror has no node {key.name!r} with a value", key)
-            return found[0] if len(found) == 1 else Entries(found, key.name)
+            return _one_or_several(found, key.name)
         if isinstance(key, Node):
             return self._at(key, str(key._path))
         if isinstance(key, int) and not isinstance(key, bool):
@@ -951,14 +918,14 @@ class Lookup:
             return self._select_entries(key)
         entries = None if is_path_only(key) else self._labels.get(key)
         if entries is not None:
-            return entries[0] if len(entries) == 1 else Entries(entries, key)
+            return _one_or_several(entries, key)
         meanings = self._names.meanings(key)
         if len(meanings) > 1:
             message, clear = ambiguity(key, [(self._names, meaning) for meaning in meanings])
             raise LayerKeyError(message, key, clear)
         entries = None if is_path_only(key) else self._found.get(key)
         if entries is not None:
-            return entries[0] if len(entries) == 1 else Entries(entries, key)
+            return _one_or_several(entries, key)
         if not meanings or not key:
             raise self._unknown(key)
         return self._at(Node(self._tree, *meanings[0].places[0]), key)
@@ -980,12 +947,11 @@ class Lookup:
             ) from error
         for path in paths:
             node = NodePath(path) if path else self._tree.root
-            found.update(dict.fromkeys(self.all(node)))
+            found.update(dict.fromkeys(self.find(node)))
         if not found:
             label = f"the module {type(key).__name__}" if isinstance(key, nn.Module) else repr(key)
             raise LayerKeyError(f"{label} selects no node of this run", key)
-        entries = list(found)
-        return entries[0] if len(entries) == 1 else Entries(entries)
+        return _one_or_several(list(found))
 
     def _matched(self, key: Any) -> Iterator[str]:
         if not isinstance(key, re.Pattern):
@@ -1026,12 +992,11 @@ class Lookup:
                 call = call_around(self._holders, data, made)
                 way = "" if call is None else self._call_labels.get(call, ""), data.role
                 entry = self._log.passed.get((*way, entry.label), entry)
-                entry = self._log.passed.get((*way, entry.label), entry)
             if entry is not None and entry not in found:
                 found.append(entry)
         if not found:
             raise LayerKeyError(f"the node {key} has no value in the log", key)
-        return found[0] if len(found) == 1 else Entries(found, key)
+        return _one_or_several(found, key)
 
     @cached_property
     def _holders(self) -> dict[int, TreeNode]:

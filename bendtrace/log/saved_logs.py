@@ -7,11 +7,9 @@ import re
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,15 +21,15 @@ from bendtrace.log.building import Log, PassedKey
 from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.log.mirror import GRAPH_CODEC, flow_rows, flow_steps_of, from_node_link, to_node_link
 from bendtrace.log.path_views import Tree
-from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Form, fields_of
+from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Plainer, fields_of
 from bendtrace.log.run_log import Facts, RunLog
 from bendtrace.log.saved_tensors import (
     LOCK,
     DataFile,
     DirectoryLock,
     Extent,
-    Header,
-    Layout,
+    FileIndex,
+    Strided,
     TensorFile,
     code_of,
     free_key,
@@ -54,14 +52,18 @@ from bendtrace.tape.tape import map_leaves
 T = TypeVar("T")
 
 
-class Rows(Generic[T]):
+class RowForm(Generic[T]):
     """Writes instances of one class as rows: an object each, with a key for each field.
 
     Fields that have their default are left out.
     """
 
     def __init__(
-        self, cls: type[T], forms: Mapping[str, Form], codec: Codec, without: Collection[str] = ()
+        self,
+        cls: type[T],
+        forms: Mapping[str, Plainer],
+        codec: Codec,
+        without: Collection[str] = (),
     ) -> None:
         self._cls = cls
         self._codec = codec
@@ -87,21 +89,13 @@ class Rows(Generic[T]):
         return [self.read(row) for row in rows]
 
 
-def _nested_form(rows: Rows[Any], cls: type[Any]) -> Form:
-    return Form(cls, lambda codec, value: rows.write(value), lambda codec, row: rows.read(row))
-
-
-def _several(rows: Rows[Any]) -> Form:
-    return Form(
-        list,
-        lambda codec, values: [rows.write(value) for value in values],
-        lambda codec, data: rows.read_all(data),
-    )
-
-
-_SOURCE = _nested_form(Rows(Source, {}, GRAPH_CODEC), Source)
-_PARAMETERS = _several(Rows(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC))
-LAYERS = Rows(
+_SOURCES = RowForm(Source, {}, GRAPH_CODEC)
+_USES = RowForm(ParameterUse, {"shape": TUPLE}, GRAPH_CODEC)
+_SOURCE = Plainer(Source, lambda _, value: _SOURCES.write(value), lambda _, row: _SOURCES.read(row))
+_PARAMETERS = Plainer(
+    list, lambda _, uses: list(map(_USES.write, uses)), lambda _, rows: _USES.read_all(rows)
+)
+LAYERS = RowForm(
     LayerEntry,
     {
         "element": TUPLE,
@@ -117,8 +111,8 @@ LAYERS = Rows(
     GRAPH_CODEC,
     without=("saved", "gradient"),
 )
-MODULES = Rows(ModuleEntry, {"source": _SOURCE, "flow": TUPLE}, GRAPH_CODEC)
-FACTS = Rows(Facts, {}, GRAPH_CODEC)
+MODULES = RowForm(ModuleEntry, {"source": _SOURCE, "flow": TUPLE}, GRAPH_CODEC)
+FACTS = RowForm(Facts, {}, GRAPH_CODEC)
 
 
 _SHARD_BYTES = 1 << 32
@@ -154,9 +148,13 @@ def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str
         slots: list[tuple[str, Tensor | StoredTensor | NotSaved]] = []
         plain = _take_out(value, name, slots, len(rows), ())
         for inner, tensor in slots:
-            reason = _reason(tensor)
-            rows.append({} if reason is None else {"not_saved": reason, **_about(tensor)})
-            if reason is None and not isinstance(tensor, NotSaved):
+            if isinstance(tensor, NotSaved):
+                rows.append({"not_saved": tensor.reason})
+            elif isinstance(tensor, Tensor) and (reason := why_not(tensor)) is not None:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                rows.append({"not_saved": reason, "dtype": dtype, "device": str(tensor.device)})
+            else:
+                rows.append({})
                 found.append((inner, tensor))
         written.append([_CODEC.encode(name), _CODEC.encode(plain)])
     stored = _write(draft, kind, found)
@@ -187,24 +185,12 @@ def _take_out(value: Any, name: str, slots: list[Any], first: int, around: tuple
     )
 
 
-def _reason(tensor: Tensor | StoredTensor | NotSaved) -> str | None:
-    if isinstance(tensor, NotSaved):
-        return tensor.reason
-    return None if isinstance(tensor, StoredTensor) else why_not(tensor)
-
-
-def _about(tensor: Tensor | StoredTensor | NotSaved) -> dict[str, Any]:
-    if isinstance(tensor, NotSaved):
-        return {}
-    return {"dtype": str(tensor.dtype).removeprefix("torch."), "device": str(tensor.device)}
-
-
 def _write(
     draft: Draft, kind: str, tensors: list[tuple[str, Tensor | StoredTensor]]
 ) -> Iterator[dict[str, Any]]:
     """Write tensors to as many files as it takes; yield a row for each."""
     with outside_modes():
-        shards: list[list[tuple[str, Layout, Tensor | StoredTensor]]] = []
+        shards: list[list[tuple[str, Strided, Tensor | StoredTensor]]] = []
         size = _SHARD_BYTES
         taken: set[str] = set()
         for name, tensor in tensors:
@@ -232,7 +218,7 @@ def _write(
 
 def read_values(
     index: Mapping[str, Any],
-    files: Mapping[str, tuple[DataFile, Header]],
+    files: Mapping[str, tuple[DataFile, FileIndex]],
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Return what `write_values` wrote, by name."""
@@ -240,23 +226,16 @@ def read_values(
     rows = index["tensors"]
     for name, data in index["values"]:
         name, value = _CODEC.decode(name), _CODEC.decode(data)
-        slots: list[_Slot] = []
-        stored = _replace(value, _Slot, partial(_handle, name, rows, files, device, slots))
-        is_inside = bool(slots) and not isinstance(value, _Slot)
+        handles: list[StoredTensor | NotSaved] = []
+
+        def handle(slot: _Slot, name: str = name, handles: list[Any] = handles) -> Any:
+            handles.append(tensor_handle(name, rows[slot.number], files, device))
+            return handles[-1]
+
+        stored = _replace(value, _Slot, handle)
+        is_inside = bool(handles) and not isinstance(value, _Slot)
         values[name] = StoredValue(stored) if is_inside else stored
     return values
-
-
-def _handle(
-    name: str,
-    rows: Sequence[Mapping[str, Any]],
-    files: Mapping[str, tuple[DataFile, Header]],
-    device: torch.device | None,
-    slots: list[_Slot],
-    slot: _Slot,
-) -> StoredTensor | NotSaved:
-    slots.append(slot)
-    return tensor_handle(name, rows[slot.number], files, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,7 +300,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
         }
         draft.write_json("flow.json", flow)
         draft.write_json("graph.json", to_node_link(history.graph))
-        draft.write_json("tree.json", encode(_flat(history._tree)))
+        draft.write_json("tree.json", encode(history._tree.to_dict()))
         activations = {e.label: e.saved for e in entries if e.saved is not None}
         gradients = {e.label: e.gradient for e in entries if e.gradient is not None}
         values = {
@@ -355,7 +334,7 @@ def _write_passed(draft: Draft, log: Log) -> dict[str, Any]:
 def _read_passed(
     index: Mapping[str, Any],
     entries: Mapping[str, LayerEntry],
-    files: Mapping[str, tuple[DataFile, Header]],
+    files: Mapping[str, tuple[DataFile, FileIndex]],
     device: torch.device | None,
 ) -> dict[PassedKey, LayerEntry]:
     made: dict[str, tuple[Any, str]] = {}
@@ -369,21 +348,6 @@ def _read_passed(
             entry = replace(entry, saved=saved, unsaved=unsaved, gradient=None)
         found[call, way, named] = entry
     return found
-
-
-def _flat(tree: Tree) -> dict[str, Any]:
-    """Return a tree with its nodes as a list, each with the number of the node it belongs to.
-
-    A model that calls itself can have a tree deeper than JSON can be nested.
-    """
-    nested = tree.to_dict()
-    rows: list[list[Any]] = []
-    waiting: list[tuple[int | None, dict[str, Any]]] = [(None, nested["root"])]
-    while waiting:
-        holder, row = waiting.pop()
-        waiting.extend((len(rows), child) for child in reversed(row.pop("children", ())))
-        rows.append([holder, row])
-    return nested | {"root": rows}
 
 
 def load(directory: str | os.PathLike[str], *, device: torch.device | str | None = None) -> RunLog:
@@ -458,21 +422,12 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
             log.passed = _read_passed(tensors["passed"], entries, files, device)
         facts = FACTS.read(contents["facts"])
         rows = decode(flow["guards"])
-        return RunLog(log, _tree_of(decode(tree)), from_node_link(graph), facts, rows)
+        return RunLog(log, Tree.from_dict(decode(tree)), from_node_link(graph), facts, rows)
     except (BendtraceError, LookupError, ValueError, TypeError, AttributeError) as error:
         if isinstance(error, LoadError):
             raise
         # The checksums are right: it is as it was written, but not by this format's rules.
         raise LoadError(opened.folder, f"what it says makes no sense: {error}") from error
-
-
-def _tree_of(flat: dict[str, Any]) -> Tree:
-    rows: list[dict[str, Any]] = []
-    for holder, row in flat["root"]:
-        if holder is not None:
-            rows[holder].setdefault("children", []).append(row)
-        rows.append(row)
-    return Tree.from_dict(flat | {"root": rows[0]})
 
 
 # The directory of a save: how it is exchanged as a whole, and what is recognised as ours.
@@ -535,7 +490,10 @@ def draft_in(directory: str, about: dict[str, Any]) -> Iterator[Draft]:
                 }
                 replace_sealed(os.path.join(directory, MANIFEST), manifest, draft.path(MANIFEST))
             except BaseException:
-                if not _is_current(directory, draft):
+                has_effect = False
+                with suppress(LoadError):
+                    has_effect = _manifest(directory)["data"] == os.path.basename(draft.folder)
+                if not has_effect:
                     shutil.rmtree(draft.folder, ignore_errors=True)
                 raise
             _clean(directory)
@@ -588,13 +546,6 @@ def _manifest(directory: str) -> dict[str, Any]:
     if not _DATA.fullmatch(str(manifest.get("data"))) or type(manifest.get("files")) is not dict:
         raise LoadError(os.path.join(directory, MANIFEST), "the file is damaged")
     return manifest
-
-
-def _is_current(directory: str, draft: Draft) -> bool:
-    try:
-        return bool(_manifest(directory)["data"] == os.path.basename(draft.folder))
-    except LoadError:
-        return False
 
 
 def _clean(directory: str) -> None:
@@ -696,7 +647,7 @@ class StoredTensor:
     """
 
     name: str
-    layout: Layout
+    layout: Strided
     device: torch.device
     file: DataFile
     extent: Extent
@@ -746,7 +697,7 @@ def outside_modes() -> Iterator[None]:
         yield
 
 
-def row_of(path: str, extent: Extent, layout: Layout, device: torch.device) -> dict[str, Any]:
+def row_of(path: str, extent: Extent, layout: Strided, device: torch.device) -> dict[str, Any]:
     """Return the row of a stored tensor, ready for JSON."""
     return {
         "file": os.path.basename(path),
@@ -759,7 +710,9 @@ def row_of(path: str, extent: Extent, layout: Layout, device: torch.device) -> d
     }
 
 
-def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[DataFile, Header]]:
+def open_files(
+    directory: str, checksums: Mapping[str, str]
+) -> dict[str, tuple[DataFile, FileIndex]]:
     """Open files of tensors and examine their headers."""
     files = {}
     for name, checksum in checksums.items():
@@ -776,7 +729,7 @@ def open_files(directory: str, checksums: Mapping[str, str]) -> dict[str, tuple[
 def tensor_handle(
     name: str,
     row: Mapping[str, Any],
-    files: Mapping[str, tuple[DataFile, Header]],
+    files: Mapping[str, tuple[DataFile, FileIndex]],
     to: torch.device | None = None,
 ) -> StoredTensor | NotSaved:
     """Return the handle that a row of `row_of` describes."""
@@ -785,7 +738,7 @@ def tensor_handle(
     dtype = getattr(torch, row["dtype"], None)
     if not isinstance(dtype, torch.dtype):
         return NotSaved(f"it is of type {row['dtype']}, which this torch does not have")
-    layout = Layout(dtype, tuple(row["shape"]), tuple(row["strides"]))
+    layout = Strided(dtype, tuple(row["shape"]), tuple(row["strides"]))
     numbers = (*layout.shape, *layout.strides)
     if len(layout.shape) != len(layout.strides) or not all(
         type(number) is int and number >= 0 for number in numbers
@@ -797,14 +750,10 @@ def tensor_handle(
     if found != (code_of(dtype), shape_in_file(layout), layout.nbytes):
         raise ValueError(f"what is said of {name!r} is not what the file holds")
     extent = Extent(row["key"], start, layout.nbytes, row["crc32"])
-    return StoredTensor(name, layout, _device(row["device"]), file, extent, to)
-
-
-def _device(name: str) -> torch.device:
-    try:
-        return torch.device(name)
-    except RuntimeError:  # of a kind that this torch does not have
-        return torch.device("cpu")
+    device = torch.device("cpu")
+    with suppress(RuntimeError):  # it is of a kind that this torch does not have
+        device = torch.device(row["device"])
+    return StoredTensor(name, layout, device, file, extent, to)
 
 
 STREAM = "stream.json"
@@ -902,7 +851,7 @@ class ShardWriter:
                 self._closed = True
                 self._held.release()
 
-    def _room_for(self, name: str, layout: Layout) -> tuple[TensorFile, DataFile]:
+    def _room_for(self, name: str, layout: Strided) -> tuple[TensorFile, DataFile]:
         file = self._file
         # Room for a name that has to be made unique is left in any case.
         key = f"{name}#{len(self._rows)}".encode("unicode_escape").decode()
@@ -930,12 +879,7 @@ class ShardWriter:
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:  # the directory goes on saying that it is unfinished

@@ -54,7 +54,7 @@ _CHUNK = 1 << 22  # bytes copied to the CPU at a time
 
 
 @dataclass(frozen=True)
-class Layout:
+class Strided:
     """The layout of a tensor in memory.
 
     Attributes:
@@ -109,18 +109,18 @@ def why_not(tensor: Tensor) -> str | None:
     return None
 
 
-def layout_of(tensor: Tensor) -> Layout:
+def layout_of(tensor: Tensor) -> Strided:
     """Return the layout that a tensor comes back with."""
     shape = tuple(tensor.shape)
     strides = tuple(tensor.stride())
-    expanded = Layout(tensor.dtype, shape, strides).expanded
+    expanded = Strided(tensor.dtype, shape, strides).expanded
     kept = tuple(1 if d in expanded else size for d, size in enumerate(shape))
     like = torch.empty_strided(kept, strides, dtype=torch.uint8, device="meta")
     dense = torch.empty_like(like).stride()
     restored = tuple(
         strides[d] if d in expanded or shape[d] == 1 else stride for d, stride in enumerate(dense)
     )
-    return Layout(tensor.dtype, shape, restored)
+    return Strided(tensor.dtype, shape, restored)
 
 
 def code_of(dtype: torch.dtype) -> str:
@@ -128,7 +128,7 @@ def code_of(dtype: torch.dtype) -> str:
     return _CODES.get(dtype.to_real() if dtype.is_complex else dtype, "U8")
 
 
-def shape_in_file(layout: Layout) -> tuple[int, ...]:
+def shape_in_file(layout: Strided) -> tuple[int, ...]:
     """Return the shape in the file: complex numbers are pairs, unknown types single bytes."""
     kept = layout.stored_shape
     if layout.dtype.is_complex:
@@ -136,7 +136,7 @@ def shape_in_file(layout: Layout) -> tuple[int, ...]:
     return kept if layout.dtype in _CODES else (*kept, layout.dtype.itemsize)
 
 
-def bits_of(tensor: Tensor, layout: Layout) -> Iterator[memoryview]:
+def bits_of(tensor: Tensor, layout: Strided) -> Iterator[memoryview]:
     """Yield the content of a tensor in row-major order, piece by piece.
 
     Copy-on-write tensors stay so: they are only ever read by torch, into a buffer of ours. Each
@@ -162,7 +162,7 @@ def bits_of(tensor: Tensor, layout: Layout) -> Iterator[memoryview]:
         yield memoryview(raw).cast("B")[: piece.numel()]
 
 
-def tensor_of(layout: Layout, stored: Tensor) -> Tensor:
+def tensor_of(layout: Strided, stored: Tensor) -> Tensor:
     """Return the tensor that stored bytes (uint8 of one dimension) are the content of."""
     kept = layout.stored_shape
     plain = stored.view(layout.dtype).reshape(kept)
@@ -200,7 +200,7 @@ class Extent(NamedTuple):
     checksum: int
 
 
-class Header(NamedTuple):
+class FileIndex(NamedTuple):
     """The description in the header of a file.
 
     Attributes:
@@ -249,7 +249,7 @@ class DataFile:
             done += count
         return buffer
 
-    def tensor(self, extent: Extent, layout: Layout) -> Tensor:
+    def tensor(self, extent: Extent, layout: Strided) -> Tensor:
         """Return a tensor, after a look at its checksum."""
         stored = self.read(extent.start, extent.nbytes)
         if crc32(stored) != extent.checksum:
@@ -258,7 +258,7 @@ class DataFile:
             )
         return tensor_of(layout, stored)
 
-    def header(self) -> Header:
+    def header(self) -> FileIndex:
         """Read and examine the header."""
         size = self.size
         if size < 8:
@@ -279,7 +279,7 @@ class DataFile:
         if size != stop:
             how = "truncated" if size < stop else "damaged: something was added"
             raise LoadError(self.path, f"the file is {how} ({size} bytes instead of {stop})")
-        return Header(hashlib.sha256(raw).hexdigest(), extents, stop)
+        return FileIndex(hashlib.sha256(raw).hexdigest(), extents, stop)
 
     def __repr__(self) -> str:
         return f"DataFile({self.path!r})"
@@ -335,11 +335,11 @@ class TensorFile:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def takes(self, key: str, layout: Layout) -> bool:
+    def takes(self, key: str, layout: Strided) -> bool:
         """Return whether there is room for one more in the header."""
         return self._used + row_size(key, layout) <= self._reserve
 
-    def add(self, key: str, layout: Layout, tensor: Tensor) -> Extent:
+    def add(self, key: str, layout: Strided, tensor: Tensor) -> Extent:
         """Write a tensor."""
         start = self.size
         checksum = 0
@@ -375,12 +375,12 @@ def write_all(fd: int, content: memoryview) -> None:
         done += os.write(fd, content[done : done + _LARGEST_READ])
 
 
-def row_size(key: str, layout: Layout) -> int:
+def row_size(key: str, layout: Strided) -> int:
     """Return an upper bound of what one tensor takes in a header, in bytes."""
     return len(_dump({key: tensor_row(layout, 10**18, 10**18)})) + 1
 
 
-def header_size(rows: list[tuple[str, Layout]]) -> int:
+def header_size(rows: list[tuple[str, Strided]]) -> int:
     """Return how much to reserve for a file whose tensors are known."""
     size = 8 + len(_dump(_METADATA)) + sum(row_size(key, layout) for key, layout in rows)
     return -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -394,7 +394,7 @@ def header_bytes(rows: dict[str, Any], size: int = 0) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-def tensor_row(layout: Layout, start: int, stop: int) -> dict[str, Any]:
+def tensor_row(layout: Strided, start: int, stop: int) -> dict[str, Any]:
     """Return the entry of a tensor in a header."""
     shape = list(shape_in_file(layout))
     return {"dtype": code_of(layout.dtype), "shape": shape, "data_offsets": [start, stop]}
@@ -406,16 +406,13 @@ def _dump(value: Any) -> bytes:
 
 def free_key(name: str, taken: TensorFile | set[str]) -> str:
     """Return a key for a name: the name itself, if JSON readers of every kind can take it."""
-    key = re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]", _escape, name) or "_"
+    plain = r"[^\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]"
+    key = re.sub(plain, lambda match: f"\\u{ord(match[0]):04x}", name) or "_"
     base, number = key, 1
     while key in taken or key == "__metadata__":
         number += 1
         key = f"{base}#{number}"
     return key
-
-
-def _escape(match: re.Match[str]) -> str:
-    return f"\\u{ord(match[0]):04x}"
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.log.capture import Capture, State, aligned_copy
+from bendtrace.log.capture import Capture, EarlierTensor, aligned_copy
 from bendtrace.log.entries import counted, tensors_of
 from bendtrace.python.checks import listed
 from bendtrace.python.compare import same_bits
@@ -86,7 +86,7 @@ class SavedValues(Protocol):
 
     saved: dict[Any, Any]
     reread: dict[tuple[int, int], Tensor]
-    states: dict[int, State]
+    states: dict[int, EarlierTensor]
     random: dict[int, Tensor]
     grad_fns: dict[Any, str]
 
@@ -109,9 +109,8 @@ class Validator:
         state = torch.get_rng_state()
         try:
             for op in self._ops:
-                if op.kind is OpKind.CALL and op.target not in METADATA:
-                    self._check(op, found)
-                elif op.kind is OpKind.SCALAR and not self._is_element(op):
+                is_call = op.kind is OpKind.CALL and op.target not in METADATA
+                if is_call or (op.kind is OpKind.SCALAR and not _is_element(op)):
                     self._check(op, found)
         finally:
             torch.set_rng_state(state)
@@ -151,11 +150,13 @@ class Validator:
                 if not self._matters(op, given, index, again):
                     found.idle.append((self._label(self._ops[index]), label))
 
-    def _is_element(self, op: Op) -> bool:
-        """Return whether an op only names a part of another op's output."""
-        if op.target is tuple:
-            return True
-        return op.target is operator.getitem and isinstance(op.args[0], Ref)
+    def _whole(self, op: Op) -> tuple[Op, tuple[Any, ...]]:
+        """Return the op whose output an op only names a part of, with the keys; or the op."""
+        path: tuple[Any, ...] = ()
+        while op.kind is OpKind.SCALAR and _is_element(op):
+            path = (*op.args[1:], *path)
+            op = self._ops[op.args[0].index]
+        return op, path
 
     def unable(self, op: Op) -> str | None:
         """Return why an op cannot be recomputed; None if it can."""
@@ -188,23 +189,22 @@ class Validator:
         if reread is not None:
             return reread
         source = self._ops[ref.index]
+        saved = self._capture.saved
         element: tuple[Any, ...] = ()
         if source.kind is OpKind.STATE:
             kept = self._capture.states.get(source.index)
             tensor = None if kept is None else kept.read()
             return MISSING if tensor is None else tensor
-        if not isinstance(source.meta, TensorMeta) and not tensors_of(source.meta):
+        if not tensors_of(source.meta):
             return source.meta
-        while (source.index, element) not in self._capture.saved:
+        while (source.index, element) not in saved:
             if source.kind is not OpKind.SCALAR or not isinstance(source.args[0], Ref):
-                break
+                found = {path: saved.get((source.index, path), MISSING)
+                         for path, _ in tensors_of(source.meta)}  # fmt: skip
+                return _meta_at(source.meta, found, ()) if found else MISSING
             element = (source.args[1], *element)
             source = self._ops[source.args[0].index]
-        if (source.index, element) in self._capture.saved:
-            return self._capture.saved[source.index, element]
-        parts = [(path, self._capture.saved.get((source.index, path), MISSING))
-                 for path, _ in tensors_of(source.meta)]  # fmt: skip
-        return MISSING if not parts else _meta_at(source.meta, dict(parts), ())
+        return saved[source.index, element]
 
     def carry_out(self, op: Op, given: dict[int, Any]) -> Any:
         """Run an op on copies of its inputs; return its result, or the tensor that it wrote to."""
@@ -228,10 +228,7 @@ class Validator:
         return copies[op.writes[0]] if out is None and op.writes else out
 
     def _had_graph(self, index: int) -> bool:
-        op = self._ops[index]
-        while op.kind is OpKind.SCALAR and self._is_element(op):
-            op = self._ops[op.args[0].index]
-        return op.index in self._graphs
+        return self._whole(self._ops[index])[0].index in self._graphs
 
     def _same(self, op: Op, again: Any) -> bool:
         tensors = tensors_of(op.meta)
@@ -239,15 +236,15 @@ class Validator:
             tensors = [((), self._ops[op.writes[0]].meta)]
         if not tensors:
             if op.kind is OpKind.CALL and VALUES.get(op.target) is Use.FORMAT:
-                return _without_graph(again) == _without_graph(op.meta)
+                return _GRAPH.sub("", again) == _GRAPH.sub("", op.meta)
             gives_nothing = op.kind is OpKind.CALL and op.meta is None
-            return gives_nothing or same_bits(_plainly(again), _plainly(op.meta))
+            return gives_nothing or same_bits(plainly(again), plainly(op.meta))
         for path, _ in tensors:
             value = again
             for key in path:
                 value = value[key]
             saved = self._capture.saved.get((op.index, path))
-            if not isinstance(saved, Tensor) or not same_bits(_bare(value), _bare(saved)):
+            if not isinstance(saved, Tensor) or not same_bits(plainly(value), saved.detach()):
                 return False
         return True
 
@@ -261,20 +258,23 @@ class Validator:
                 result = self.carry_out(op, {**given, index: other})
             except Exception:  # it cares
                 return True
-            if not same_bits(_plainly(result), _plainly(again)):
+            if not same_bits(plainly(result), plainly(again)):
                 return True
         return False
 
     def _label(self, op: Op) -> str:
-        path: tuple[Any, ...] = ()
-        source = op
-        while source.kind is OpKind.SCALAR and self._is_element(source):
-            path = (*source.args[1:], *path)
-            source = self._ops[source.args[0].index]
+        source, path = self._whole(op)
         for key in ((op.index, ()), (source.index, path), (source.index, (0,))):
             if key in self._labels:
                 return self._labels[key]
         return f"{getattr(op.target, '__name__', op.kind.value)} (op {op.index})"
+
+
+def _is_element(op: Op) -> bool:
+    """Return whether an op only names a part of another op's output."""
+    if op.target is tuple:
+        return True
+    return op.target is operator.getitem and isinstance(op.args[0], Ref)
 
 
 class _Random(Exception):
@@ -319,26 +319,19 @@ def _copy(value: Any, with_graph: bool) -> Any:
     return value
 
 
-def _bare(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _plainly(value: Any) -> Any:
+def plainly(value: Any) -> Any:
     """Return a result with detached tensors, and sizes as tuples."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, (tuple, list)):
-        return tuple(map(_plainly, value))
+        return tuple(map(plainly, value))
+    if isinstance(value, dict):
+        return {key: plainly(item) for key, item in value.items()}
     return value
 
 
 # The part of a tensor's text about the autograd graph, which a copy lacks (torch 2.13).
 _GRAPH = re.compile(r",\s+(grad_fn=<\w+>|requires_grad=True)(?=[,)])")
-
-
-def _without_graph(text: str) -> str:
-    """Return the text of a tensor without the part about the autograd graph."""
-    return _GRAPH.sub("", text)
 
 
 def _other(tensor: Tensor, scale: float, generator: torch.Generator) -> Tensor | None:

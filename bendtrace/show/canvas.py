@@ -103,7 +103,7 @@ class Polygon:
 
 
 @dataclass(frozen=True)
-class Line:
+class Stroke:
     """A line through some points, with rounded corners."""
 
     points: tuple[Point, ...]
@@ -114,7 +114,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Text:
+class Caption:
     """One line of text.
 
     Attributes:
@@ -144,7 +144,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Group:
+class Marks:
     """Marks that belong together.
 
     Attributes:
@@ -158,7 +158,7 @@ class Group:
     name: str = ""
 
 
-Mark: TypeAlias = Rectangle | Polygon | Line | Text | Group
+Mark: TypeAlias = Rectangle | Polygon | Stroke | Caption | Marks
 
 
 @dataclass
@@ -203,7 +203,7 @@ def _toward(start: Point, stop: Point, far: float, whole: float) -> Point:
 
 
 def _mark(mark: Mark) -> str:
-    if isinstance(mark, Group):
+    if isinstance(mark, Marks):
         name = f' data-name="{_escape(mark.name)}"' if mark.name else ""
         title = f"<title>{_escape(mark.title, lines=True)}</title>" if mark.title else ""
         return f"<g{name}>{title}" + "".join(map(_mark, mark.marks)) + "</g>"
@@ -216,12 +216,12 @@ def _mark(mark: Mark) -> str:
     if isinstance(mark, Polygon):
         points = " ".join(f"{_n(x)},{_n(y)}" for x, y in mark.points)
         return f'<polygon points="{points}" fill="{mark.fill}"{_stroke(mark)}/>'
-    if isinstance(mark, Line):
+    if isinstance(mark, Stroke):
         return f'<path d="{_path(mark)}" fill="none"{_stroke(mark)}/>'
     return _text(mark)
 
 
-def _stroke(mark: Rectangle | Polygon | Line) -> str:
+def _stroke(mark: Rectangle | Polygon | Stroke) -> str:
     if mark.stroke == "none":
         return ""
     thick = f' stroke-width="{_n(mark.thick)}"' if mark.thick != 1 else ""
@@ -230,7 +230,7 @@ def _stroke(mark: Rectangle | Polygon | Line) -> str:
     return f' stroke="{mark.stroke}"{thick}{dashes}'
 
 
-def _path(line: Line) -> str:
+def _path(line: Stroke) -> str:
     (x, y), (end_x, end_y) = line.points[0], line.points[-1]
     parts = [f"M{_n(x)} {_n(y)}"]
     for start, corner, stop in round_corners(line.points, line.radius):
@@ -239,7 +239,7 @@ def _path(line: Line) -> str:
     return "".join([*parts, f"L{_n(end_x)} {_n(end_y)}"])
 
 
-def _text(text: Text) -> str:
+def _text(text: Caption) -> str:
     if not text.text:
         return ""
     options = ' text-anchor="middle"' if text.centred else ""

@@ -25,12 +25,12 @@ from bendtrace.python.checks import required_number
 from bendtrace.python.compare import same_bits
 from bendtrace.python.places import place_text
 from bendtrace.show.matching import (
-    Change,
     FlowChange,
     LayerChange,
     Matching,
     ModuleChange,
     Parting,
+    RunChange,
     RunIndex,
     ValueDifference,
     compare_numbers,
@@ -534,7 +534,7 @@ def _are_close(a: Any, b: Any, tolerances: dict[str, float]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class GuardChange(Change):
+class GuardChange(RunChange):
     """A guard that only one run has, or that had another outcome in the other.
 
     Attributes:
@@ -673,13 +673,10 @@ class Timeline:
         """Yield the earliest place where one run has a layer that the other does not have."""
         only_a = next(_only(self.a, self.matching.entries), None)
         only_b = next(_only(self.b, self.matching.back), None)
-        if only_a is None and only_b is None:
+        firsts = ((self.of_a, only_a), (self.of_b, only_b))
+        times = [time_of(position) for time_of, position in firsts if position is not None]
+        if not times:
             return
-        times = []
-        if only_a is not None:
-            times.append(self.of_a(only_a))
-        if only_b is not None:
-            times.append(self.of_b(only_b))
         time = min(times)
         anchor = max((i for i in self._anchors[0] if i < time[0]), default=-1)
         following = min((i for i in self._anchors[0] if i > time[0]), default=len(self.a.entries))
@@ -694,7 +691,7 @@ class Timeline:
         if governed is not None:
             parting = self._of_flow(governed, after)
         else:
-            texts = [f"{entry.label}{_at(entry)} only in {run}"
+            texts = [f"{entry.label}{expression_of(entry)} only in {run}"
                      for entry, run in ((a, "a"), (b, "b")) if entry is not None]  # fmt: skip
             text = (f"after {after}: " if after else "at the start: ") + "; ".join(texts)
             parting = Parting("layers", a, b, after, text + self._read_before(time))
@@ -704,13 +701,9 @@ class Timeline:
         """Return which number read by Python first differed before some time."""
         in_both = {id(change.a): change for change in self.flow if change.kind == "value"}
         for number, step in reversed(list(enumerate(self.a.steps))):
-            change = in_both.get(id(step))
-            if (
-                change is not None
-                and isinstance(step, EscapeFlowStep)
-                and self._time_of_step(number) < time
-            ):
-                return f"; before, {change}"
+            if id(step) in in_both and isinstance(step, EscapeFlowStep):
+                if self._time_of_step(number) < time:
+                    return f"; before, {in_both[id(step)]}"
         return ""
 
     def _governing(self, entry: LayerEntry | None, run: RunIndex) -> FlowChange | None:
@@ -751,7 +744,7 @@ class Timeline:
     def _of_change(self, change: LayerChange) -> Parting:
         position = self.a.position[change.a.label]
         after = self.a.entries[position - 1].label if position else ""
-        text = f"{change.a.label}{_at(change.a)}: {change}"
+        text = f"{change.a.label}{expression_of(change.a)}: {change}"
         return Parting("change", change.a, change.b, after, text)
 
 
@@ -809,7 +802,8 @@ def _origin(entry: LayerEntry) -> object:
     return None
 
 
-def _at(entry: LayerEntry) -> str:
+def expression_of(entry: LayerEntry) -> str:
+    """Return where an entry was computed, for a message: its expression and its place."""
     if entry.source is None:
         return ""
     text = shorten(entry.source.text, _WIDEST, placeholder=" ...")

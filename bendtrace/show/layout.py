@@ -93,12 +93,9 @@ def _order(runs: list[Crossing]) -> list[Crossing]:
 
 def _cost(upper: Crossing, lower: Crossing) -> int:
     """Count crossings, and places where lines would lie upon each other, which are worse."""
-    cost = 0
-    for x in lower.tops:
-        cost += upper.start < x < upper.stop
+    cost = sum(upper.start < x < upper.stop for x in lower.tops)
     for x in upper.bottoms:
         cost += lower.start < x < lower.stop
-    for x in upper.bottoms:
         cost += 100 * any(abs(x - top) < _CLOSE for top in lower.tops)
     if lower.joins:
         cost += 100 * any(x in upper.tops and x not in upper.bottoms for x in lower.tops)
@@ -127,12 +124,12 @@ class Wire:
 
     net: Net
     points: list[tuple[float, float]]
-    target: Shape | None = None
+    target: Tile | None = None
     is_back: bool = False
     joins: bool = False
 
 
-class Plan:
+class _Levelling:
     """The heights of the ranks of a level, and the lines between them.
 
     Attributes:
@@ -300,11 +297,11 @@ class _Placed:
     wires: list[Wire]
 
 
-def place(root: Shape, nets: Sequence[Net]) -> list[Wire]:
+def place(root: Tile, nets: Sequence[Net]) -> list[Wire]:
     """Lay out a drawing."""
     locals_ = _by_level(root, nets)
-    hints: dict[Shape, dict[Net, float]] = {}
-    done: dict[Shape, _Placed] = {}
+    hints: dict[Tile, dict[Net, float]] = {}
+    done: dict[Tile, _Placed] = {}
     _place(root, locals_, hints, done)
     if _look_up(root, done, hints):
         _place(root, locals_, hints, done)
@@ -313,19 +310,19 @@ def place(root: Shape, nets: Sequence[Net]) -> list[Wire]:
     return wires
 
 
-def _by_level(root: Shape, nets: Sequence[Net]) -> dict[Shape, list[LocalNet]]:
+def _by_level(root: Tile, nets: Sequence[Net]) -> dict[Tile, list[LocalNet]]:
     """Cut the nets at the borders that they cross."""
-    paths: dict[Shape, tuple[Shape, ...]] = {}
+    paths: dict[Tile, tuple[Tile, ...]] = {}
 
-    def walk(shape: Shape, above: tuple[Shape, ...]) -> None:
+    def walk(shape: Tile, above: tuple[Tile, ...]) -> None:
         paths[shape] = path = (*above, shape)
         for child in shape.children or ():
             walk(child, path)
 
     walk(root, ())
-    parts: dict[Shape, dict[tuple[Net, Shape | None], LocalNet]] = {s: {} for s in paths}
+    parts: dict[Tile, dict[tuple[Net, Tile | None], LocalNet]] = {s: {} for s in paths}
 
-    def part(box: Shape, net: Net, source: Shape | None) -> LocalNet:
+    def part(box: Tile, net: Net, source: Tile | None) -> LocalNet:
         return parts[box].setdefault((net, source), LocalNet(net, source))
 
     for net in nets:
@@ -351,10 +348,10 @@ def _by_level(root: Shape, nets: Sequence[Net]) -> dict[Shape, list[LocalNet]]:
 
 
 def _place(
-    box: Shape,
-    nets: dict[Shape, list[LocalNet]],
-    hints: dict[Shape, dict[Net, float]],
-    done: dict[Shape, _Placed],
+    box: Tile,
+    nets: dict[Tile, list[LocalNet]],
+    hints: dict[Tile, dict[Net, float]],
+    done: dict[Tile, _Placed],
 ) -> None:
     for child in box.children or ():
         if child.children is not None:
@@ -374,7 +371,7 @@ def _place(
     done[box] = _finish(box, level)
 
 
-def _measure(level: Level, done: dict[Shape, _Placed]) -> None:
+def _measure(level: Level, done: dict[Tile, _Placed]) -> None:
     for shape, vertex in level.vertex.items():
         vertex.left = vertex.right = shape.width / 2
         vertex.height = shape.height + shape.below
@@ -426,9 +423,9 @@ def _gap(left: Vertex, right: Vertex) -> float:
     return _LINE
 
 
-def _finish(box: Shape, level: Level) -> _Placed:
+def _finish(box: Tile, level: Level) -> _Placed:
     """Give everything its y, and draw the lines."""
-    plan = Plan(level, box.head)
+    plan = _Levelling(level, box.head)
     left = min((v.x - v.left for v in level.vertices()), default=0.0) - _PAD
     right = max((v.x + v.right for v in level.vertices()), default=0.0) + _PAD
     for vertex in level.vertices():
@@ -454,7 +451,7 @@ def _title(wide: float, width: float, ports: Sequence[float]) -> tuple[float, fl
     return starts[-1], max(width, starts[-1] + wide + _TITLE_GAP)
 
 
-def _look_up(box: Shape, done: dict[Shape, _Placed], hints: dict[Shape, dict[Net, float]]) -> bool:
+def _look_up(box: Tile, done: dict[Tile, _Placed], hints: dict[Tile, dict[Net, float]]) -> bool:
     """Say for each box from how far its nets come; return whether they enter in another order."""
     crossed = False
     for shape, vertex in done[box].level.vertex.items():
@@ -473,7 +470,7 @@ def _look_up(box: Shape, done: dict[Shape, _Placed], hints: dict[Shape, dict[Net
     return crossed
 
 
-def _put(box: Shape, done: dict[Shape, _Placed], x: float, y: float, wires: list[Wire]) -> None:
+def _put(box: Tile, done: dict[Tile, _Placed], x: float, y: float, wires: list[Wire]) -> None:
     """Move a box, and all in it, to its place."""
     box.x, box.y = x, y
     for wire in done[box].wires:
@@ -493,7 +490,8 @@ _PORT = 13.0  # between lines that end at the same shape
 _EDGE = 9.0  # from the corner of a shape to the nearest line
 
 
-class Column:
+@dataclass(eq=False, slots=True)
+class _Column:
     """Vertices of neighbouring ranks that keep their positions relative to each other.
 
     Attributes:
@@ -504,14 +502,16 @@ class Column:
         lefts: the same to its left.
     """
 
-    __slots__ = ("lefts", "pulls", "rights", "vertices", "x")
+    vertices: dict[Vertex, float] = field(default_factory=dict)
+    x: float = 0.0
+    pulls: list[tuple[float, _Column, float]] = field(default_factory=list)
+    rights: dict[_Column, float] = field(default_factory=dict)
+    lefts: dict[_Column, float] = field(default_factory=dict)
 
-    def __init__(self) -> None:
-        self.vertices: dict[Vertex, float] = {}
-        self.x: float = 0.0
-        self.pulls: list[tuple[float, Column, float]] = []
-        self.rights: dict[Column, float] = {}
-        self.lefts: dict[Column, float] = {}
+    @property
+    def least(self) -> float:
+        """The smallest x that its neighbours to the left leave to it."""
+        return max((left.x + distance for left, distance in self.lefts.items()), default=0.0)
 
     @property
     def is_line(self) -> bool:
@@ -528,15 +528,15 @@ def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
     """Set the x of each vertex, and the ends of each link."""
     _straighten(level)
     _spread(level)
-    columns = _columns(level, gap)
-    columns = _in_order(columns)
+    columns = _in_order(_columns(level, gap))
     for column in columns:
-        column.x = max((left.x + d for left, d in column.lefts.items()), default=0.0)
-    _settle([column for column in columns if not column.is_lane])
-    _gather([column for column in columns if not column.is_lane])
+        column.x = column.least
+    inner = [column for column in columns if not column.is_lane]
+    _settle(inner)
+    _gather(inner)
     for column in columns:
         if column.is_lane:
-            column.x = max((c.x + d for c, d in column.lefts.items()), default=0.0)
+            column.x = column.least
     for column in columns:
         column.x = round(column.x)
         for vertex, offset in column.vertices.items():
@@ -620,9 +620,9 @@ def _spread(level: Level) -> None:
             level.back_at[net, vertex] = float(round(start + (place - straight) * step))
 
 
-def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Column]:
-    of: dict[Vertex, Column] = {}
-    columns: list[Column] = []
+def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[_Column]:
+    of: dict[Vertex, _Column] = {}
+    columns: list[_Column] = []
     for row in level.ranks:
         for vertex in row:
             straight = next((link for link in vertex.ups if link.is_straight), None)
@@ -630,7 +630,7 @@ def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Colum
                 column = of[straight.upper]
                 offset = column.vertices[straight.upper] + straight.upper_at - straight.lower_at
             else:
-                column, offset = Column(), 0.0
+                column, offset = _Column(), 0.0
                 columns.append(column)
             of[vertex] = column
             column.vertices[vertex] = offset
@@ -652,7 +652,7 @@ def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[Colum
     return columns
 
 
-def _tie(of: dict[Vertex, Column], link: Link) -> None:
+def _tie(of: dict[Vertex, _Column], link: Link) -> None:
     upper, lower = of[link.upper], of[link.lower]
     start = upper.vertices[link.upper] + link.upper_at
     end = lower.vertices[link.lower] + link.lower_at
@@ -662,7 +662,7 @@ def _tie(of: dict[Vertex, Column], link: Link) -> None:
     lower.pulls.append((weight, upper, start - end))
 
 
-def _in_order(columns: Sequence[Column]) -> list[Column]:
+def _in_order(columns: Sequence[_Column]) -> list[_Column]:
     """Return the columns such that each comes after those to its left."""
     missing = {column: len(column.lefts) for column in columns}
     ready = [column for column in columns if not column.lefts]
@@ -674,14 +674,14 @@ def _in_order(columns: Sequence[Column]) -> list[Column]:
     return ready
 
 
-def _settle(columns: Sequence[Column]) -> None:
+def _settle(columns: Sequence[_Column]) -> None:
     """Move columns towards their targets, as far as their neighbours let them."""
     inside = set(columns)
     lefts = {c: [(o, d) for o, d in c.lefts.items() if o in inside] for c in columns}
     rights = {c: [(o, d) for o, d in c.rights.items() if o in inside] for c in columns}
     for _ in range(_SWEEPS):
         wanted = {c: 0.5 * (c.x + _pull(c)) for c in columns}
-        pushed: dict[Column, float] = {}
+        pushed: dict[_Column, float] = {}
         for c in columns:
             pushed[c] = max([wanted[c], *(pushed[o] + d for o, d in lefts[c])])
         for c in reversed(columns):
@@ -703,9 +703,9 @@ def _settle(columns: Sequence[Column]) -> None:
             c.x = min(max(wanted_x, least), most)
 
 
-def _gather(columns: Sequence[Column]) -> None:
+def _gather(columns: Sequence[_Column]) -> None:
     """Move shapes without edges to the rest next to it."""
-    group: dict[Column, int] = {}
+    group: dict[_Column, int] = {}
     for number, first in enumerate(columns):
         stack = [first] if first not in group else []
         while stack:
@@ -725,7 +725,7 @@ def _gather(columns: Sequence[Column]) -> None:
             column.x -= min(room, default=0.0)
 
 
-def _pull(column: Column) -> float:
+def _pull(column: _Column) -> float:
     total = sum(weight for weight, _, _ in column.pulls)
     if not total:
         return column.x
@@ -752,7 +752,7 @@ def _aim(level: Level) -> None:
 
 
 @dataclass(eq=False)
-class Shape:
+class Tile:
     """A shape to place: a node, or a box that contains shapes.
 
     Attributes:
@@ -774,7 +774,7 @@ class Shape:
     height: float = 0.0
     below: float = 0.0
     label: float = 0.0
-    children: list[Shape] | None = None
+    children: list[Tile] | None = None
     title: float = 0.0
     head: float = 0.0
     x: float = 0.0
@@ -796,12 +796,12 @@ class Net:
         frame: the box in which this happens.
     """
 
-    source: Shape
-    targets: list[Shape]
+    source: Tile
+    targets: list[Tile]
     port: str = ""
     kind: str = "data"
     joins: Net | None = None
-    frame: Shape | None = None
+    frame: Tile | None = None
 
 
 @dataclass(eq=False)
@@ -817,8 +817,8 @@ class LocalNet:
     """
 
     net: Net
-    source: Shape | None
-    targets: dict[Shape, None] = field(default_factory=dict)
+    source: Tile | None
+    targets: dict[Tile, None] = field(default_factory=dict)
     leaves: bool = False
     joins: LocalNet | None = None
 
@@ -826,6 +826,7 @@ class LocalNet:
 Role = Literal["shape", "in", "out", "bend", "lane"]
 
 
+@dataclass(eq=False, slots=True)
 class Vertex:
     """An item with a position in a rank: a shape, a port of the border, or a line running past.
 
@@ -845,28 +846,22 @@ class Vertex:
         downs: links that go down.
     """
 
-    y: float
-    x: float
-    height: float
-    right: float
-    left: float
-    order: int
-    rank: int
-
-    __slots__ = ("downs", "height", "index", "left", "net", "order", "rank", "right", "role",
-                 "shape", "ups", "x", "y")  # fmt: skip
-
-    def __init__(self, role: Role, shape: Shape | None, net: LocalNet | None, index: int) -> None:
-        self.role = role
-        self.shape: Shape | None = shape
-        self.net: LocalNet | None = net
-        self.index: int = index
-        self.rank = self.order = 0
-        self.left = self.right = self.height = self.x = self.y = 0.0
-        self.ups: list[Link] = []
-        self.downs: list[Link] = []
+    role: Role
+    shape: Tile | None
+    net: LocalNet | None
+    index: int
+    rank: int = 0
+    order: int = 0
+    left: float = 0.0
+    right: float = 0.0
+    x: float = 0.0
+    height: float = 0.0
+    y: float = 0.0
+    ups: list[Link] = field(default_factory=list)
+    downs: list[Link] = field(default_factory=list)
 
 
+@dataclass(eq=False, slots=True)
 class Link:
     """A part of a net between neighbouring ranks.
 
@@ -874,24 +869,22 @@ class Link:
         upper: its upper vertex.
         lower: its lower vertex.
         net: the net.
-        is_inner: whether it connects two parts of a line.
         upper_at: its start on `upper`, from the middle.
         lower_at: its end on `lower`, from the middle.
         is_straight: whether both ends have the same x.
     """
 
-    lower_at: float
-    upper_at: float
+    upper: Vertex
+    lower: Vertex
+    net: LocalNet
+    upper_at: float = 0.0
+    lower_at: float = 0.0
+    is_straight: bool = False
 
-    __slots__ = ("is_inner", "is_straight", "lower", "lower_at", "net", "upper", "upper_at")
-
-    def __init__(self, upper: Vertex, lower: Vertex, net: LocalNet) -> None:
-        self.upper: Vertex = upper
-        self.lower: Vertex = lower
-        self.net: LocalNet = net
-        self.is_inner: bool = upper.role == "bend" and lower.role == "bend"
-        self.upper_at = self.lower_at = 0.0
-        self.is_straight: bool = False
+    @property
+    def is_inner(self) -> bool:
+        """True if it connects two parts of a line."""
+        return self.upper.role == self.lower.role == "bend"
 
 
 class Level:
@@ -910,9 +903,9 @@ class Level:
         back_at: the end of a net that runs back on a vertex, from the middle.
     """
 
-    def __init__(self, children: list[Shape], nets: list[LocalNet]) -> None:
+    def __init__(self, children: list[Tile], nets: list[LocalNet]) -> None:
         self.nets = nets
-        self.vertex: dict[Shape, Vertex] = {
+        self.vertex: dict[Tile, Vertex] = {
             shape: Vertex("shape", shape, None, i) for i, shape in enumerate(children)
         }
         self.ports_in: dict[LocalNet, Vertex] = {
@@ -972,9 +965,7 @@ class Level:
             top = min(max(v.rank, 1) if v.role == "in" else v.rank for v in targets)
             for rank in range(top, self.source(net).rank + 1):
                 lane.append(self._added(Vertex("lane", None, net, -1), rank))
-        for rank_ in self.ranks:
-            for order, vertex in enumerate(rank_):
-                vertex.order = order
+        _number(self.ranks)
 
     def _run_down(self, net: LocalNet) -> None:
         """Let a net run down: one line, from which others branch off."""
@@ -1048,7 +1039,11 @@ def assign_ranks(level: Level) -> None:
             latest = min(t.rank for n in out[vertex] for t in level.forward[n]) - 1
             if latest <= vertex.rank:
                 continue
-            longer = _longer(level, vertex, into[vertex], latest)
+            # How many lines would get longer: one that runs past anyway costs nothing.
+            longer = sum(
+                max((v.rank for v in level.forward[net] if v is not vertex), default=0) < latest
+                for net in into[vertex]
+            )
             shares = any(len(level.forward[net]) > 1 for net in into[vertex])
             # With as many lines longer as shorter, lines that are shared already may get longer.
             if longer < len(out[vertex]) or (longer == len(out[vertex]) and shares):
@@ -1067,16 +1062,6 @@ def _stack(ends: list[Vertex]) -> None:
         ranks = -(-len(row) // _ENDS)
         for place, vertex in enumerate(row):
             vertex.rank += place % ranks
-
-
-def _longer(level: Level, vertex: Vertex, into: list[LocalNet], latest: int) -> int:
-    """Return how many lines would get longer if a vertex went down."""
-    longer = 0
-    for net in into:
-        others = max((v.rank for v in level.forward[net] if v is not vertex), default=0)
-        # A line that runs past anyway costs nothing.
-        longer += others < latest
-    return longer
 
 
 _ORDER_SWEEPS = 12
@@ -1154,8 +1139,7 @@ def _sort(rank: list[Vertex], ranks: Sequence[list[Vertex]], down: bool) -> None
         else:
             keys[vertex] = (vertex.order + 0.5) / len(rank)
     rank.sort(key=lambda v: (keys[v], v.order))
-    for place, vertex in enumerate(rank):
-        vertex.order = place
+    _number([rank])
 
 
 def _crossings(ranks: Sequence[list[Vertex]]) -> int:
@@ -1193,11 +1177,5 @@ def _exchange(ranks: Sequence[list[Vertex]], wanted: Callable[[Vertex], float | 
 
 def _between(left: list[Link], right: list[Link], end: Callable[[Link], float]) -> int:
     """Count the crossings of the edges to two neighbours."""
-    if not left or not right:
-        return 0
-    rights = sorted(end(link) for link in right)
-    total = 0
-    for link in left:
-        at = end(link)
-        total += sum(1 for other in rights if other < at)
-    return total
+    rights = sorted(map(end, right))
+    return sum(bisect_left(rights, end(link)) for link in left)

@@ -237,11 +237,13 @@ class RunIndex:
 
 
 @dataclass
-class _Site:
+class _SourceSite:
     """The events at one place of the source, in one module: its passes."""
 
     keys: tuple[Hashable, ...]
-    contexts: dict[tuple[Hashable, Hashable], list[int]] = field(default_factory=dict)
+    contexts: dict[tuple[Hashable, Hashable], list[int]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
 
 class Matching:
@@ -395,22 +397,20 @@ _ROUNDS = 6
 
 def _entry_sites(
     run: RunIndex, modules: dict[str, Hashable], same_source: _SameSource
-) -> list[_Site]:
-    sites: dict[Hashable, _Site] = {}
-    calls = {label: _call_text(call) for label, call in run.calls.items()}
+) -> list[_SourceSite]:
+    sites: dict[Hashable, _SourceSite] = {}
+    calls = {
+        label: (call.source.function, call.source.text)
+        for label, call in run.calls.items()
+        if call.source is not None
+    }
     for position, entry in enumerate(run.entries):
         identity = (entry.kind, entry.name, entry.element)
-        site = sites.get(identity)
-        if site is None:
-            keys = _entry_keys(run, entry, modules, same_source)
-            site = sites[identity] = _Site(keys)
-        called = tuple(calls.get(scope) for scope in entry.scopes)
-        site.contexts.setdefault((run.iteration(entry.flow), called), []).append(position)
+        if identity not in sites:
+            sites[identity] = _SourceSite(_entry_keys(run, entry, modules, same_source))
+        context = run.iteration(entry.flow), tuple(map(calls.get, entry.scopes))
+        sites[identity].contexts[context].append(position)
     return list(sites.values())
-
-
-def _call_text(call: ModuleEntry) -> Hashable:
-    return None if call.source is None else (call.source.function, call.source.text)
 
 
 def _entry_keys(
@@ -446,28 +446,27 @@ def _entry_keys(
 
 def _step_sites(
     run: RunIndex, modules: dict[str, Hashable], same_source: _SameSource
-) -> list[_Site]:
-    sites: dict[Hashable, _Site] = {}
+) -> list[_SourceSite]:
+    sites: dict[Hashable, _SourceSite] = {}
     for number, step in enumerate(run.steps):
         module = modules.get(step.module_path, step.module_path)
         place = step.place
         is_whole = step.guard is None
         identity = (step.module_path, step.kind, place.file, place.span, step.text, is_whole)
-        site = sites.get(identity)
-        if site is None:
+        if identity not in sites:
             line = same_source.line_of_step(run, step)
             what = (step.kind, is_whole)
-            site = sites[identity] = _Site((
+            sites[identity] = _SourceSite((
                 (what, module, place.function, step.text, line),
                 (what, module, place.function, step.text),
                 (what, place.function, step.text),
                 (what, module, line),
             ))  # fmt: skip
-        site.contexts.setdefault((step.iteration, None), []).append(number)
+        sites[identity].contexts[step.iteration, None].append(number)
     return list(sites.values())
 
 
-def _match_sites(a: list[_Site], b: list[_Site], rounds: int) -> dict[int, int]:
+def _match_sites(a: list[_SourceSite], b: list[_SourceSite], rounds: int) -> dict[int, int]:
     found = match(
         _columns([site.keys for site in a], rounds),
         _columns([site.keys for site in b], rounds),
@@ -479,7 +478,7 @@ def _match_sites(a: list[_Site], b: list[_Site], rounds: int) -> dict[int, int]:
     return pairs
 
 
-def _match_passes(a: _Site, b: _Site) -> dict[int, int]:
+def _match_passes(a: _SourceSite, b: _SourceSite) -> dict[int, int]:
     """Pair the passes of a place: those in the same iteration of the same call, by number."""
     pairs: dict[int, int] = {}
     left_a: dict[Hashable, list[int]] = defaultdict(list)
@@ -607,8 +606,8 @@ def compare_tensors(
     if a.numel() == 0:
         return None
     if rtol or atol:
-        wide = torch.promote_types(a.dtype, b.dtype)
-        differs = ~torch.isclose(a.to(wide), b.to(wide), rtol=rtol, atol=atol, equal_nan=True)
+        dtype = torch.promote_types(a.dtype, b.dtype)
+        differs = ~torch.isclose(a.to(dtype), b.to(dtype), rtol=rtol, atol=atol, equal_nan=True)
     else:
         differs = _differing(a, b)
     flat = differs.reshape(-1)
@@ -617,19 +616,15 @@ def compare_tensors(
         return None
     position = int(flat.to(torch.uint8).argmax())
     first = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), a.shape))
-    max_abs, max_rel = _distances(a, b)
-    nans = [t.isnan() for t in (a, b)]
+    wide = _wide(a), _wide(b)
+    distance = (wide[0] - wide[1]).abs()
+    relative = distance / torch.maximum(wide[0].abs(), wide[1].abs())
+    nan_a, nan_b = a.isnan(), b.isnan()
+    at_a, at_b = (t.reshape(-1)[position].item() for t in (a, b))
     return ValueDifference(
-        differing=count,
-        elements=a.numel(),
-        max_abs=max_abs,
-        max_rel=max_rel,
-        first=first,
-        a=a.reshape(-1)[position].item(),
-        b=b.reshape(-1)[position].item(),
-        nan_a=int((nans[0] & ~nans[1]).sum()),
-        nan_b=int((nans[1] & ~nans[0]).sum()),
-    )
+        count, a.numel(), _largest(distance), _largest(relative), first, at_a, at_b,
+        int((nan_a & ~nan_b).sum()), int((nan_b & ~nan_a).sum()),
+    )  # fmt: skip
 
 
 _WIDEST = 40
@@ -654,14 +649,8 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
-def _distances(a: Tensor, b: Tensor) -> tuple[float | None, float | None]:
-    a, b = _wide(a), _wide(b)
-    distance = (a - b).abs()
-    # What is nan, or the same infinity, on both sides has nan for a distance, which is left out.
-    return _largest(distance), _largest(distance / torch.maximum(a.abs(), b.abs()))
-
-
 def _largest(t: Tensor) -> float | None:
+    """Return the largest distance; None if all are nan, as of equal infinities."""
     known = t[~t.isnan()]
     return float(known.max()) if known.numel() else None
 
@@ -691,7 +680,7 @@ def loop_text(step: FlowStep) -> str:
     return f"{step.kind} {step.text}" if step.kind in ("if", "assert") else step.text
 
 
-class Change:
+class RunChange:
     """A difference between two runs, with the fields of its plain form."""
 
     _plain_form: ClassVar[tuple[str, ...]] = ("kind", "a", "b")
@@ -702,7 +691,7 @@ class Change:
 
 
 @dataclass(frozen=True, eq=False)
-class LayerChange(Change):
+class LayerChange(RunChange):
     """A layer, number or state that both runs have, with differences.
 
     Attributes:
@@ -739,7 +728,7 @@ class LayerChange(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class FlowChange(Change):
+class FlowChange(RunChange):
     """A flow step with another outcome in the other run, or without a counterpart.
 
     Attributes:
@@ -782,7 +771,7 @@ class FlowChange(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class ModuleChange(Change):
+class ModuleChange(RunChange):
     """A module that only one run has, or that differs between the runs.
 
     Attributes:
@@ -825,7 +814,7 @@ class ModuleChange(Change):
 
 
 @dataclass(frozen=True, eq=False)
-class Parting(Change):
+class Parting(RunChange):
     """The first point where two runs diverge.
 
     Attributes:
@@ -862,7 +851,7 @@ class Parting(Change):
 def _plain(value: Any) -> Any:
     if isinstance(value, LayerEntry):
         return value.label
-    if isinstance(value, (Change, FlowStep, ValueDifference)):
+    if isinstance(value, (RunChange, FlowStep, ValueDifference)):
         return value.to_dict()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}

@@ -10,13 +10,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from textwrap import shorten
-from typing import Any, overload
+from typing import Any
 
 from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree
 from bendtrace.flow import _plain_json
-from bendtrace.log.entries import counted, number_text
+from bendtrace.log.entries import Listing, counted, number_text
 from bendtrace.python.checks import required_choice
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import is_installed, place_text
@@ -24,8 +24,8 @@ from bendtrace.python.sites import Place, Site, Span
 from bendtrace.record.iterations import running_code
 from bendtrace.show.walks import (
     Choice,
-    End,
     Key,
+    PathEnd,
     Walk,
     choices_in,
     choices_of,
@@ -41,7 +41,7 @@ Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
 
 
 @dataclass(eq=False)
-class Flow:
+class SideCode:
     """The code under one side of a branch, or in the whole program, in source order.
 
     Attributes:
@@ -50,22 +50,22 @@ class Flow:
         ends: the ends of runs directly under it.
     """
 
-    owner: Branch | None = None
-    branches: dict[Key, Branch] = field(default_factory=dict)
-    ends: dict[tuple[str, str, str, int], End] = field(default_factory=dict)
+    owner: OutlineBranch | None = None
+    branches: dict[Key, OutlineBranch] = field(default_factory=dict)
+    ends: dict[tuple[str, str, str, int], PathEnd] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[Branch | End]:
+    def __iter__(self) -> Iterator[OutlineBranch | PathEnd]:
         yield from sorted(self.branches.values(), key=lambda branch: branch.order)
         yield from self.ends.values()
 
     def __bool__(self) -> bool:
         return bool(self.branches or self.ends)
 
-    def walk(self) -> Iterator[Branch | End]:
+    def walk(self) -> Iterator[OutlineBranch | PathEnd]:
         """Yield all branches and ends in it, at any depth, from top to bottom."""
         for item in self:
             yield item
-            if isinstance(item, Branch):
+            if isinstance(item, OutlineBranch):
                 for taken in item.sides():
                     yield from taken.flow.walk()
 
@@ -81,7 +81,7 @@ class BranchSide:
     """
 
     value: Any
-    flow: Flow
+    flow: SideCode
     hits: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class BranchSide:
 
 
 @dataclass(eq=False)
-class Branch:
+class OutlineBranch:
     """A branch, loop or value of the source, with its sides.
 
     Attributes:
@@ -119,7 +119,7 @@ class Branch:
     """
 
     key: Key
-    inside: Flow
+    inside: SideCode
     order: tuple[Any, ...]
     kind: str
     text: str
@@ -142,7 +142,7 @@ class Branch:
         """Return the side of an outcome; it is added if it is new."""
         key = f"{type(value).__name__} {value!r}"
         if key not in self.taken:
-            self.taken[key] = BranchSide(value, Flow(self))
+            self.taken[key] = BranchSide(value, SideCode(self))
         return self.taken[key]
 
     def sides(self) -> list[BranchSide]:
@@ -155,10 +155,10 @@ class Branch:
         """Return how often a condition had an outcome."""
         return sum(taken.hits for taken in self.taken.values() if taken.value is value)
 
-    def flow(self, value: Any) -> Flow:
+    def flow(self, value: Any) -> SideCode:
         """Return the code under an outcome of a condition."""
-        found = [taken.flow for taken in self.taken.values() if taken.value is value]
-        return found[0] if found else Flow(self)
+        found = (taken.flow for taken in self.taken.values() if taken.value is value)
+        return next(found, SideCode(self))
 
     @property
     def total(self) -> int:
@@ -217,7 +217,7 @@ class Branch:
 
 
 # From where (None: from the beginning), by which outcome, to where.
-Step = tuple[Branch | None, str, Branch | End]
+Step = tuple[OutlineBranch | None, str, OutlineBranch | PathEnd]
 
 
 @dataclass(eq=False)
@@ -239,7 +239,7 @@ class ProgramOutline:
     selected_by: list[str]
     traces: int
     runs: int
-    flow: Flow
+    flow: SideCode
     steps: Counter[Step] = field(default_factory=Counter)
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,7 +273,8 @@ def programs_as_text(programs: Sequence[ProgramOutline], mine: bool = False) -> 
     for program in programs:
         rows = list(_flow(program.flow, 1, mine))
         read = tuple(code for code, _, _ in rows)
-        facts = list(_facts(program))
+        facts, more = program.selected_by[:_FACTS], len(program.selected_by) - _FACTS
+        facts += [f"{more} more"] if more > 0 else []
         counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
         if read in known:
             where = f", where {' and '.join(facts)}" if facts else ""
@@ -298,25 +299,19 @@ def _align(rows: list[Line]) -> Iterator[str]:
 _FACTS = 8
 
 
-def _facts(program: ProgramOutline) -> Iterator[str]:
-    yield from program.selected_by[:_FACTS]
-    if len(program.selected_by) > _FACTS:
-        yield f"{len(program.selected_by) - _FACTS} more"
-
-
-def _items(flow: Flow, mine: bool) -> Iterator[Branch | End]:
+def _items(flow: SideCode, mine: bool) -> Iterator[OutlineBranch | PathEnd]:
     """Yield the content of a flow; for branches of installed packages, of their sides."""
     for item in flow:
-        if mine and isinstance(item, Branch) and is_installed(item.place.file):
+        if mine and isinstance(item, OutlineBranch) and is_installed(item.place.file):
             for taken in item.sides():
                 yield from _items(taken.flow, mine)
         else:
             yield item
 
 
-def _flow(flow: Flow, depth: int, mine: bool) -> Iterator[Line]:
+def _flow(flow: SideCode, depth: int, mine: bool) -> Iterator[Line]:
     for item in _items(flow, mine):
-        if isinstance(item, End):
+        if isinstance(item, PathEnd):
             code, where = end_text(item), item.where
             if item.kind == "live":
                 code, where = "live only", item.text
@@ -327,36 +322,36 @@ def _flow(flow: Flow, depth: int, mine: bool) -> Iterator[Line]:
             yield from _sides(item, depth, mine)
 
 
-def end_text(end: End) -> str:
+def end_text(end: PathEnd) -> str:
     """Return how runs end, as text."""
     if end.kind == "return":
         return end.text
     return f"raise {end.text}" if end.kind == "raise" else f"live: {end.text}"
 
 
-def _condition(branch: Branch, depth: int, prefix: str, mine: bool) -> Iterator[Line]:
+def _condition(branch: OutlineBranch, depth: int, prefix: str, mine: bool) -> Iterator[Line]:
     indent = _INDENT * depth
-    yield indent + prefix + branch.text + _colon(branch), summary(branch), _where(branch)
+    yield _heading(branch, indent + prefix)
     yield from _flow(branch.flow(True), depth + 1, mine)
     other = branch.flow(False)
     items = list(_items(other, mine))
     if not items:
         return
     only = items[0] if len(items) == 1 else None
-    if isinstance(only, Branch) and only.is_elif:
+    if isinstance(only, OutlineBranch) and only.is_elif:
         yield from _condition(only, depth, "el", mine)
         return
     yield f"{indent}else{':' if _colon(branch) else ' ...'}", _share(branch, False), ""
     yield from _flow(other, depth + 1, mine)
 
 
-def _colon(branch: Branch) -> str:
+def _colon(branch: OutlineBranch) -> str:
     return ":" if branch.kind in ("if", "while", "for") else ""
 
 
-def _sides(branch: Branch, depth: int, mine: bool) -> Iterator[Line]:
+def _sides(branch: OutlineBranch, depth: int, mine: bool) -> Iterator[Line]:
     """Yield a loop over an iterable and its body, or a value and the code after each outcome."""
-    yield _INDENT * depth + branch.text + _colon(branch), summary(branch), _where(branch)
+    yield _heading(branch, _INDENT * depth)
     for taken in branch.sides():
         if branch.is_loop:
             yield from _flow(taken.flow, depth + 1, mine)
@@ -365,17 +360,16 @@ def _sides(branch: Branch, depth: int, mine: bool) -> Iterator[Line]:
             yield from _flow(taken.flow, depth + 2, mine)
 
 
-def _where(branch: Branch) -> str:
+def _heading(branch: OutlineBranch, prefix: str) -> Line:
+    """Return the first line of a branch."""
     modules = [path for path in branch.modules if path]
-    if not modules:
-        return branch.where
     if len(modules) > 2:
         modules[1:] = [f"{len(modules) - 1} more"]
-    inside = " and ".join(modules)
-    return f"{branch.where} in {inside}"
+    where = f"{branch.where} in {' and '.join(modules)}" if modules else branch.where
+    return prefix + branch.text + _colon(branch), summary(branch), where
 
 
-def summary(branch: Branch) -> str:
+def summary(branch: OutlineBranch) -> str:
     """Return the outcomes of a branch, and how often each occurred."""
     if branch.is_loop:
         return _rounds(branch)
@@ -398,7 +392,7 @@ def value_text(value: Any) -> str:
     return shorten(str(text), 24, placeholder="...") or "..."
 
 
-def _rounds(branch: Branch) -> str:
+def _rounds(branch: OutlineBranch) -> str:
     least, most = branch.least, branch.most
     loops = counted(branch.entered, "time")
     if not branch.is_counted:
@@ -409,7 +403,7 @@ def _rounds(branch: Branch) -> str:
     return f"{each} {'iteration' if most == 1 else 'iterations'}, entered {loops}"
 
 
-def _share(branch: Branch, value: bool) -> str:
+def _share(branch: OutlineBranch, value: bool) -> str:
     hits, total = branch.hits(value), branch.total
     if not hits:
         return f"never{_often(branch)}"
@@ -438,7 +432,7 @@ def turns_text(turns: Turns, value: bool) -> str:
     return ("iteration " if not several[0] else "") + ", ".join(parts)
 
 
-def _often(branch: Branch) -> str:
+def _often(branch: OutlineBranch) -> str:
     return ", for these inputs" if branch.is_decided else f" ({branch.total}x)"
 
 
@@ -509,7 +503,7 @@ class BranchCoverage:
         return f"{self.kind} `{self.text}` at {where}: {self.seen}"
 
 
-class Coverage(Sequence[BranchCoverage]):
+class Coverage(Listing[BranchCoverage]):
     """The branches with a side that was not seen: a list that prints as a table.
 
     It covers the functions that ran, including those of installed packages that the model consists
@@ -524,34 +518,19 @@ class Coverage(Sequence[BranchCoverage]):
     def __init__(
         self, branches: Sequence[BranchCoverage], total: int, uneven: Sequence[BranchCoverage] = ()
     ) -> None:
-        self._branches = list(branches)
+        super().__init__(branches)
         self.total = total
         self.uneven: list[BranchCoverage] = list(uneven)
 
-    @overload
-    def __getitem__(self, index: int) -> BranchCoverage: ...
-    @overload
-    def __getitem__(self, index: slice) -> Coverage: ...
-    def __getitem__(self, index: int | slice) -> BranchCoverage | Coverage:
-        if isinstance(index, slice):
-            return Coverage(self._branches[index], self.total, self.uneven)
-        return self._branches[index]
-
-    def __len__(self) -> int:
-        return len(self._branches)
-
     def to_list(self) -> list[dict[str, Any]]:
         """Return the branches as plain values, ready for JSON."""
-        return [branch.to_dict() for branch in self._branches]
-
-    def __repr__(self) -> str:
-        return str(self)
+        return [branch.to_dict() for branch in self]
 
     def __str__(self) -> str:
         both = self.total - len(self)
         head = f"branches seen on both sides: {both} of {self.total}"
-        watched = [branch for branch in self._branches if branch.watched]
-        others = [branch for branch in self._branches if not branch.watched]
+        watched = [branch for branch in self if branch.watched]
+        others = [branch for branch in self if not branch.watched]
         sections = [head]
         if watched:
             sections.append("decided by the inputs:\n" + _table(watched))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from math import ceil
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -13,9 +13,19 @@ from bendtrace.errors import InputError
 from bendtrace.log.entries import LayerEntry
 from bendtrace.python.checks import did_you_mean
 from bendtrace.python.lazy import required
-from bendtrace.show.canvas import Canvas, Group, Line, Mark, Polygon, Rectangle, Text, cut, width
-from bendtrace.show.layout import Net, Shape, Wire, place
-from bendtrace.show.scene import Edge, Node, Scene
+from bendtrace.show.canvas import (
+    Canvas,
+    Caption,
+    Mark,
+    Marks,
+    Polygon,
+    Rectangle,
+    Stroke,
+    cut,
+    width,
+)
+from bendtrace.show.layout import Net, Tile, Wire, place
+from bendtrace.show.scene import Arrow, Scene, SceneNode
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as PlotFigure
@@ -46,27 +56,27 @@ class Figure:
     """
 
     scene: Scene
-    shapes: dict[Node, Shape]
+    shapes: dict[SceneNode, Tile]
     wires: list[Wire]
-    edges: dict[Net, list[Edge]]
+    edges: dict[Net, list[Arrow]]
 
 
 def figure(scene: Scene) -> Figure:
     """Compute the position of each item of a scene."""
-    shapes: dict[Node, Shape] = {}
-    nets = _nets(scene)
-    texts: dict[Node, str] = {}
-    for (source, _, _), edges in nets.items():
-        text = net_text(edges)
-        if len(text) > len(texts.get(source, "")):
-            texts[source] = text
-    ports: dict[Node, dict[str, None]] = {}
-    for source, port, _ in nets:
-        ports.setdefault(source, {})[port] = None
+    shapes: dict[SceneNode, Tile] = {}
+    # The edges that carry the same value of the same node, from which they start together.
+    nets: dict[tuple[SceneNode, str, str], list[Arrow]] = {}
+    for edge in scene.edges:
+        nets.setdefault((edge.source, edge.port, edge.kind), []).append(edge)
+    texts: dict[SceneNode, str] = {}
+    ports: dict[SceneNode, set[str]] = {}
+    for (source, port, _), edges in nets.items():
+        texts[source] = max(texts.get(source, ""), net_text(edges), key=len)
+        ports.setdefault(source, set()).add(port)
 
-    def shape(node: Node) -> Shape:
+    def shape(node: SceneNode) -> Tile:
         if node.children is not None:
-            made = Shape(node.key)
+            made = Tile(node.key)
             if node is not scene.root:
                 made.title, made.head = title_width(node), _TITLE
             made.children = [shape(child) for child in node.children]
@@ -80,12 +90,12 @@ def figure(scene: Scene) -> Figure:
                 wide = max(wide, 2.0 * ceil(several * (label + 14 if is_wide else 12) / 2))
             if several > 1 and node.kind == "decision":  # the rightmost text reaches out
                 label += (several - 1) / 2 * wide / several
-            made = Shape(node.key, wide, high, _LABEL if text else 0.0, label)
+            made = Tile(node.key, wide, high, _LABEL if text else 0.0, label)
         shapes[node] = made
         return made
 
     root = shape(scene.root)
-    made: dict[Net, list[Edge]] = {}
+    made: dict[Net, list[Arrow]] = {}
     for (source, port, kind), edges in nets.items():
         targets = list(dict.fromkeys(shapes[edge.target] for edge in edges))
         made[Net(shapes[source], targets, port, kind)] = edges
@@ -94,11 +104,11 @@ def figure(scene: Scene) -> Figure:
     return Figure(scene, shapes, wires, made)
 
 
-def _join(scene: Scene, shapes: dict[Node, Shape], made: dict[Net, list[Edge]]) -> None:
+def _join(scene: Scene, shapes: dict[SceneNode, Tile], made: dict[Net, list[Arrow]]) -> None:
     """Lead a value that a repetition hands on to the place where it came in at first."""
-    around: dict[Shape, list[Shape]] = {}  # the repeated boxes around each shape
+    around: dict[Tile, list[Tile]] = {}  # the repeated boxes around each shape
 
-    def walk(node: Node, frames: list[Shape]) -> None:
+    def walk(node: SceneNode, frames: list[Tile]) -> None:
         around[shapes[node]] = frames
         for child in node.children or ():
             walk(child, [*frames, shapes[node]] if node.times else frames)
@@ -118,21 +128,13 @@ def _join(scene: Scene, shapes: dict[Node, Shape], made: dict[Net, list[Edge]]) 
                 break
 
 
-def _nets(scene: Scene) -> dict[tuple[Node, str, str], list[Edge]]:
-    """Put edges together that carry the same value of the same node."""
-    nets: dict[tuple[Node, str, str], list[Edge]] = {}
-    for edge in scene.edges:
-        nets.setdefault((edge.source, edge.port, edge.kind), []).append(edge)
-    return nets
-
-
-def net_text(edges: list[Edge]) -> str:
+def net_text(edges: list[Arrow]) -> str:
     """Return the text beside the edges of a net."""
     texts = {edge.text for edge in edges}
     return cut(texts.pop(), 28) if len(texts) == 1 else ""
 
 
-def _size(node: Node) -> tuple[float, float]:
+def _size(node: SceneNode) -> tuple[float, float]:
     is_code = node.kind == "decision"
     title = headline(node)
     wide = width(title, SMALL + 1 if is_code else BIG, mono=is_code, bold=not is_code)
@@ -142,13 +144,13 @@ def _size(node: Node) -> tuple[float, float]:
     return max(_LEAST, 2.0 * ceil(wide / 2)), high
 
 
-def headline(node: Node) -> str:
+def headline(node: SceneNode) -> str:
     """Return the first line of a node, or the title of a box."""
     text = f"{node.title} \N{MULTIPLICATION SIGN}{node.times}" if node.times else node.title
     return cut(text, _WIDEST)
 
 
-def title_width(node: Node) -> float:
+def title_width(node: SceneNode) -> float:
     """Return the width of an open box's title."""
     wide = width(headline(node), BIG, bold=True)
     return wide + (8 + width(node.lines[0], SMALL) if node.lines else 0)
@@ -174,13 +176,13 @@ _ROUND = ("input", "output", "live", "raise")
 _BOXES = ("#f6f8fa", "#eff2f6")  # of open boxes, by turns from the outside in
 
 
-def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
+def paint(drawn: Figure, scale: Legend | None = None) -> Canvas:
     """Paint a scene that has positions."""
     scene = drawn.scene
     root = drawn.shapes[scene.root]
     head = _head(scene, scale)
-    top = max((_bottom(mark) for mark in head), default=0.0) + 14
-    wide = max([root.width, *(_right(mark) - _MARGIN for mark in head)])
+    top = 14 + max(mark.y + (mark.height if isinstance(mark, Rectangle) else 4) for mark in head)
+    wide = max([root.width, *(mark.x + mark.width - _MARGIN for mark in head)])
     canvas = Canvas(wide + 2 * _MARGIN, top + root.height + _MARGIN)
     canvas.title, canvas.description = scene.title, scene.description
     canvas.marks += head
@@ -191,10 +193,12 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
     inner: list[Mark] = [
         _box(node, drawn.shapes[node], depth[node], scale) for node in scene.boxes()
     ]
-    inner += [_wire(wire) for wire in drawn.wires]
-    ends = (wire for wire in drawn.wires if wire.target is not None)
-    inner += [_arrow(wire) for wire in ends if wire.target and wire.target.children is None]
-    inner += [_arrow(wire) for wire in drawn.wires if wire.joins]
+    inner += [
+        Stroke(tuple(wire.points), _wire_color(wire), 1.2, _DASHES.get(wire.net.kind, ()))
+        for wire in drawn.wires
+    ]
+    ends = [wire for wire in drawn.wires if wire.target and wire.target.children is None]
+    inner += map(_arrow, [*ends, *(wire for wire in drawn.wires if wire.joins)])
     inner += [_node(node, drawn.shapes[node], scale) for node in scene.nodes()]
     inner += _labels(drawn)
     left = _MARGIN + (wide - root.width) / 2
@@ -202,38 +206,30 @@ def paint(drawn: Figure, scale: Scale | None = None) -> Canvas:
     return canvas
 
 
-def _head(scene: Scene, scale: Scale | None) -> list[Mark]:
+def _head(scene: Scene, scale: Legend | None) -> list[Rectangle | Caption]:
     """Write a legend: the content of the picture, omissions, and the meaning of colours."""
     y = _MARGIN + 10
-    marks: list[Mark] = [Text(_MARGIN, y, cut(scene.title, 80), 13, INK, bold=True)]
+    marks: list[Rectangle | Caption] = [
+        Caption(_MARGIN, y, cut(scene.title, 80), 13, INK, bold=True)
+    ]
     for line in scene.note.splitlines():
         y += 14
-        marks.append(Text(_MARGIN, y, line, SMALL, FAINT))
+        marks.append(Caption(_MARGIN, y, line, SMALL, FAINT))
     if scale is not None:
         y += 10
-        texts = (f"{scale.title}:", scale.text(scale.least), scale.text(scale.most))
-        title, least, most = (Text(0, y + 9, text, SMALL, FAINT) for text in texts)
         x = _MARGIN
-        marks.append(_move(title, x, 0))
-        x += title.width + 8
-        marks.append(_move(least, x, 0))
-        x += least.width + 6
+        for text, after in ((f"{scale.title}:", 8), (scale.text(scale.least), 6)):
+            mark = Caption(x, y + 9, text, SMALL, FAINT)
+            marks.append(mark)
+            x += mark.width + after
         for step in range(_STEPS):
             marks.append(Rectangle(x, y, _STEP, 11, color((step + 0.5) / _STEPS)))
             x += _STEP
-        marks.append(_move(most, x + 6, 0))
+        marks.append(Caption(x + 6, y + 9, scale.text(scale.most), SMALL, FAINT))
     return marks
 
 
-def _bottom(mark: Mark) -> float:
-    return mark.y + (mark.height if isinstance(mark, Rectangle) else 4)  # type: ignore[union-attr]
-
-
-def _right(mark: Mark) -> float:
-    return mark.x + mark.width  # type: ignore[union-attr]
-
-
-def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
+def _box(node: SceneNode, shape: Tile, depth: int, scale: Legend | None) -> Mark:
     marks: list[Mark] = []
     if node.times:
         for step in (2, 1):
@@ -248,14 +244,14 @@ def _box(node: Node, shape: Shape, depth: int, scale: Scale | None) -> Mark:
     fill, text, faint, tooltip = _shade(node, "", scale)
     if fill:
         marks.append(Rectangle(x - 4, shape.y + 3, title_width(node) + 8, 15, fill, radius=3))
-    marks.append(Text(x, y, name, BIG, text, bold=True))
+    marks.append(Caption(x, y, name, BIG, text, bold=True))
     if node.lines:
         x += width(name, BIG, bold=True) + 8
-        marks.append(Text(x, y, node.lines[0], SMALL, faint))
-    return Group(tuple(marks), tooltip, node.title)
+        marks.append(Caption(x, y, node.lines[0], SMALL, faint))
+    return Marks(tuple(marks), tooltip, node.title)
 
 
-def _shade(node: Node, fill: str, scale: Scale | None) -> tuple[str, str, str, str]:
+def _shade(node: SceneNode, fill: str, scale: Legend | None) -> tuple[str, str, str, str]:
     """Return the fill, the colours of texts and the tooltip, with the value of an overlay."""
     if scale is None or node.value is None:
         return fill, INK, FAINT, node.tooltip
@@ -263,7 +259,7 @@ def _shade(node: Node, fill: str, scale: Scale | None) -> tuple[str, str, str, s
     return fill, ink(fill), ink(fill), f"{scale.title}: {scale.text(node.value)}\n{node.tooltip}"
 
 
-def _node(node: Node, shape: Shape, scale: Scale | None) -> Mark:
+def _node(node: SceneNode, shape: Tile, scale: Legend | None) -> Mark:
     kind = "state" if node.kind == "op" and node.has_parameters else node.kind
     fill, stroke = FILLS[kind], STROKES[kind]
     if scale is not None and node.kind != "decision":
@@ -287,11 +283,11 @@ def _node(node: Node, shape: Shape, scale: Scale | None) -> Mark:
     at = y + PAD_Y + 9.5
     title = headline(node)
     size = SMALL + 1 if is_code else BIG
-    marks.append(Text(middle, at, title, size, text, not is_code, is_code, True))
+    marks.append(Caption(middle, at, title, size, text, not is_code, is_code, True))
     for line in node.lines:
         at += LINE
-        marks.append(Text(middle, at, line, SMALL, faint, centred=True))
-    return Group(tuple(marks), tooltip, node.labels[0] if node.entries else node.title)
+        marks.append(Caption(middle, at, line, SMALL, faint, centred=True))
+    return Marks(tuple(marks), tooltip, node.labels[0] if node.entries else node.title)
 
 
 def _labels(drawn: Figure) -> list[Mark]:
@@ -304,7 +300,7 @@ def _labels(drawn: Figure) -> list[Mark]:
             continue
         done.add((x, y))
         text = net_text(drawn.edges[wire.net])
-        marks.append(Text(x + 4, y + 9, text, SMALL, FAINT))
+        marks.append(Caption(x + 4, y + 9, text, SMALL, FAINT))
     return marks
 
 
@@ -317,25 +313,19 @@ def _wire_color(wire: Wire) -> str:
     return STROKES["decision"] if wire.net.kind == "control" else WIRE
 
 
-def _wire(wire: Wire) -> Mark:
-    return Line(tuple(wire.points), _wire_color(wire), 1.2, _DASHES.get(wire.net.kind, ()))
-
-
 def _arrow(wire: Wire) -> Mark:
     x, y = wire.points[-1]
-    if wire.joins:
-        back = 6.5 if wire.points[-2][0] > x else -6.5
-        return Polygon(((x, y), (x + back, y - 3.2), (x + back, y + 3.2)), _wire_color(wire))
-    return Polygon(((x, y), (x - 3.2, y - 6.5), (x + 3.2, y - 6.5)), _wire_color(wire))
+    back = 6.5 if wire.points[-2][0] > x else -6.5
+    sides = ((back, -3.2), (back, 3.2)) if wire.joins else ((-3.2, -6.5), (3.2, -6.5))
+    return Polygon(((x, y), *((x + dx, y + dy) for dx, dy in sides)), _wire_color(wire))
 
 
 def _move(mark: Mark, x: float, y: float) -> Mark:
-    if isinstance(mark, Group):
-        return Group(tuple(_move(m, x, y) for m in mark.marks), mark.title, mark.name)
-    if isinstance(mark, (Polygon, Line)):
-        points = tuple((px + x, py + y) for px, py in mark.points)
-        return type(mark)(**{**vars(mark), "points": points})
-    return type(mark)(**{**vars(mark), "x": mark.x + x, "y": mark.y + y})
+    if isinstance(mark, Marks):
+        return Marks(tuple(_move(m, x, y) for m in mark.marks), mark.title, mark.name)
+    if isinstance(mark, (Polygon, Stroke)):
+        return replace(mark, points=tuple((px + x, py + y) for px, py in mark.points))
+    return replace(mark, x=mark.x + x, y=mark.y + y)
 
 
 # Overlays: a number for each node, shown as its colour.
@@ -351,7 +341,7 @@ _AROUND_ZERO = ("#2166ac", "#f7f7f7", "#b2182b")
 
 
 @dataclass(frozen=True)
-class Scale:
+class Legend:
     """The meaning of the colours in a picture.
 
     Attributes:
@@ -370,7 +360,7 @@ class Scale:
         """Return a number with its unit.
 
         Example:
-            >>> Scale("time", "s", 0.0, 1.0).text(0.00125)
+            >>> Legend("time", "s", 0.0, 1.0).text(0.00125)
             '1.25 ms'
         """
         for limit, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -387,7 +377,7 @@ class Scale:
         return (value - self.least) / (self.most - self.least) if self.most > self.least else 0.5
 
 
-def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
+def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Legend:
     """Give the nodes of a scene their numbers.
 
     A node that represents several values gets the sum of their numbers for "time", "memory" and
@@ -408,8 +398,8 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
                 'overlay= has to be "time", "memory", "flops", a mapping or a function, not '
                 f"{overlay!r}"
             )
-        title, unit, measure = _MEASURES[overlay]
-        _fill(scene, measure, sum)
+        title, unit, name = _MEASURES[overlay]
+        _fill(scene, lambda one: getattr(one, name) if one.kind == "op" else None, sum)
     elif isinstance(overlay, Mapping):
         title, unit = "overlay", ""
         _fill_from(scene, overlay, history)
@@ -425,25 +415,14 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Scale:
     if not values:
         hint = ": the run was not timed, as log_forward_pass does" if overlay == "time" else ""
         raise InputError(f"no node of the picture has a number for the overlay {title!r}{hint}")
-    return Scale(title, unit, min(values), max(values))
+    return Legend(title, unit, min(values), max(values))
 
 
-def _time(entry: LayerEntry) -> float | None:
-    return entry.time if entry.kind == "op" else None
-
-
-def _memory(entry: LayerEntry) -> float | None:
-    return float(entry.nbytes) if entry.kind == "op" else None
-
-
-def _flops(entry: LayerEntry) -> float | None:
-    return entry.flops if entry.kind == "op" else None
-
-
-_MEASURES: dict[str, tuple[str, str, Callable[[LayerEntry], float | None]]] = {
-    "time": ("time", "s", _time),
-    "memory": ("memory", "B", _memory),
-    "flops": ("operations", "FLOP", _flops),
+# For each named overlay its title, its unit, and the attribute of the results of ops.
+_MEASURES = {
+    "time": ("time", "s", "time"),
+    "memory": ("memory", "B", "nbytes"),
+    "flops": ("operations", "FLOP", "flops"),
 }
 
 
@@ -488,7 +467,7 @@ def _fill_from(scene: Scene, numbers: Mapping[str, float], history: RunLog) -> N
                 _raise(node, number)
 
 
-def _raise(node: Node, number: float) -> None:
+def _raise(node: SceneNode, number: float) -> None:
     node.value = number if node.value is None else max(node.value, number)
 
 

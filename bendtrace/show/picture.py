@@ -17,18 +17,18 @@ from bendtrace.errors import InputError
 from bendtrace.python.lazy import required
 from bendtrace.show.canvas import (
     Canvas,
-    Group,
-    Line,
+    Caption,
     Mark,
+    Marks,
     Polygon,
     Rectangle,
-    Text,
+    Stroke,
     printable,
     round_corners,
     svg,
 )
 from bendtrace.show.paint import Overlay, figure, lay_over, paint
-from bendtrace.show.scene import Node, Numbers, Scene, scene
+from bendtrace.show.scene import Numbers, Scene, SceneNode, scene
 from bendtrace.show.viewer import viewer_html
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def dot(scene: Scene) -> str:
     return "\n".join([*lines, "}\n"])
 
 
-def _node(node: Node, indent: str) -> list[str]:
+def _node(node: SceneNode, indent: str) -> list[str]:
     title = f"{node.title} \N{MULTIPLICATION SIGN}{node.times}" if node.times else node.title
     if node.children is None:
         label = "\\n".join(_escape(line) for line in [title, *node.lines])
@@ -307,12 +307,12 @@ def rasterize(canvas: Canvas, form: Literal["png", "pdf"], scale: float = 2.0) -
 def _flat(marks: Any) -> list[Mark]:
     found: list[Mark] = []
     for mark in marks:
-        found += _flat(mark.marks) if isinstance(mark, Group) else [mark]
+        found += _flat(mark.marks) if isinstance(mark, Marks) else [mark]
     return found
 
 
 def _draw(axes: Any, mark: Mark, order: int) -> None:
-    if isinstance(mark, Text):
+    if isinstance(mark, Caption):
         axes.text(
             mark.x,
             mark.y,
@@ -327,7 +327,7 @@ def _draw(axes: Any, mark: Mark, order: int) -> None:
             zorder=order,
         )
         return
-    if isinstance(mark, Group):
+    if isinstance(mark, Marks):
         return
     from matplotlib.patches import PathPatch
 
@@ -336,7 +336,7 @@ def _draw(axes: Any, mark: Mark, order: int) -> None:
     axes.add_patch(
         PathPatch(
             _path(mark),
-            facecolor="none" if isinstance(mark, Line) else mark.fill,
+            facecolor="none" if isinstance(mark, Stroke) else mark.fill,
             edgecolor=mark.stroke,
             linewidth=mark.thick * _POINTS if mark.stroke != "none" else 0,
             linestyle=style,
@@ -347,10 +347,10 @@ def _draw(axes: Any, mark: Mark, order: int) -> None:
     )
 
 
-def _path(mark: Rectangle | Polygon | Line) -> Any:
+def _path(mark: Rectangle | Polygon | Stroke) -> Any:
     from matplotlib.path import Path
 
-    if isinstance(mark, Line):
+    if isinstance(mark, Stroke):
         points: list[tuple[float, float]] = [mark.points[0]]
         codes = [Path.MOVETO]
         for start, corner, stop in round_corners(mark.points, mark.radius):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
 from bendtrace.engine.analysis import GuardKind
-from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree
@@ -23,9 +22,9 @@ from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
 from bendtrace.show.canvas import cut
 from bendtrace.show.outline import (
-    Branch,
-    Flow,
+    OutlineBranch,
     ProgramOutline,
+    SideCode,
     Step,
     end_text,
     programs_as_text,
@@ -35,8 +34,8 @@ from bendtrace.show.outline import (
 )
 from bendtrace.show.paint import figure, paint
 from bendtrace.show.picture import Format, Picture
-from bendtrace.show.scene import Edge, Node, Scene
-from bendtrace.show.walks import End, Event, PathEvents, Walk, branch_keys, walks_of
+from bendtrace.show.scene import Arrow, Scene, SceneNode
+from bendtrace.show.walks import PathEnd, PathEvent, PathEvents, Walk, branch_keys, walks_of
 from bendtrace.tape.captured import Access, Captured, CaptureKind, Keys, Length, TensorFacts
 from bendtrace.tape.tape import AfterOp, OpKind, Stop, TensorMeta
 
@@ -47,7 +46,7 @@ def fold(tree: TraceTree) -> list[ProgramOutline]:
     selected = selection(programs)
     outlines = []
     for number, (program, facts) in enumerate(zip(programs, selected, strict=True), 1):
-        flow, steps, runs = Flow(), Counter[Step](), 0
+        flow, steps, runs = SideCode(), Counter[Step](), 0
         for walk in walks_of(program):
             _add(flow, walk, steps)
             runs += walk.hits if walk.ends and not walk.has_raised else 0
@@ -56,9 +55,9 @@ def fold(tree: TraceTree) -> list[ProgramOutline]:
     return outlines
 
 
-def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
-    flows: list[Flow] = []
-    before: Branch | None = None
+def _add(flow: SideCode, walk: Walk, steps: Counter[Step]) -> None:
+    flows: list[SideCode] = []
+    before: OutlineBranch | None = None
     by = ""
     for number, event in enumerate(walk.events):
         inside = flow if event.under is None else flows[event.under]
@@ -81,13 +80,13 @@ def _add(flow: Flow, walk: Walk, steps: Counter[Step]) -> None:
     inside = flow if walk.end_under is None else flows[walk.end_under]
     end = walk.end
     key = (end.kind, end.text, end.file, end.line)
-    reached = inside.ends.setdefault(key, End(*key))
+    reached = inside.ends.setdefault(key, PathEnd(*key))
     reached.hits += walk.hits if walk.ends else 0
     if walk.leads_to_end:
         steps[before, by, reached] += walk.hits
 
 
-def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
+def _count_rounds(branch: OutlineBranch, walk: Walk, number: int) -> None:
     """Count how often a loop was entered, and how often its body began."""
     event, hits = walk.events[number], walk.hits
     # Calls that reach one state are in the same iteration of a `for`, as the last segment shows.
@@ -108,7 +107,7 @@ def _count_rounds(branch: Branch, walk: Walk, number: int) -> None:
             branch.rounds += hits
 
 
-def _branch(flow: Flow, event: Event) -> Branch:
+def _branch(flow: SideCode, event: PathEvent) -> OutlineBranch:
     """Return the branch of an event; in recursive code, the branch of the outermost call."""
     owner = flow.owner
     while owner is not None:
@@ -117,7 +116,7 @@ def _branch(flow: Flow, event: Event) -> Branch:
         owner = owner.inside.owner if owner.inside is not None else None
     branch = flow.branches.get(event.key)
     if branch is None:
-        branch = flow.branches[event.key] = Branch(
+        branch = flow.branches[event.key] = OutlineBranch(
             event.key, flow, event.order, event.kind, event.header.text, event.place,
             is_condition=event.is_condition, is_loop=event.is_loop,
         )  # fmt: skip
@@ -135,7 +134,7 @@ def most_divergent(tree: TraceTree) -> str | None:
             if not stretch.sides:
                 continue
             path = PathEvents(stretch.recording, frozenset(branch_keys(stretch)))
-            events: dict[Any, Event] = {event.number: event for event in path.events}
+            events: dict[Any, PathEvent] = {event.number: event for event in path.events}
             for number, sides in stretch.sides.items():
                 where = _describe_event(stretch.recording, number, events.get(number))
                 known = sum(side.target is not None or side.live is not None for side in sides)
@@ -149,7 +148,7 @@ def most_divergent(tree: TraceTree) -> str | None:
     return f"{worst} ({counts[worst]} of {paths} paths)"
 
 
-def _describe_event(recording: Recording, number: Stop, event: Event | None) -> str:
+def _describe_event(recording: Recording, number: Stop, event: PathEvent | None) -> str:
     if event is not None:
         return f"`{event.header.text}` at {event.place}"
     tape = recording.tape
@@ -170,14 +169,14 @@ class Chart:
     """Flow charts of programs, one below the other."""
 
     def __init__(self, title: str, note: str = "") -> None:
-        self._scene = Scene(Node("root", "root", "", children=[]), [], title, note, {})
-        self._nodes: dict[Hashable, Node] = {}
-        self._hits: Counter[tuple[Node, Node, str]] = Counter()
+        self._scene = Scene(SceneNode("root", "root", "", children=[]), [], title, note, {})
+        self._nodes: dict[Hashable, SceneNode] = {}
+        self._hits: Counter[tuple[SceneNode, SceneNode, str]] = Counter()
 
     def begin(self, key: Hashable, title: str, counts: str, facts: Iterable[str]) -> None:
         """Begin the chart of another program."""
         name, _, inputs = title.partition(": ")
-        box = Node(f"b{len(self._nodes)}", "module", name, [cut(inputs, 2 * _WIDEST)], title)
+        box = SceneNode(f"b{len(self._nodes)}", "module", name, [cut(inputs, 2 * _WIDEST)], title)
         box.children = []
         assert self._scene.root.children is not None
         self._scene.root.children.append(box)
@@ -190,7 +189,7 @@ class Chart:
         assert programs
         lines = [cut(line, _WIDEST) for line in lines if line]
         tooltip = "\n".join([text, *lines])
-        node = Node(f"n{len(self._nodes)}", _KINDS.get(kind, "decision"), text, lines, tooltip)
+        node = SceneNode(f"n{len(self._nodes)}", _KINDS.get(kind, "decision"), text, lines, tooltip)
         self._nodes[key] = node
         assert programs[-1].children is not None
         programs[-1].children.append(node)
@@ -201,10 +200,10 @@ class Chart:
 
     def picture(self) -> Picture:
         """Return the picture."""
-        outcomes: dict[Node, Counter[str]] = defaultdict(Counter)
+        outcomes: dict[SceneNode, Counter[str]] = defaultdict(Counter)
         for (source, _, outcome), hits in self._hits.items():
             outcomes[source][outcome] += hits
-        texts: dict[tuple[Node, Node, str], list[str]] = defaultdict(list)
+        texts: dict[tuple[SceneNode, SceneNode, str], list[str]] = defaultdict(list)
         for (source, target, outcome), hits in self._hits.items():
             port = outcome
             if len(outcomes[source]) <= _OUTCOMES:  # what starts together stands under one text
@@ -213,7 +212,7 @@ class Chart:
                 port = f"to {target.key}"
             texts[source, target, port].append(f"{outcome} {hits}x".strip())
         self._scene.edges = [
-            Edge(source, target, [], ", ".join(found), port=port)
+            Arrow(source, target, [], ", ".join(found), port=port)
             for (source, target, port), found in texts.items()
         ]
         return Picture(paint(figure(self._scene)), self._scene)
@@ -298,11 +297,11 @@ class Outline:
             chosen = "; ".join(program.selected_by)
             graph.add_node(start, kind="program", text=title(program), at="", hits=program.runs,
                            selected_by=chosen)  # fmt: skip
-            names: dict[Branch | End | None, str] = {None: start}
+            names: dict[OutlineBranch | PathEnd | None, str] = {None: start}
             for number, item in enumerate(program.flow.walk(), 1):
                 name = names[item] = f"{program.number}.{number}"
                 graph.add_node(name, kind=item.kind, text=item.text, at=item.where)
-                if isinstance(item, End):
+                if isinstance(item, PathEnd):
                     graph.nodes[name]["hits"] = item.hits
                 else:
                     never, modules = ", ".join(map(str, item.never)), ", ".join(item.modules)
@@ -332,7 +331,7 @@ class Outline:
             runs = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
             chart.begin(program, title(program), runs, program.selected_by)
             for item in program.flow.walk():
-                if isinstance(item, End):
+                if isinstance(item, PathEnd):
                     line = joined(counted(item.hits, "run"), item.where)
                     chart.add(item, item.kind, end_text(item), [line])
                 else:
@@ -409,11 +408,20 @@ _SHOWN = 8
 def selection(programs: Sequence[Program]) -> list[list[str]]:
     """Return for each program the properties that not all of them share, the most telling first."""
     facts = [_facts_of(program) for program in programs]
-    different = set(_distinct(facts))
-    return [
-        list(_group({label: text for label, text in own.items() if label in different}))
-        for own in facts
-    ]
+    different = _distinct(facts)
+    found = []
+    for own in facts:
+        # Equal facts about many modules' attributes: `self.training = True (and 12 more)`.
+        alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for label, text in own.items():
+            if label in different:
+                name = "." + label.rpartition(".")[2] if label.startswith("self.") else label
+                alike[name, text].append(f"{label.partition('#')[0]} {text}")
+        found.append([
+            first + (f" (and {len(others)} more like it)" if others else "")
+            for first, *others in alike.values()
+        ])  # fmt: skip
+    return found
 
 
 def differing(programs: Sequence[Program]) -> tuple[str, int]:
@@ -438,26 +446,6 @@ def _distinct(facts: Sequence[Facts]) -> dict[str, int]:
     return {label: len(found) for label, found in values.items() if len(found) > 1}
 
 
-def _group(facts: Facts) -> Iterator[str]:
-    """Merge equal facts about many modules' attributes: `self.training = True (and 12 more)`."""
-    alike: Counter[tuple[str, str]] = Counter()
-    for label, text in facts.items():
-        alike[_attribute(label), text] += 1
-    for label, text in facts.items():
-        count = alike.pop((_attribute(label), text), 0)
-        if count:
-            more = f" (and {count - 1} more like it)" if count > 1 else ""
-            yield f"{_selector_text(label, text)}{more}"
-
-
-def _selector_text(label: str, text: str) -> str:
-    return f"{label.partition('#')[0]} {text}"
-
-
-def _attribute(label: str) -> str:
-    return "." + label.rpartition(".")[2] if label.startswith("self.") else label
-
-
 def _facts_of(program: Program) -> Facts:
     facts: Facts = {}
     parts = program.recording.environment.parts
@@ -466,28 +454,31 @@ def _facts_of(program: Program) -> Facts:
     state: Facts = {}
     for part in parts:
         target = facts if part.is_argument else state
-        if part.kind is CaptureKind.TENSOR:
-            if part.is_argument or part in program.analysis.typed_state:
-                target.update(_facts_of_tensor(part))
-        elif (text := _fact(part)) is not None:
-            target[part.label] = text
+        size = part.size
+        if part.kind is not CaptureKind.TENSOR:
+            text = _fact(part)
+            target |= {} if text is None else {part.label: text}
+        elif isinstance(size, TensorFacts) and (
+            part.is_argument or part in program.analysis.typed_state
+        ):
+            grad = "requires grad" if size.requires_grad else "does not require grad"
+            target |= {
+                f"{part.label}#rank": f"has {counted(size.rank, 'dimension')}",
+                f"{part.label}#dtype": f"is {_plain(size.dtype)}",
+                f"{part.label}#device": f"is on {size.device}",
+                f"{part.label}#layout": f"is {_plain(size.layout)}",
+                f"{part.label}#grad": grad,
+            }
     facts.update(_conditions(program))
-    facts.update(_facts_of_ambience(program.global_state))
-    return facts | state
-
-
-def _facts_of_ambience(global_state: GlobalState) -> Facts:
-    context = global_state.context
+    context = program.global_state.context
     used = [f"{cast.device_type} {_plain(cast.dtype)}" for cast in context.autocast if cast.enabled]
-    facts = {
-        "grad mode": f"is {'on' if context.grad else 'off'}",
-        "inference mode": f"is {'on' if context.inference else 'off'}",
-        "autocast": f"is {', '.join(used) or 'off'}",
-    }
-    for name, value in global_state._asdict().items():
+    facts["grad mode"] = f"is {'on' if context.grad else 'off'}"
+    facts["inference mode"] = f"is {'on' if context.inference else 'off'}"
+    facts["autocast"] = f"is {', '.join(used) or 'off'}"
+    for name, value in program.global_state._asdict().items():
         if name != "context":
             facts[_AMBIENCE.get(name, name)] = f"is {_short(value)}"
-    return facts
+    return facts | state
 
 
 _AMBIENCE = {
@@ -499,30 +490,14 @@ _AMBIENCE = {
 }
 
 
-def _facts_of_tensor(part: Captured) -> Facts:
-    facts, label = part.size, part.label
-    if not isinstance(facts, TensorFacts):
-        return {}
-    texts = {
-        f"{label}#rank": f"has {counted(facts.rank, 'dimension')}",
-        f"{label}#dtype": f"is {_plain(facts.dtype)}",
-    }
-    texts[f"{label}#device"] = f"is on {facts.device}"
-    texts[f"{label}#layout"] = f"is {_plain(facts.layout)}"
-    texts[f"{label}#grad"] = "requires grad" if facts.requires_grad else "does not require grad"
-    return texts
-
-
 def _fact(part: Captured) -> str | None:
     kind = part.kind
-    if kind is CaptureKind.PLAIN:
-        return f"is {_short(part.value)}"
     if kind in (CaptureKind.LIST, CaptureKind.TUPLE):
         count = part.size.number if isinstance(part.size, (Length, Keys)) else 0
         return f"is a {part.type.__name__} of {count}"
     if isinstance(part.size, Keys) and kind is CaptureKind.DICT:
         return f"has the keys {_short(tuple(map(str, part.size.keys)))}"
-    if kind in (CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY):
+    if kind in (CaptureKind.PLAIN, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY):
         return f"is {_short(part.value)}"
     if kind is CaptureKind.ALIAS:
         return f"is {part.value.label}"

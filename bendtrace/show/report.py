@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
 from bendtrace.log.entries import LayerEntry, ModuleEntry, counted, number_text
 from bendtrace.python.checks import listed
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import place_text
-from bendtrace.show.canvas import Canvas, Group, Mark, Polygon, Rectangle, Text, cut
+from bendtrace.show.canvas import Canvas, Caption, Mark, Marks, Polygon, Rectangle, cut
 from bendtrace.show.matching import (
     FlowChange,
     LayerChange,
-    Matching,
     ModuleChange,
     RunIndex,
     loop_text,
 )
 from bendtrace.show.paint import figure, paint
 from bendtrace.show.picture import Picture
-from bendtrace.show.scene import Edge, Node, Scene, scene
+from bendtrace.show.scene import Arrow, Scene, SceneNode, scene
 
 if TYPE_CHECKING:
     from bendtrace.log.run_log import RunLog
     from bendtrace.show.difference import Difference
 
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
+
 
 @dataclass
-class Row:
+class SharedLine:
     """Entries that share a line.
 
     Attributes:
@@ -51,46 +54,58 @@ class Row:
     entries: list[LayerEntry] = field(default_factory=list)
 
 
-def roll(entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]) -> list[Row]:
+def roll(
+    entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]
+) -> list[SharedLine]:
     """Group the entries that only one run has, ordered by the first of each group."""
     known = set(known_modules)
-    parts: dict[tuple[str, ...], list[LayerEntry]] = {}
-    for entry in entries:
+
+    def part_of(entry: LayerEntry) -> tuple[str, ...]:
         module = _whole_module(entry, run, known)
         if module is not None:
-            key: tuple[str, ...] = ("module", module)
-        elif entry.passes > 1:
-            key = ("passes", entry.name, str(entry.element))
-        else:
-            key = ("entry", entry.label)
-        parts.setdefault(key, []).append(entry)
-    sites: dict[tuple[str, ...], list[list[LayerEntry]]] = {}
-    for key, same in parts.items():
-        if key[0] == "passes":  # entries with equal counts in one loop share a line
-            loop = _loop_around(same[0], run)
-            place = _loop_place(loop) if loop is not None else same[0].module
-            key = ("passes", numbers_text(entry.pass_number for entry in same), place)
-        sites.setdefault(key, []).append(same)
-    return _alike([_group(key[0], key[1], same, run) for key, same in sites.items()])
+            return "module", module
+        if entry.passes > 1:
+            return "passes", entry.name, str(entry.element)
+        return "entry", entry.label
+
+    def line_of(part: tuple[tuple[str, ...], list[LayerEntry]]) -> tuple[str, ...]:
+        key, same = part
+        if key[0] != "passes":
+            return key
+        # Entries with equal counts in one loop share a line.
+        place = _loop_place(same[0], run) or same[0].module
+        return "passes", numbers_text(entry.pass_number for entry in same), place
+
+    lines = _grouped(_grouped(entries, part_of).items(), line_of)
+    return _alike([
+        _group(key[0], key[1], [same for _, same in parts], run) for key, parts in lines.items()
+    ])  # fmt: skip
 
 
-def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -> Row:
+def _grouped(items: Iterable[_Item], key_of: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Return items by a key, ordered by the first of each group."""
+    found: dict[_Key, list[_Item]] = {}
+    for item in items:
+        found.setdefault(key_of(item), []).append(item)
+    return found
+
+
+def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -> SharedLine:
     """Return one line for entries."""
     entries = [entry for site in sites for entry in site]
     first = entries[0]
     if kind == "entry":
-        return Row(name, _shape(first), first.module, _place(first), entries)
+        return SharedLine(name, _shape(first), first.module, _place(first), entries)
     if kind == "module":
         source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
         what = f"module {name} ({run.classes.get(name, '')}): {count_entries(entries)}"
         place = "" if source is None else place_text(source.file, source.line)
-        return Row(what, _shape(entries[-1]), name, place, entries)
+        return SharedLine(what, _shape(entries[-1]), name, place, entries)
     several = "es" * (len(sites[0]) != 1)
     what = f"pass{several} {name} of {listed([site[0].name for site in sites], _NAMED)}"
-    loop = _loop_around(first, run)
-    place = _loop_place(loop) if loop is not None else _place(first)
-    return Row(what, _common(map(_shape, entries)), _common(e.module for e in entries), place,
-                 entries)  # fmt: skip
+    place = _loop_place(first, run) or _place(first)
+    shape, module = _common(map(_shape, entries)), _common(entry.module for entry in entries)
+    return SharedLine(what, shape, module, place, entries)
 
 
 _NAMED = 3
@@ -102,27 +117,28 @@ def _common(texts: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _alike(groups: list[Row]) -> list[Row]:
+def _alike(groups: list[SharedLine]) -> list[SharedLine]:
     """Merge lines that are equal in modules whose names differ only in numbers."""
-    first: dict[tuple[object, ...], Row] = {}
-    often: Counter[tuple[object, ...]] = Counter()
-    for group in groups:
-        entry = group.entries[0]
-        name = without_numbers(entry.name) if entry.kind == "state" else entry.layer_type
-        key: tuple[object, ...] = (
-            entry.kind, name, len(group.entries), group.shape, without_numbers(group.module),
-            group.place,
-        )  # fmt: skip
-        if not group.module and entry.kind != "state":
-            key = (id(group),)
-        often[key] += 1
-        if first.setdefault(key, group) is not group:
-            first[key].entries += group.entries
-    for key, group in first.items():
-        if often[key] > 1:
-            group.what += f" and {often[key] - 1} alike"
-            group.module = without_numbers(group.module)
-    return list(first.values())
+
+    def key_of(row: SharedLine) -> tuple[object, ...]:
+        kind = _repeated(row.entries[0], row.module)
+        return (*kind, len(row.entries), row.shape, row.place) if kind else (id(row),)
+
+    found = []
+    for row, *more in _grouped(groups, key_of).values():
+        if more:
+            row.what += f" and {len(more)} alike"
+            row.module = without_numbers(row.module)
+            row.entries = [entry for one in (row, *more) for entry in one.entries]
+        found.append(row)
+    return found
+
+
+def _repeated(entry: LayerEntry, module: str) -> tuple[str, ...]:
+    """Return what modules repeat of an entry; () for what is in no module, which none repeats."""
+    if entry.kind == "state":
+        return "state", without_numbers(entry.name), without_numbers(module)
+    return (entry.kind, entry.layer_type, without_numbers(module)) if module else ()
 
 
 def without_numbers(name: str) -> str:
@@ -136,23 +152,24 @@ def roll_flow(changes: Sequence[FlowChange]) -> list[tuple[str, ...]]:
     Equal changes in several iterations, or in modules whose names differ only in numbers, share a
     line.
     """
-    rows: dict[tuple[str, ...], list[FlowChange]] = {}
-    # Steps of only one run follow from the others.
-    for change in sorted(changes, key=lambda change: change.kind in ("removed", "added")):
-        step = change.step
-        values = [change.value_in(side) for side in (change.a, change.b)]
+
+    def key_of(change: FlowChange) -> tuple[str, ...]:
+        step, sides = change.step, (change.a, change.b)
         if change.kind in ("removed", "added"):
-            values = ["" if side is None else "only" for side in (change.a, change.b)]
+            kind, values = "", ["" if side is None else "only" for side in sides]
+        else:
+            kind, values = change.kind, [change.value_in(side) for side in sides]
         place = place_text(step.file, step.line)
-        key = (change.kind, loop_text(step), place, without_numbers(step.module_path), *values)
-        rows.setdefault(key, []).append(change)
+        return kind, loop_text(step), place, without_numbers(step.module_path), *values
+
+    # Steps of only one run follow from the others.
+    ordered = sorted(changes, key=lambda change: change.kind in ("removed", "added"))
     found: list[tuple[str, ...]] = []
-    for (kind, text, place, module, a, b), same in rows.items():
+    for (kind, text, place, module, a, b), same in _grouped(ordered, key_of).items():
         step = same[0].step
         alone = len(same) == 1
         found.append((
-            kind if kind not in ("removed", "added") else "", text, place,
-            step.module_path if alone else module,
+            kind, text, place, step.module_path if alone else module,
             ".".join(map(str, step.iteration)) if alone else "",
             "" if alone else str(len(same)), a, b,
         ))  # fmt: skip
@@ -165,32 +182,24 @@ def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
     Passes with the same differences share the line of the first of them; so do modules with the
     same differences whose names differ only in numbers.
     """
-    rows: dict[tuple[object, ...], list[LayerChange]] = {}
-    for change in changes:
+
+    def key_of(change: LayerChange) -> tuple[object, ...]:
         shapes = tuple(sorted((key, str(pair)) for key, pair in change.aspects.items()
                               if key not in ("parents", "arguments")))  # fmt: skip
-        key = (change.a.name, change.a.element, change.b.name, change.what, shapes)
-        rows.setdefault(key, []).append(change)
-    found: dict[tuple[object, ...], list[str]] = {}
-    often: Counter[tuple[object, ...]] = Counter()
-    for same in rows.values():
+        return change.a.name, change.a.element, change.b.name, change.what, shapes
+
+    rows = []
+    for same in _grouped(changes, key_of).values():
         first, text = same[0], str(same[0])
-        labels = [first.a.label, first.b.label]
+        a, b = first.a.label, first.b.label
         if len(same) > 1:
             text += f" (pass {first.a.pass_number})"
-            labels = [
-                f"{first.a.name}:{numbers_text(change.a.pass_number for change in same)}",
-                f"{first.b.name}:{numbers_text(change.b.pass_number for change in same)}",
-            ]
-        entry = first.a
-        name = without_numbers(entry.name) if entry.kind == "state" else entry.layer_type
-        # What is in no module has nothing to be repeated by.
-        alone = labels[0] if not entry.module and entry.kind != "state" else ""
-        alike = (entry.kind, name, without_numbers(entry.module), str(entry.source), text, alone)
-        often[alike] += 1
-        found.setdefault(alike, [*labels, text])
-    return [(a + (f" and {often[key] - 1} alike" if often[key] > 1 else ""), b, text)
-            for key, (a, b, text) in found.items()]  # fmt: skip
+            a = f"{first.a.name}:{numbers_text(change.a.pass_number for change in same)}"
+            b = f"{first.b.name}:{numbers_text(change.b.pass_number for change in same)}"
+        kind = _repeated(first.a, first.a.module)
+        rows.append(((kind or a, str(first.a.source), text), a, b, text))
+    return [(a + (f" and {len(more)} alike" if more else ""), b, text)
+            for (_, a, b, text), *more in _grouped(rows, itemgetter(0)).values()]  # fmt: skip
 
 
 def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
@@ -282,16 +291,13 @@ def _place(entry: LayerEntry) -> str:
     return "" if entry.source is None else place_text(entry.source.file, entry.source.line)
 
 
-def _loop_around(entry: LayerEntry, run: RunIndex) -> FlowStep | None:
+def _loop_place(entry: LayerEntry, run: RunIndex) -> str:
+    """Return the place of the innermost loop around an entry; "" if there is none."""
     for number in reversed(entry.flow):
-        step = run.steps[number]
-        if isinstance(step, LoopFlowStep) or step.kind == "while":
-            return step
-    return None
-
-
-def _loop_place(loop: FlowStep) -> str:
-    return f"{place_text(loop.file, loop.line)}: `{loop_text(loop)}`"
+        loop = run.steps[number]
+        if isinstance(loop, LoopFlowStep) or loop.kind == "while":
+            return f"{place_text(loop.file, loop.line)}: `{loop_text(loop)}`"
+    return ""
 
 
 def _shape(entry: LayerEntry) -> str:
@@ -324,7 +330,8 @@ def difference_text(difference: Difference, limit: int | None) -> str:
         found = "the two runs do the same, in modules of other names"
     sections = ["\n".join([f"{title}: {found}", *_indent(_summary(difference))])]
     if difference.first is not None:
-        sections.append(f"First difference {_first(difference)}")
+        at = "" if difference.first.kind == "layers" else "at "
+        sections.append(f"First difference {at}{difference.first.text}")
     for name, headers, rows in _tables(difference):
         sections.append(f"{name}:\n{_table(headers, rows, limit)}")
     return "\n\n".join(sections)
@@ -387,14 +394,6 @@ def _values(difference: Difference) -> Iterator[str]:
         yield f"activations not compared: {', '.join(left)}"
 
 
-def _first(difference: Difference) -> str:
-    first = difference.first
-    assert first is not None
-    if first.kind == "layers":
-        return first.text
-    return f"at {first.text}"
-
-
 _Rows = list[tuple[str, ...]]
 
 
@@ -413,7 +412,11 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
         ("Only in b", difference.added, matching.b, names.values()),
     ):
         if entries:
-            yield name, ("", "shape", "module", "at"), _only(roll(entries, run, known))
+            cells: _Rows = [
+                (row.what, row.shape, row.module, shorten(row.place, _WIDE, placeholder=" ..."))
+                for row in roll(entries, run, known)
+            ]
+            yield name, ("", "shape", "module", "at"), cells
     if difference.changed:
         changes = roll_changes(difference.changed)
         renamed = any(change.a.label != change.b.label for change in difference.changed)
@@ -422,11 +425,6 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
             what = shorten(what, _WIDE_CHANGE, placeholder=" ...")
             rows.append((a, b, what) if renamed else (a, what))
         yield "Changed", ("a", "b", "change") if renamed else ("", "change"), rows
-
-
-def _only(groups: list[Row]) -> _Rows:
-    return [(group.what, group.shape, group.module,
-             shorten(group.place, _WIDE, placeholder=" ...")) for group in groups]  # fmt: skip
 
 
 def _table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
@@ -448,8 +446,7 @@ def _table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
 # The picture of a difference: both runs as one log, with colours for differences.
 
 
-@dataclass
-class Union:
+class _Union:
     """Two runs in one log. Entries that only one of them has are named accordingly.
 
     Attributes:
@@ -466,177 +463,163 @@ class Union:
             of the step: their labels, and the outcome in that run.
     """
 
-    name: str
-    entries: list[LayerEntry] = field(default_factory=list)
-    modules: list[ModuleEntry] = field(default_factory=list)
-    flow_steps: FlowSteps = field(default_factory=lambda: FlowSteps([]))
-    step_labels: list[str] = field(default_factory=list)
-    tones: dict[str, str] = field(default_factory=dict)
-    notes: dict[str, str] = field(default_factory=dict)
-    step_changes: dict[int, FlowChange] = field(default_factory=dict)
-    under: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
-
-    @property
-    def layers(self) -> list[LayerEntry]:
-        """The entries that count as layers."""
-        return [entry for entry in self.entries if entry.is_layer]
-
-
-class _Builder:
     def __init__(self, difference: Difference) -> None:
-        self.difference = difference
-        self.matching: Matching = difference._matching
-        self.a, self.b = self.matching.a, self.matching.b
-        names = dict.fromkeys((difference.a.name, difference.b.name))
-        self.union = Union(" and ".join(names))
-        self.labels_a: dict[str, str] = {}
-        self.labels_b: dict[str, str] = {}
-        self.scopes: dict[str, str] = {}  # of b, by what they are called in the union
-
-    def build(self) -> Union:
-        steps_a, steps_b = self._steps()
-        for position, entry in enumerate(self.a.entries):
-            only = position not in self.matching.entries
-            self.labels_a[entry.label] = _label(entry, "a") if only else entry.label
-        for position, entry in enumerate(self.b.entries):
-            partner = self.matching.back.get(position)
-            self.labels_b[entry.label] = (
-                _label(entry, "b") if partner is None else self.a.entries[partner].label
-            )
-        self._modules(steps_b)
-        self._entries(steps_a, steps_b)
-        labels = [""] * len(self.union.flow_steps)
+        matching = self._matching = difference._matching
+        self._difference = difference
+        self._a, self._b = matching.a, matching.b
+        self.name = " and ".join(dict.fromkeys((difference.a.name, difference.b.name)))
+        self.entries: list[LayerEntry] = []
+        self.modules: list[ModuleEntry] = [*self._a.history.modules]
+        self.tones: dict[str, str] = {}
+        self.notes: dict[str, str] = {}
+        self.step_changes: dict[int, FlowChange] = {}
+        self.under: dict[int, list[tuple[str, str]]] = {}
+        steps_a, steps_b = self._merge_steps()
+        self._labels_a = {
+            entry.label: entry.label if position in matching.entries else _label(entry, "a")
+            for position, entry in enumerate(self._a.entries)
+        }
+        self._labels_b = {
+            entry.label: self._a.entries[matching.back[position]].label
+            if position in matching.back
+            else _label(entry, "b")
+            for position, entry in enumerate(self._b.entries)
+        }
+        self._scopes: dict[str, str] = {}  # of b, by what they are called in the union
+        self._merge_modules(steps_b)
+        self._merge_entries(steps_a, steps_b)
+        self.step_labels = [""] * len(self.flow_steps)
         for numbers, run, known in (
-            (steps_b, self.b, self.labels_b),
-            (steps_a, self.a, self.labels_a),
+            (steps_b, self._b, self._labels_b),
+            (steps_a, self._a, self._labels_a),
         ):
             for number, label in enumerate(run.history.step_labels):
-                labels[numbers[number]] = known.get(label, "")
-        self.union.step_labels = labels
+                self.step_labels[numbers[number]] = known.get(label, "")
         self._order_modules()
-        return self.union
 
-    def _steps(self) -> tuple[dict[int, int], dict[int, int]]:
+    def _merge_steps(self) -> tuple[dict[int, int], dict[int, int]]:
         """Put the flow steps of both runs in one order; return their new numbers."""
-        back = {j: i for i, j in self.matching.steps.items()}
+        back = {j: i for i, j in self._matching.steps.items()}
         following: dict[int, list[int]] = {}
         last = -1
-        for number in range(len(self.b.steps)):
+        for number in range(len(self._b.steps)):
             if number in back:
                 last = back[number]
             else:
                 following.setdefault(last, []).append(number)
-        changes = {id(change.a): change for change in self.difference._flow if change.a is not None}
-        only_b = {id(change.b): change for change in self.difference._flow if change.a is None}
+        changes = {
+            id(change.a): change for change in self._difference._flow if change.a is not None
+        }
+        only_b = {id(change.b): change for change in self._difference._flow if change.a is None}
         numbers_a: dict[int, int] = {}
         numbers_b: dict[int, int] = {}
         steps: list[FlowStep] = []
-        for i in range(-1, len(self.a.steps)):
+        for i in range(-1, len(self._a.steps)):
             if i >= 0:
-                step = self.a.steps[i]
+                step = self._a.steps[i]
                 change = changes.get(id(step))
                 numbers_a[i] = len(steps)
-                if i in self.matching.steps:
-                    numbers_b[self.matching.steps[i]] = len(steps)
+                if i in self._matching.steps:
+                    numbers_b[self._matching.steps[i]] = len(steps)
                 if change is not None:
-                    self.union.step_changes[len(steps)] = change
-                steps.append(step if change is None else _with_outcomes(step, change))
+                    self.step_changes[len(steps)] = change
+                # The number of iterations of a loop stands beside it.
+                if change is not None and change.b is not None and change.kind != "iterations":
+                    step = replace(step, value=_Both(change))
+                steps.append(step)
             for j in following.get(i, ()):
                 numbers_b[j] = len(steps)
-                if id(self.b.steps[j]) in only_b:
-                    self.union.step_changes[len(steps)] = only_b[id(self.b.steps[j])]
-                steps.append(self.b.steps[j])
-        self.union.flow_steps = FlowSteps(
+                if id(self._b.steps[j]) in only_b:
+                    self.step_changes[len(steps)] = only_b[id(self._b.steps[j])]
+                steps.append(self._b.steps[j])
+        self.flow_steps = FlowSteps(
             [replace(step, text=StepText.of(step.text, n)) for n, step in enumerate(steps)]
         )
         return numbers_a, numbers_b
 
-    def _modules(self, numbers_b: dict[int, int]) -> None:
-        self.union.modules += self.a.history.modules
+    def _merge_modules(self, numbers_b: dict[int, int]) -> None:
         # Entries that ran in both runs show which calls are the same.
-        for i, j in self.matching.entries.items():
-            mine, theirs = self.a.entries[i].scopes, self.b.entries[j].scopes
+        for i, j in self._matching.entries.items():
+            mine, theirs = self._a.entries[i].scopes, self._b.entries[j].scopes
             if len(mine) == len(theirs):
                 for one, other in zip(mine, theirs, strict=True):
-                    self.scopes.setdefault(other, one)
-        names = {other: name for name, other in self.matching.modules.items()}
-        taken = set(self.a.calls)
-        taken_as = set(self.scopes.values())
-        for call in self.b.history.modules:
-            if call.label in self.scopes:
+                    self._scopes.setdefault(other, one)
+        names = {other: name for name, other in self._matching.modules.items()}
+        taken = set(self._a.calls)
+        taken_as = set(self._scopes.values())
+        for call in self._b.history.modules:
+            if call.label in self._scopes:
                 continue
             name = names.get(call.name, call.name)
             number = call.pass_number
             same = f"{name}:{number}"
             if same in taken and same not in taken_as and call.name in names:
-                self.scopes[call.label] = same  # nothing in it is in both, but it is the same call
+                self._scopes[call.label] = same  # nothing in it is in both, but it is the same call
                 taken_as.add(same)
                 continue
             while f"{name}:{number}" in taken:
                 number += 1
             taken.add(f"{name}:{number}")
-            self.scopes[call.label] = f"{name}:{number}"
+            self._scopes[call.label] = f"{name}:{number}"
             flow = tuple(numbers_b[step] for step in call.flow)
             copy = replace(call, name=name, pass_number=number, flow=flow,
-                           parent=self.scopes.get(call.parent, ""))  # fmt: skip
-            self.union.modules.append(copy)
+                           parent=self._scopes.get(call.parent, ""))  # fmt: skip
+            self.modules.append(copy)
 
-    def _entries(self, numbers_a: dict[int, int], numbers_b: dict[int, int]) -> None:
-        union, timeline = self.union, self.difference.timeline
-        changes = {change.a.label: change for change in self.difference.changed}
+    def _merge_entries(self, numbers_a: dict[int, int], numbers_b: dict[int, int]) -> None:
+        timeline = self._difference.timeline
+        changes = {change.a.label: change for change in self._difference.changed}
         placed = []
-        for position, entry in enumerate(self.a.entries):
-            only = position not in self.matching.entries
+        for position, entry in enumerate(self._a.entries):
+            only = position not in self._matching.entries
             flow = tuple(numbers_a[number] for number in entry.flow)
-            parents = [self.labels_a[label] for label in entry.parents if label in self.labels_a]
+            parents = [self._labels_a[label] for label in entry.parents if label in self._labels_a]
             if not only:
-                partner = self.b.entries[self.matching.entries[position]]
-                parents += [self.labels_b[p] for p in partner.parents if p in self.labels_b]
+                partner = self._b.entries[self._matching.entries[position]]
+                parents += [self._labels_b[p] for p in partner.parents if p in self._labels_b]
             tone = "removed" if only else ""
             if entry.label in changes and not only:
                 change = changes[entry.label]
                 tone = "changed" if change.aspects else "value"
-                union.notes[entry.label] = _note(change)
+                self.notes[entry.label] = _note(change)
             copy = _copy(entry, tone, "a" if only else "", parents, entry.scopes, flow)
             placed.append((timeline.of_a(position), copy, tone))
-        for position, entry in enumerate(self.b.entries):
-            if position in self.matching.back:
+        for position, entry in enumerate(self._b.entries):
+            if position in self._matching.back:
                 continue
             flow = tuple(numbers_b[number] for number in entry.flow)
-            parents = [self.labels_b[label] for label in entry.parents if label in self.labels_b]
-            scopes = tuple(self.scopes.get(scope, scope) for scope in entry.scopes)
+            parents = [self._labels_b[label] for label in entry.parents if label in self._labels_b]
+            scopes = tuple(self._scopes.get(scope, scope) for scope in entry.scopes)
             copy = _copy(entry, "added", "b", parents, scopes, flow)
             placed.append((timeline.of_b(position), copy, "added"))
         placed.sort(key=lambda found: found[0])
         by_label: dict[str, LayerEntry] = {}
         for _, entry, tone in placed:
             by_label[entry.label] = entry
-            union.entries.append(entry)
+            self.entries.append(entry)
             if tone:
-                union.tones[entry.label] = tone
+                self.tones[entry.label] = tone
             for number in entry.flow:
                 self._note_side(number, entry, tone)
-        for entry in union.entries:
+        for entry in self.entries:
             entry.parents = [label for label in entry.parents if label in by_label]
             for label in entry.parents:
                 by_label[label].children.append(entry.label)
 
     def _note_side(self, number: int, entry: LayerEntry, tone: str) -> None:
-        change = self.union.step_changes.get(number)
+        change = self.step_changes.get(number)
         if change is not None and change.kind == "side" and tone in ("added", "removed"):
             side = change.value_in(change.a if tone == "removed" else change.b)
-            self.union.under.setdefault(number, []).append((entry.label, side))
+            self.under.setdefault(number, []).append((entry.label, side))
 
     def _order_modules(self) -> None:
         """Order the calls by their beginning, those without kept entries last."""
         first: dict[str, int] = {}
-        for position, entry in enumerate(self.union.entries):
+        for position, entry in enumerate(self.entries):
             for scope in entry.scopes:
                 first.setdefault(scope, position)
-        last = len(self.union.entries)
-        self.union.modules.sort(
-            key=lambda call: (first.get(call.label, last), call.label.count("."))
-        )
+        last = len(self.entries)
+        self.modules.sort(key=lambda call: (first.get(call.label, last), call.label.count(".")))
 
 
 def _note(change: LayerChange) -> str:
@@ -667,15 +650,6 @@ def _copy(
         # Blocks that differ in other ways are not drawn as repetitions.
         copy.function = f"{entry.function} ({tone})"
     return copy
-
-
-def _with_outcomes(step: FlowStep, change: FlowChange) -> FlowStep:
-    """Return a flow step with its outcomes in both runs."""
-    if change.b is None:
-        return step
-    if change.kind == "iterations" and isinstance(step, LoopFlowStep):
-        return step  # its number of iterations stands beside it
-    return replace(step, value=_Both(change))
 
 
 class StepText(str):
@@ -716,7 +690,7 @@ _MARGIN, _SQUARE = 16.0, 10.0
 
 def difference_picture(difference: Difference, **options: Any) -> Picture:
     """Draw both runs of a difference."""
-    union = _Builder(difference).build()
+    union = _Union(difference)
     # A scene takes no more of a log than a union has.
     made = scene(cast("RunLog", union), **options)
     tones = {node: _tone(node, union) for node in made.root.walk()}
@@ -730,7 +704,7 @@ def difference_picture(difference: Difference, **options: Any) -> Picture:
     return Picture(canvas, made)
 
 
-def _tone(node: Node, union: Union) -> str:
+def _tone(node: SceneNode, union: _Union) -> str:
     if node.kind == "root":
         return ""
     number = _step_of(node)
@@ -748,7 +722,7 @@ def _tone(node: Node, union: Union) -> str:
     return "changed" if tones - {"", "value"} else "value"
 
 
-def _lines(node: Node, union: Union, tone: str) -> list[str]:
+def _lines(node: SceneNode, union: _Union, tone: str) -> list[str]:
     """Return the lines of a node: those of a picture of one run, and the differences."""
     number = _step_of(node)
     if number is not None:
@@ -766,24 +740,24 @@ def _lines(node: Node, union: Union, tone: str) -> list[str]:
     return [*node.lines, *(cut(line, _WIDEST) for line in lines if line)]
 
 
-def _counts(entries: Iterable[LayerEntry], union: Union) -> list[str]:
+def _counts(entries: Iterable[LayerEntry], union: _Union) -> list[str]:
     often = Counter(union.tones.get(entry.label, "") for entry in entries)
     parts = [f"{often[tone]} {words}" for tone, (words, _, _) in _TONES.items() if often[tone]]
     return [", ".join(parts)] if parts else []
 
 
-def _step_of(node: Node) -> int | None:
+def _step_of(node: SceneNode) -> int | None:
     return node.title.number if isinstance(node.title, StepText) else None
 
 
-def _tell_sides(made: Scene, union: Union) -> None:
+def _tell_sides(made: Scene, union: _Union) -> None:
     """Draw both sides of a condition, with its outcome on each."""
     nodes = {_step_of(node): node for node in made.nodes() if node.kind == "decision"}
     for number, found in union.under.items():
         decision = nodes.get(number)
         if decision is None:
             continue
-        sides: dict[str, Node] = {}
+        sides: dict[str, SceneNode] = {}
         for label, side in found:
             if label in made.node_of:
                 sides.setdefault(side, made.node_of[label])
@@ -791,13 +765,13 @@ def _tell_sides(made: Scene, union: Union) -> None:
             edge for edge in made.edges if edge.kind != "control" or edge.source is not decision
         ]
         made.edges += [
-            Edge(decision, node, [], side, "control", port=side)
+            Arrow(decision, node, [], side, "control", port=side)
             for side, node in sides.items()
             if node is not decision
         ]
 
 
-def _first_node(made: Scene, union: Union, difference: Difference) -> Node | None:
+def _first_node(made: Scene, union: _Union, difference: Difference) -> SceneNode | None:
     """Return the node where the runs first diverge."""
     first = difference.first
     if first is None:
@@ -809,26 +783,23 @@ def _first_node(made: Scene, union: Union, difference: Difference) -> Node | Non
         tests = [n for n, change in changes if change.kind == "side" and n > exact]
         numbers = (n for n in (exact, *tests) if n in made.step_nodes)
         return next((made.step_nodes[n] for n in numbers), None)
-    labels = [side.label for side in (first.a, first.b) if isinstance(side, LayerEntry)]
-    names = [*(f"{_name(label, run)}" for label in labels for run in "ab"), *labels]
+    sides = [side for side in (first.a, first.b) if isinstance(side, LayerEntry)]
+    names = [_label(side, run) for side in sides for run in "ab"] + [side.label for side in sides]
     return next((made.node_of[name] for name in names if name in made.node_of), None)
 
 
-def _name(label: str, run: str) -> str:
-    name, colon, number = label.partition(":")
-    return f"{name} in {run}{colon}{number}"
-
-
-def _color(canvas: Canvas, made: Scene, tones: dict[Node, str], first: Node | None) -> None:
+def _color(
+    canvas: Canvas, made: Scene, tones: dict[SceneNode, str], first: SceneNode | None
+) -> None:
     """Colour the nodes of a painted scene; they are painted as groups, boxes first."""
     nodes = iter([*made.boxes(), *made.nodes()])
     for place, mark in enumerate(canvas.marks):
-        if isinstance(mark, Group):
+        if isinstance(mark, Marks):
             node = next(nodes)
             canvas.marks[place] = _colored(mark, node, tones[node], node is first)
 
 
-def _colored(group: Group, node: Node, tone: str, is_first: bool) -> Group:
+def _colored(group: Marks, node: SceneNode, tone: str, is_first: bool) -> Marks:
     marks: list[Mark] = list(group.marks)
     shapes = [place for place, mark in enumerate(marks) if isinstance(mark, (Rectangle, Polygon))]
     if not shapes:
@@ -866,7 +837,7 @@ def _add_legend(canvas: Canvas, tones: list[str], has_first: bool) -> None:
         squares.append(("where they first part", "none", _FIRST, _THICK))
     for words, fill, stroke, thick in squares:
         canvas.marks.append(Rectangle(x, y, _SQUARE, _SQUARE, fill, stroke, 2, thick))
-        text = Text(x + _SQUARE + 5, y + _SQUARE - 1.5, words, _SMALL, _INK)
+        text = Caption(x + _SQUARE + 5, y + _SQUARE - 1.5, words, _SMALL, _INK)
         canvas.marks.append(text)
         x = text.x + text.width + 14
     if squares:

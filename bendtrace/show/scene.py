@@ -14,7 +14,7 @@ import torch
 
 from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
-from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, counted, number_text
+from bendtrace.log.entries import LayerEntry, ModuleEntry, Source, counted, number_text
 from bendtrace.python.checks import did_you_mean, listed, required_int
 from bendtrace.python.places import place_text
 from bendtrace.show.canvas import cut, printable
@@ -33,7 +33,7 @@ _CONVERSIONS = {"__bool__", "bool"}
 
 
 @dataclass(eq=False)
-class Leaf:
+class SceneLeaf:
     """A node: the results of an op, or a decision.
 
     Attributes:
@@ -50,11 +50,11 @@ class Leaf:
     times: int = 1
     box: Box | None = None
 
-    def leaves(self) -> Iterator[Leaf]:
+    def leaves(self) -> Iterator[SceneLeaf]:
         """Yield itself."""
         yield self
 
-    def take(self, other: Leaf) -> None:
+    def take(self, other: SceneLeaf) -> None:
         """Represent another leaf as well."""
         self.entries += other.entries
         self.steps += other.steps
@@ -91,13 +91,13 @@ class Box:
         """Qualified names of the modules that were called, without duplicates."""
         return list(dict.fromkeys(call.name for call in self.calls))
 
-    def leaves(self) -> Iterator[Leaf]:
+    def leaves(self) -> Iterator[SceneLeaf]:
         """Yield all leaves in it, in the order of the run."""
         for item in self.items:
             yield from item.leaves()
 
 
-Item: TypeAlias = Leaf | Box
+Item: TypeAlias = SceneLeaf | Box
 
 
 def nest(
@@ -112,17 +112,18 @@ def nest(
     positions = {entry.label: float(i) for i, entry in enumerate(entries)}
     steps = _decisions(history, entries, positions, inside) if flow else []
     shown = _node_labels(history, entries, [number for _, _, number in steps], numbers)
-    placed: list[tuple[float, tuple[str, ...], Leaf]] = [
-        (position, scopes, Leaf("decision", steps=[number])) for position, scopes, number in steps
+    placed: list[tuple[float, tuple[str, ...], SceneLeaf]] = [
+        (position, scopes, SceneLeaf("decision", steps=[number]))
+        for position, scopes, number in steps
     ]
-    ops: dict[int, Leaf] = {}
+    ops: dict[int, SceneLeaf] = {}
     for position, entry in enumerate(entries):
         if entry.label not in shown:
             continue
         if entry.element and entry.index is not None and entry.index in ops:
             ops[entry.index].entries.append(entry)
             continue
-        leaf = Leaf(entry.kind, [entry])
+        leaf = SceneLeaf(entry.kind, [entry])
         if entry.element and entry.index is not None:
             ops[entry.index] = leaf
         placed.append((float(position), entry.scopes, leaf))
@@ -188,12 +189,12 @@ def _around(
     """Return the labels of the module calls around a flow step, outermost first."""
     candidates = by_name.get(step.module_path, ())
     begun = [call for call in candidates if begins[call.label] <= position + 1]
-    label = begun[-1].label if begun else candidates[0].label if candidates else ""
-    chain: list[str] = []
-    while label:
-        chain.append(label)
-        label = calls[label].parent
-    return tuple(reversed(chain))
+    return _chain([*candidates[:1], *begun][-1].label if candidates else "", calls)
+
+
+def _chain(label: str, calls: Mapping[str, ModuleEntry]) -> tuple[str, ...]:
+    """Return the label of a module call after those of the calls around it, outermost first."""
+    return (*_chain(calls[label].parent, calls), label) if label else ()
 
 
 def _node_labels(
@@ -252,7 +253,7 @@ def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
         first = known.setdefault(key, item)
         if first is item:
             kept.append(item)
-        elif isinstance(first, Leaf) and isinstance(item, Leaf):
+        elif isinstance(first, SceneLeaf) and isinstance(item, SceneLeaf):
             first.take(item)
         elif isinstance(first, Box) and isinstance(item, Box):
             first.calls += item.calls
@@ -368,9 +369,9 @@ def _collapse(box: Box, tokens: _Tokens, units: Units) -> None:
 def _bundle(root: Box) -> None:
     """Merge inputs and outputs with the same nodes as targets or sources."""
     leaf_of = {entry.label: leaf for leaf in root.leaves() for entry in leaf.entries}
-    groups: dict[object, list[Leaf]] = {}
+    groups: dict[object, list[SceneLeaf]] = {}
     for item in root.items:
-        if isinstance(item, Leaf) and item.kind in ("input", "output"):
+        if isinstance(item, SceneLeaf) and item.kind in ("input", "output"):
             entry = item.entries[0]
             ends = entry.children if item.kind == "input" else entry.parents
             found = tuple(dict.fromkeys(leaf_of[label] for label in ends if label in leaf_of))
@@ -389,7 +390,7 @@ def _bundle(root: Box) -> None:
 def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
     items = box.items
     # Between blocks, only passes of the same ops are alike: those of one loop.
-    keys = [tokens.of(item, by_name or isinstance(item, Leaf)) for item in items]
+    keys = [tokens.of(item, by_name or isinstance(item, SceneLeaf)) for item in items]
     places: dict[Token, list[int]] = {}
     for place, key in enumerate(keys):
         places.setdefault(key, []).append(place)
@@ -402,8 +403,9 @@ def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
         for other in islice(following, rank[place] + 1, rank[place] + 1 + _CANDIDATES):
             period = other - place
             count = _count(keys, place, period)
-            if count >= _LEAST and (by_name or _has_box(items[place:other])):
-                count = _alike(items, place, period, count, by_name, tokens)
+            has_box = any(isinstance(item, Box) for item in items[place:other])
+            if count >= _LEAST and (by_name or has_box):
+                count = _alike(items, place, period, count)
                 if count >= _LEAST:
                     break
             count = 0
@@ -419,10 +421,6 @@ def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
     return changed
 
 
-def _has_box(items: Sequence[Item]) -> bool:
-    return any(isinstance(item, Box) for item in items)
-
-
 def _count(keys: Sequence[Token], place: int, period: int) -> int:
     """Return how often a series of items repeats from a position on."""
     unit = keys[place : place + period]
@@ -432,9 +430,7 @@ def _count(keys: Sequence[Token], place: int, period: int) -> int:
     return count
 
 
-def _alike(
-    items: Sequence[Item], place: int, period: int, count: int, by_name: bool, tokens: _Tokens
-) -> int:
+def _alike(items: Sequence[Item], place: int, period: int, count: int) -> int:
     """Return how many repetitions have the same connections."""
     first = _wiring(items[place : place + period])
     for number in range(1, count):
@@ -459,7 +455,7 @@ def _together(items: Sequence[Item], period: int, units: Units) -> Item:
     """Merge repetitions into the first of them."""
     count = len(items) // period
     first = list(items[:period])
-    if period == 1 and isinstance(first[0], Leaf):
+    if period == 1 and isinstance(first[0], SceneLeaf):
         frame: Box | None = None
     elif period == 1 and isinstance(first[0], Box) and first[0].times == [1]:
         frame = first[0]
@@ -474,22 +470,22 @@ def _together(items: Sequence[Item], period: int, units: Units) -> Item:
                     units[name] = ((frame, number), *units.get(name, ()))
     for number in range(1, count):
         for one, other in zip(first, items[number * period :], strict=False):
-            _merge(one, other, units)
+            _merge(one, other)
     if frame is None:
         return first[0]
     frame.times = [count]
     return frame
 
 
-def _merge(one: Item, other: Item, units: Units) -> None:
-    if isinstance(one, Leaf) and isinstance(other, Leaf):
+def _merge(one: Item, other: Item) -> None:
+    if isinstance(one, SceneLeaf) and isinstance(other, SceneLeaf):
         one.take(other)
     elif isinstance(one, Box) and isinstance(other, Box):
         one.calls += other.calls
         if one.times != other.times:
             one.times = sorted({*one.times, *other.times})
         for inner, its in zip(one.items, other.items, strict=True):
-            _merge(inner, its, units)
+            _merge(inner, its)
 
 
 _PARTS = 40  # into so many parts at most, where no modules give any
@@ -497,7 +493,7 @@ _PARTS = 40  # into so many parts at most, where no modules give any
 
 def visible(item: Item) -> int:
     """Return the number of nodes in an item."""
-    if isinstance(item, Leaf) or item.is_folded:
+    if isinstance(item, SceneLeaf) or item.is_folded:
         return 1
     return sum(visible(child) for child in item.items)
 
@@ -505,11 +501,11 @@ def visible(item: Item) -> int:
 def absorb(box: Box) -> None:
     """Draw modules that run a single op as that op, without a box around it."""
     for place, item in enumerate(box.items):
-        if isinstance(item, Leaf):
+        if isinstance(item, SceneLeaf):
             continue
         absorb(item)
         only = item.items[0] if len(item.items) == 1 else None
-        if isinstance(only, Leaf) and only.kind == "op" and item.kind == "module":
+        if isinstance(only, SceneLeaf) and only.kind == "op" and item.kind == "module":
             only.box = only.box or item
             only.times = max(only.times, *item.times)
             box.items[place] = only
@@ -565,7 +561,7 @@ _NAMED = 30  # nodes of a description
 
 
 @dataclass(eq=False)
-class Node:
+class SceneNode:
     """A node of a picture, or a box that contains nodes.
 
     Attributes:
@@ -595,7 +591,7 @@ class Node:
     times: str = ""
     has_parameters: bool = False
     is_folded: bool = False
-    children: list[Node] | None = None
+    children: list[SceneNode] | None = None
     value: float | None = None
 
     @property
@@ -603,7 +599,7 @@ class Node:
         """Labels of the entries that it represents itself."""
         return [entry.label for entry in self.entries]
 
-    def walk(self) -> Iterator[Node]:
+    def walk(self) -> Iterator[SceneNode]:
         """Yield it and all nodes in it."""
         yield self
         for child in self.children or ():
@@ -611,7 +607,7 @@ class Node:
 
 
 @dataclass(eq=False)
-class Edge:
+class Arrow:
     """A value, or several similar ones, that goes from one node to another.
 
     Attributes:
@@ -626,8 +622,8 @@ class Edge:
             nodes that ran under it; "repeat" from one repetition to the next.
     """
 
-    source: Node
-    target: Node
+    source: SceneNode
+    target: SceneNode
     labels: list[str]
     text: str = ""
     kind: str = "data"
@@ -648,14 +644,14 @@ class Scene:
         step_nodes: the node that represents each flow step, by number.
     """
 
-    root: Node
-    edges: list[Edge]
+    root: SceneNode
+    edges: list[Arrow]
     title: str
     note: str
-    node_of: dict[str, Node]
-    step_nodes: dict[int, Node] = field(default_factory=dict)
+    node_of: dict[str, SceneNode]
+    step_nodes: dict[int, SceneNode] = field(default_factory=dict)
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[SceneNode]:
         """Return all nodes that are not open boxes."""
         return [node for node in self.root.walk() if node.children is None]
 
@@ -666,12 +662,12 @@ class Scene:
         counts = f"{counted(len(nodes), 'node')} and {counted(len(self.edges), 'edge')}"
         return f"{counts}: {listed([node.title for node in nodes], _NAMED)}"
 
-    def boxes(self) -> list[Node]:
+    def boxes(self) -> list[SceneNode]:
         """Return all open boxes, outer ones first, except the one around everything."""
         return [n for n in self.root.walk() if n.children is not None and n is not self.root]
 
 
-_Ends: TypeAlias = tuple[Node, Node, str, str]
+_Ends: TypeAlias = tuple[SceneNode, SceneNode, str, str]
 
 
 class Emitter:
@@ -686,13 +682,13 @@ class Emitter:
         self.entries = entries
         self.units = units
         self.shown = shown
-        self.node_of: dict[str, Node] = {}
-        self.step_nodes: dict[int, Node] = {}
+        self.node_of: dict[str, SceneNode] = {}
+        self.step_nodes: dict[int, SceneNode] = {}
         self.count = 0
 
     def emit(self, root: Box, all_nodes: int, capped: bool, within: str | None) -> Scene:
         """Return the scene."""
-        node = Node("root", "root", "")
+        node = SceneNode("root", "root", "")
         node.children = [self.node(item, within or "") for item in root.items]
         outside = self._outside(node) if within is not None else {}
         edges = self.edges(outside)
@@ -710,79 +706,81 @@ class Emitter:
         self.count += 1
         return f"n{self.count}"
 
-    def node(self, item: Item, parent: str, around: int = 1, named: bool = False) -> Node:
+    def node(self, item: Item, parent: str, around: int = 1, named: bool = False) -> SceneNode:
         """Return the node for an item, including the nodes in it."""
         steps = self.history.flow_steps
-        if isinstance(item, Leaf):
+        if isinstance(item, SceneLeaf):
             if item.kind == "decision":
                 its = [steps[number] for number in item.steps]
-                node = Node(self._key(), "decision", its[0].text or its[0].kind)
-                node.lines = decision_lines(its[:1] if around > 1 and _agree(its) else its)
+                node = SceneNode(self._key(), "decision", its[0].text or its[0].kind)
+                agree = len({str(step.value) for step in its}) == 1
+                node.lines = decision_lines(its[:1] if around > 1 and agree else its)
                 node.tooltip = tooltip([], [], its)
-                self.step_nodes.update((number, node) for number in item.steps)
+                self._represent(node, [item])
                 return node
-            node = Node(self._key(), item.kind, leaf_title(item))
-            node.lines = leaf_lines(item, parent, named)
-            node.entries = item.entries
-            node.times = str(item.times) if item.times > around else ""
-            node.has_parameters = any(entry.state for entry in item.entries)
             calls = item.box.calls if item.box else []
-            node.modules = [call.label for call in calls]
+            node = SceneNode(self._key(), item.kind, cut(leaf_title(item), _MOST))
+            node.lines = leaf_lines(item, parent, named)
+            node.times = str(item.times) if item.times > around else ""
             node.tooltip = tooltip(item.entries, calls, [])
-            self.node_of.update((entry.label, node) for entry in item.entries)
-            return node
-        node = Node(self._key(), item.kind, box_title(item, parent, named))
-        node.modules = [call.label for call in item.calls]
-        if max(item.times) > 1:
-            node.times = "\N{EN DASH}".join(map(str, sorted({min(item.times), max(item.times)})))
-        node.lines = box_lines(item)
-        if not item.is_folded:
-            node.tooltip = tooltip([], item.calls, [])
-            around *= max(item.times)
-            named = named or len(item.names) > 1
-            name = item.name or parent
-            node.children = [self.node(inner, name, around, named) for inner in item.items]
-            return node
-        node.is_folded = True
-        for leaf in item.leaves():
+            self._represent(node, [item])
+        else:
+            calls = item.calls
+            node = SceneNode(self._key(), item.kind, cut(box_title(item, parent, named), _MOST))
+            node.lines = box_lines(item)
+            node.tooltip = tooltip([], calls, [])
+            if max(item.times) > 1:
+                ends = sorted({min(item.times), max(item.times)})
+                node.times = "\N{EN DASH}".join(map(str, ends))
+            node.is_folded = item.is_folded
+            if item.is_folded:
+                self._represent(node, item.leaves())
+            else:
+                around *= max(item.times)
+                named = named or len(item.names) > 1
+                name = item.name or parent
+                node.children = [self.node(inner, name, around, named) for inner in item.items]
+        node.modules = [call.label for call in calls]
+        node.lines = [cut(line, _MOST) for line in node.lines]
+        return node
+
+    def _represent(self, node: SceneNode, leaves: Iterable[SceneLeaf]) -> None:
+        """Note which node represents the values and flow steps of some leaves."""
+        for leaf in leaves:
             node.entries += leaf.entries
             self.node_of.update((entry.label, node) for entry in leaf.entries)
             self.step_nodes.update((number, node) for number in leaf.steps)
         node.has_parameters = any(entry.state for entry in node.entries)
-        node.tooltip = tooltip([], item.calls, [])
-        return node
 
-    def _outside(self, root: Node) -> dict[str, Node]:
+    def _outside(self, root: SceneNode) -> dict[str, SceneNode]:
         """Add nodes for values that come from outside, or leave."""
         inside = {entry.label for entry in self.entries}
         by_label = {entry.label: entry for entry in self.history.entries}
-        outside: dict[str, Node] = {}
-        first: list[Node] = []
+        outside: dict[str, SceneNode] = {}
+        first: list[SceneNode] = []
         for entry in self.entries:
             for label in entry.parents:
                 origin = by_label.get(label)
                 if label in inside or label in outside or origin is None:
                     continue
-                if origin.kind not in ("input", "op"):
-                    continue
-                node = outside[label] = Node(self._key(), "input", origin.label)
-                node.entries = []
-                node.tooltip = tooltip([origin], [], [])
-                first.append(node)
-        last: list[Node] = []
+                if origin.kind in ("input", "op"):
+                    node = outside[label] = SceneNode(self._key(), "input", origin.label)
+                    node.tooltip = tooltip([origin], [], [])
+                    first.append(node)
+        last: list[SceneNode] = []
         for entry in self.entries:
             if entry.label in self.shown and any(c not in inside for c in entry.children):
-                node = Node(self._key(), "output", "to " + ", ".join(entry.children[:2]))
+                node = SceneNode(self._key(), "output", "to " + ", ".join(entry.children[:2]))
                 last.append(node)
                 outside[">" + entry.label] = node
         root.children = [*first, *(root.children or []), *last]
         return outside
 
-    def edges(self, outside: Mapping[str, Node]) -> list[Edge]:
+    def edges(self, outside: Mapping[str, SceneNode]) -> list[Arrow]:
         """Find the edges between the nodes."""
-        found: dict[_Ends, Edge] = {}
+        found: dict[_Ends, Arrow] = {}
         by_label = {entry.label: entry for entry in self.history.entries}
-        known: dict[str, Node] = {**outside, **self.node_of}
+        known: dict[str, SceneNode] = {**outside, **self.node_of}
         for entry in self.entries:
             target = self.node_of.get(entry.label)
             if target is None:
@@ -807,7 +805,7 @@ class Emitter:
             if edge.kind != "number" or (edge.source, edge.target) not in direct
         ]
 
-    def _control(self, found: dict[_Ends, Edge]) -> None:
+    def _control(self, found: dict[_Ends, Arrow]) -> None:
         done: set[int] = set()
         for entry in self.entries:
             target = self.node_of.get(entry.label)
@@ -821,16 +819,16 @@ class Emitter:
                 step = self.history.flow_steps[number]
                 text = "" if isinstance(step, (LoopFlowStep, IndexFlowStep)) else str(step.value)
                 edge = found.setdefault(
-                    (source, target, "control", ""), Edge(source, target, [], text, "control")
+                    (source, target, "control", ""), Arrow(source, target, [], text, "control")
                 )
                 if edge.text != text:
                     edge.text = ""
 
     def _join(
         self,
-        found: dict[_Ends, Edge],
-        source: Node,
-        target: Node,
+        found: dict[_Ends, Arrow],
+        source: SceneNode,
+        target: SceneNode,
         entry: LayerEntry,
         kind: str,
         user: LayerEntry | None = None,
@@ -847,7 +845,7 @@ class Emitter:
         element = "" if source.is_folded else str(entry.element)
         port = entry.label if source.is_folded else element
         edge = found.setdefault(
-            (source, target, kind, element), Edge(source, target, [], "", kind, port=port)
+            (source, target, kind, element), Arrow(source, target, [], "", kind, port=port)
         )
         if entry.label not in edge.labels:
             edge.labels.append(entry.label)
@@ -873,10 +871,6 @@ class Emitter:
             if number != its:
                 return True
         return False
-
-
-def _agree(steps: Sequence[FlowStep]) -> bool:
-    return len({str(step.value) for step in steps}) == 1
 
 
 def scene(
@@ -960,10 +954,7 @@ def _part(history: RunLog, within: str | None) -> tuple[list[LayerEntry], tuple[
         called = listed(list(dict.fromkeys(call.name for call in history.modules)))
         hint = did_you_mean(within, names, otherwise=f"; it called {called}", quotes=False)
         raise InputError(f"no module {within!r} was called in this run{hint}")
-    chain = [found.label]
-    while calls[chain[0]].parent:
-        chain.insert(0, calls[chain[0]].parent)
-    inside = tuple(chain)
+    inside = _chain(found.label, calls)
     return [entry for entry in entries if entry.scopes[: len(inside)] == inside], inside
 
 
@@ -1011,21 +1002,21 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def leaf_title(leaf: Leaf) -> str:
+def leaf_title(leaf: SceneLeaf) -> str:
     """Return the first line of a node: the name that finds it in the log."""
     entry = leaf.entries[0]
     if entry.kind == "number":
-        return cut(f"{entry.label} = {number_text(entry.value)}", _MOST)
+        return f"{entry.label} = {number_text(entry.value)}"
     if leaf.times > 1:
-        return cut(entry.layer_type, _MOST)
+        return entry.layer_type
     # (The gradients that one node of a backward pass returns differ only by their numbers.)
     labels = list(dict.fromkeys(_ITEM.sub("", one.label) for one in leaf.entries))
     if len(labels) > 2:  # several values of one op
-        return cut(f"{labels[0]} \N{HORIZONTAL ELLIPSIS} {labels[-1]}", _MOST)
-    return cut(", ".join(labels), _MOST)
+        return f"{labels[0]} \N{HORIZONTAL ELLIPSIS} {labels[-1]}"
+    return ", ".join(labels)
 
 
-def leaf_lines(leaf: Leaf, parent: str, first: bool) -> list[str]:
+def leaf_lines(leaf: SceneLeaf, parent: str, first: bool) -> list[str]:
     """Return the lines below: the module, and its parameters.
 
     Args:
@@ -1037,28 +1028,23 @@ def leaf_lines(leaf: Leaf, parent: str, first: bool) -> list[str]:
     lines = []
     if leaf.box is not None:
         name = _names(leaf.box.names[:1] if first else leaf.box.names, parent)
-        lines.append(cut(f"{name}{_DOT}{_classes(leaf.box)}", _MOST))
-    entry = leaf.entries[0]
-    if entry.state:
-        lines.append(cut(_state(entry.state), _MOST))
+        lines.append(f"{name}{_DOT}{_classes(leaf.box)}")
+    uses = leaf.entries[0].state
+    if uses:
+        uses = sorted(uses, key=lambda use: (not use.is_parameter, "weight" not in use.name))
+        shown = [f"{use.name.rpartition('.')[2]} {shape(use.shape)}" for use in uses[:_STATE]]
+        more = len(uses) - _STATE
+        lines.append(", ".join(shown) + (f", {more} more" if more > 0 else ""))
     return lines
-
-
-def _state(uses: Sequence[ParameterUse]) -> str:
-    uses = sorted(uses, key=lambda use: (not use.is_parameter, "weight" not in use.name))
-    shown = [f"{use.name.rpartition('.')[2]} {shape(use.shape)}" for use in uses[:_STATE]]
-    more = len(uses) - _STATE
-    return ", ".join(shown) + (f", {more} more" if more > 0 else "")
 
 
 def box_title(box: Box, parent: str, first: bool) -> str:
     """Return the name of a box."""
     if box.kind == "module":
-        return cut(_names(box.names[:1] if first else box.names, parent), _MOST)
-    leaves = list(box.leaves())
+        return _names(box.names[:1] if first else box.names, parent)
     if box.kind == "part":
-        named = [leaf.entries[0].name for leaf in leaves if leaf.entries]
-        return cut(f"{named[0]} \N{HORIZONTAL ELLIPSIS} {named[-1]}", _MOST) if named else "part"
+        named = [leaf.entries[0].name for leaf in box.leaves() if leaf.entries]
+        return f"{named[0]} \N{HORIZONTAL ELLIPSIS} {named[-1]}" if named else "part"
     return "repeated"
 
 
@@ -1066,7 +1052,7 @@ def box_lines(box: Box) -> list[str]:
     """Return the other lines of a box: classes, and the content if it is closed."""
     lines = [_classes(box)] if box.kind == "module" else []
     if not box.is_folded:
-        return [cut(line, _MOST) for line in lines]
+        return lines
     leaves = list(box.leaves())
     ops = sum(leaf.kind == "op" for leaf in leaves)
     facts = [plural(ops, "op")]
@@ -1082,8 +1068,7 @@ def box_lines(box: Box) -> list[str]:
     decisions = sum(leaf.kind == "decision" for leaf in leaves)
     if decisions:
         facts.append(plural(decisions, "decision"))
-    lines.append(_DOT.join(facts))
-    return [cut(line, _MOST) for line in lines]
+    return [*lines, _DOT.join(facts)]
 
 
 def _classes(box: Box) -> str:
@@ -1111,11 +1096,8 @@ def decision_lines(steps: Sequence[FlowStep]) -> list[str]:
         often = "\N{EN DASH}".join(map(str, sorted({its[0], its[-1]})))
         noun = "iteration" if its == [1] else "iterations"
         return [f"{first.kind}: {often} {noun}"]
-    sides = Counter(str(step.value) for step in steps)
-    if len(steps) == 1:
-        taken = next(iter(sides))
-    else:
-        taken = ", ".join(f"{side} {_TIMES}{number}" for side, number in sides.items())
+    sides = Counter(str(step.value) for step in steps).items()
+    taken = ", ".join(side if len(steps) == 1 else f"{side} {_TIMES}{n}" for side, n in sides)
     return [cut(f"{first.kind} \N{RIGHTWARDS ARROW} {taken}", _MOST)]
 
 
@@ -1134,18 +1116,21 @@ def tooltip(
             dtype = str(entry.dtype).removeprefix("torch.") if entry.dtype else ""
             lines.append(f"value: {shape(entry.shape)} {dtype} {entry.device or ''}".rstrip())
         lines += [f"{use.name}: {shape(use.shape)}" for use in entry.state[:8]]
-        if entry.source is not None:
-            lines.append(f"at {place_text(entry.source.file, entry.source.line)}")
-            lines.append(entry.source.statement or entry.source.text)
+        lines += _source_lines(entry.source)
     if len(entries) > 1:
         lines.append(f"and {len(entries) - 1:,} more: \N{HORIZONTAL ELLIPSIS} {entries[-1].label}")
     for call in calls[:1]:
         lines.append(f"module: {call.name} ({call.class_name})")
-        if call.source is not None and not entries:
-            lines.append(f"at {place_text(call.source.file, call.source.line)}")
-            lines.append(call.source.statement or call.source.text)
+        if not entries:
+            lines += _source_lines(call.source)
     if len(calls) > 1:
         lines.append(f"and {plural(len(calls) - 1, 'more call')}: to {calls[-1].label}")
     for step in steps[:1]:
         lines += [step.text, f"{step.kind} at {place_text(step.file, step.line)}"]
     return "\n".join(cut(printable(line), 160) for line in lines if line)
+
+
+def _source_lines(source: Source | None) -> list[str]:
+    if source is None:
+        return []
+    return [f"at {place_text(source.file, source.line)}", source.statement or source.text]

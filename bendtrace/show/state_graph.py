@@ -20,7 +20,7 @@ from bendtrace.record.names import NodeRef
 from bendtrace.record.recorder import Recording
 from bendtrace.show.outline import value_text
 from bendtrace.show.program import Chart, joined, selection, signature_of
-from bendtrace.show.walks import End, Event, Walk, key_of_guard, walks_of
+from bendtrace.show.walks import PathEnd, PathEvent, Walk, key_of_guard, walks_of
 from bendtrace.tape.tape import OpKind, Tape
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class _Segment:
 
     answer: Any
     outcome: str
-    target: _Place
+    target: _Spot
     recording: Recording
     first: int
     stop: int
@@ -203,11 +203,11 @@ class _Segment:
 
 
 @dataclass(eq=False)
-class _Place:
+class _Spot:
     """A node: the start, a state, a position on a path, or an end."""
 
-    event: Event | None = None
-    end: End | None = None
+    event: PathEvent | None = None
+    end: PathEnd | None = None
     key: bytes | None = None
     out: dict[Hashable, _Segment] = field(default_factory=dict)
 
@@ -226,14 +226,14 @@ class _ProgramStates:
     """
 
     def __init__(self, program: Program) -> None:
-        self.start = _Place()
+        self.start = _Spot()
         self._program = program
         self._states = {}
         if program.graph is not None:
             for node in program.graph.nodes():
                 key = node.piece.recording.tape.states[node.number].key
                 self._states[key] = node
-        self._places: dict[Hashable, _Place] = {}
+        self._places: dict[Hashable, _Spot] = {}
         self._current = {id(path.recording) for path in program.paths()}
         for walk in walks_of(program):
             self._follow(walk)
@@ -244,9 +244,9 @@ class _ProgramStates:
             for segment in place.sorted():
                 yield segment.recording
 
-    def _places_in_order(self) -> list[_Place]:
+    def _places_in_order(self) -> list[_Spot]:
         """Return the places such that each comes after all its predecessors, loops aside."""
-        flow: nx.DiGraph[_Place] = nx.DiGraph()
+        flow: nx.DiGraph[_Spot] = nx.DiGraph()
         flow.add_nodes_from((self.start, *self._places.values()))
         for place in list(flow):
             flow.add_edges_from((place, lead.target) for lead in reversed(place.sorted()))
@@ -276,11 +276,11 @@ class _ProgramStates:
             answer = _answer_of(recording.tape, event)
         if ends and walk.end is not None:
             known = (walk.end.kind, walk.end.text, walk.end.file, walk.end.line)
-            after = self._places.setdefault(known, _Place(end=End(*known)))
+            after = self._places.setdefault(known, _Spot(end=PathEnd(*known)))
             self._add(walk, place, before, answer, after, position, walk.positions[1])
 
     def _add(
-        self, walk: Walk, place: _Place, before: Event | None, answer: Any, after: _Place,
+        self, walk: Walk, place: _Spot, before: PathEvent | None, answer: Any, after: _Spot,
         first: int, stop: int,
     ) -> None:  # fmt: skip
         recording, by = walk.path.recording, f"{type(answer).__name__} {answer!r}"
@@ -293,8 +293,13 @@ class _ProgramStates:
         segment.hits += walk.hits
 
     def _place_of(
-        self, recording: Recording, event: Event, place: _Place, before: Event | None, answer: Any
-    ) -> _Place:
+        self,
+        recording: Recording,
+        event: PathEvent,
+        place: _Spot,
+        before: PathEvent | None,
+        answer: Any,
+    ) -> _Spot:
         """Return the place of a run when it asked a question."""
         key = self._key_of(recording, event, place, before)
         known: Hashable = key
@@ -302,11 +307,11 @@ class _ProgramStates:
             known = place, f"{type(answer).__name__} {answer!r}", event.key
         found = self._places.get(known)
         if found is None:
-            found = self._places[known] = _Place(event, key=key)
+            found = self._places[known] = _Spot(event, key=key)
         return found
 
     def _key_of(
-        self, recording: Recording, event: Event, place: _Place, before: Event | None
+        self, recording: Recording, event: PathEvent, place: _Spot, before: PathEvent | None
     ) -> bytes | None:
         """Return the key of the state of a run, even if the run has not read it."""
         tape, number, graph = recording.tape, event.number, self._program.graph
@@ -336,7 +341,7 @@ class _ProgramStates:
         places = self._places_in_order()
         names = {place: f"{number}.{i}" for i, place in enumerate(places)}
         names[self.start] = f"program {number}"
-        into: dict[_Place, int] = {}
+        into: dict[_Spot, int] = {}
         for place in places:
             for segment in place.out.values():
                 into[segment.target] = into.get(segment.target, 0) + segment.hits
@@ -347,7 +352,7 @@ class _ProgramStates:
             for segment in place.sorted():
                 self._add_edge(graph, names, place, segment, traces)
 
-    def _data(self, place: _Place, number: int, facts: list[str]) -> dict[str, Any]:
+    def _data(self, place: _Spot, number: int, facts: list[str]) -> dict[str, Any]:
         event, end = place.event, place.end
         data: dict[str, Any] = {"kind": "start", "text": "", "at": "", "program": number}
         if end is not None:
@@ -372,7 +377,7 @@ class _ProgramStates:
 
     @staticmethod
     def _add_edge(
-        graph: StateGraph, names: dict[_Place, str], place: _Place, segment: _Segment,
+        graph: StateGraph, names: dict[_Spot, str], place: _Spot, segment: _Segment,
         traces: dict[Recording, int],
     ) -> None:  # fmt: skip
         source, target = names[place], names[segment.target]
@@ -390,14 +395,14 @@ class _ProgramStates:
         graph.add_edge(source, target, key, **data)
 
 
-def _question(events: list[Event], number: int) -> int:
+def _question(events: list[PathEvent], number: int) -> int:
     """Return the first event, from one on, that asks a question."""
     while number < len(events) and events[number].number is None:
         number += 1
     return number
 
 
-def _answer_of(tape: Tape, event: Event) -> Any:
+def _answer_of(tape: Tape, event: PathEvent) -> Any:
     """Return the answer of an event; for a loop over an iterable, the number of iterations."""
     if event.is_loop and event.number is not None:
         return tape.guards[event.number].answer

@@ -42,7 +42,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Event:
+class PathEvent:
     """A branch, loop or value that a path reached.
 
     Attributes:
@@ -69,7 +69,7 @@ class Event:
     key: Key
     order: tuple[Any, ...]
     kind: str
-    header: Header
+    header: Heading
     outcome: Any
     place: Place
     module_path: str
@@ -89,7 +89,7 @@ class PathEvents:
 
     def __init__(self, recording: Recording, asked: Collection[Key] = frozenset()) -> None:
         self.recording = recording
-        self.events: list[Event] = []
+        self.events: list[PathEvent] = []
         tape = recording.tape
         self._kinds = Analysis(tape).kinds
         self._asked = asked
@@ -172,7 +172,7 @@ class PathEvents:
         if isinstance(step, LogicalFlowStep):
             outcome = bool(outcome) is not header.inverted
         self.events.append(
-            Event(
+            PathEvent(
                 key=(step.kind, type(step).__name__, *chain),
                 order=tuple(span for _, span in reversed(chain)),
                 kind=step.kind,
@@ -238,7 +238,7 @@ def key_of_guard(guard: Guard) -> Key | None:
 
 
 @dataclass(eq=False)
-class End:
+class PathEnd:
     """An end of runs.
 
     Attributes:
@@ -288,8 +288,8 @@ class Walk:
     """
 
     path: PathEvents
-    events: list[Event]
-    end: End | None
+    events: list[PathEvent]
+    end: PathEnd | None
     end_under: int | None
     hits: int
     begin: int = 0
@@ -306,7 +306,7 @@ class Walk:
             self.positions = self.positions[0], len(self.path.recording.tape.ops)
 
     @property
-    def passed(self) -> list[Event]:
+    def passed(self) -> list[PathEvent]:
         """The events whose outcome it includes."""
         return self.events[self.begin : self.stop]
 
@@ -435,15 +435,15 @@ def branch_keys(stretch: Stretch) -> Iterator[Key]:
 
 def _whole(path: PathEvents, taken: RecordedPath) -> Walk:
     under, found, file = _return_of(path)
-    end = End("return", "return")
+    end = PathEnd("return", "return")
     if found is not None:
-        end = End("return", " ".join(ast.unparse(found).split()), file, found.lineno)
+        end = PathEnd("return", " ".join(ast.unparse(found).split()), file, found.lineno)
     return Walk(path, path.events, end, under, taken.hits)
 
 
 def _live(path: PathEvents, taken: RecordedPath, number: Stop | None) -> Walk:
     """Runs that can only run live, from a guard on or (None) from the start."""
-    end = End("live", path.recording.tape.blockers[0])
+    end = PathEnd("live", path.recording.tape.blockers[0])
     numbers = [event.number for event in path.events]
     under = numbers.index(number) if number is not None and number in numbers else None
     return Walk(path, path.events, end, under, taken.hits)
@@ -461,20 +461,11 @@ def _return_of(path: PathEvents) -> tuple[int | None, ast.Return | None, str]:
         if found is not None and event.is_condition:
             return number, found, event.place.file
         number = event.under
-    place = _last_root_place(path.recording)
-    if place is None:
-        return None, None, ""
-    return None, return_around(place) or last_return(place), place.file
-
-
-def _last_root_place(recording: Recording) -> Place | None:
-    """Return the last place in the code of the model itself."""
-    for op in reversed(recording.tape.ops):
-        if op.site is not None:
-            places = [place for place, _ in running_code(op.scope, op.site)]
-            if places:
-                return places[-1]
-    return None
+    for op in reversed(path.recording.tape.ops):
+        places = () if op.site is None else [place for place, _ in running_code(op.scope, op.site)]
+        if places:  # the last of the model itself
+            return None, return_at(places[-1]), places[-1].file
+    return None, None, ""
 
 
 def _raising_walk(path: PathEvents, index: int, name: str, times: int) -> Walk:
@@ -482,7 +473,9 @@ def _raising_walk(path: PathEvents, index: int, name: str, times: int) -> Walk:
     op = path.recording.tape.ops[index]
     before = sum(event.position <= index for event in path.events)
     place = None if op.site is None else user_code(op.scope, op.site)[0]
-    end = End("raise", name) if place is None else End("raise", name, place.file, place.line)
+    end = (
+        PathEnd("raise", name) if place is None else PathEnd("raise", name, place.file, place.line)
+    )
     return Walk(
         path, path.events[:before], end, path.around(op, before), times, positions=(0, index + 1)
     )
@@ -506,7 +499,7 @@ def _failing_walks(path: PathEvents, number: Stop, side: GuardSide) -> Iterator[
                 outcome = bool(outcome) is not event.header.inverted
         events = [*path.events[:found], replace(event, outcome=outcome)]
     for (name, file, line), times in list(side.failures.items()):
-        end = End("raise", name, file, line)
+        end = PathEnd("raise", name, file, line)
         yield Walk(path, events, end, found, times, positions=(0, position))
 
 
@@ -514,7 +507,7 @@ def _failing_walks(path: PathEvents, number: Stop, side: GuardSide) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Header:
+class Heading:
     """The text of a branch, loop or value.
 
     Attributes:
@@ -529,23 +522,23 @@ class Header:
 
 
 @functools.cache
-def header_of(place: Place, kind: str, text: str) -> Header:
+def header_of(place: Place, kind: str, text: str) -> Heading:
     """Return the line for a flow step."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
     if node is None:
-        return Header(_plainly(kind, text or "(source not found)"))
+        return Heading(_SUITE_WORDS.get(kind, "{}").format(text or "(source not found)"))
     if kind in ("for", "comprehension"):
         for _, parent in file.ancestors(node):
             if isinstance(parent, (ast.For, ast.AsyncFor, ast.comprehension)):
                 line = f"for {file.text(parent.target)} in {file.text(parent.iter)}"
                 line = line if kind == "for" else f"[... {line}]"
-                return Header(line, False, span_of(parent.iter))
-    if kind in ("in", "any", "all", "key", "match", "index") or kind not in _SUITE_WORDS:
-        return Header(_plainly(kind, text))
+                return Heading(line, False, span_of(parent.iter))
+    if kind not in _SUITE_WORDS:
+        return Heading(text)
     test = follow_truth(file, node)
     text = f"not {text}" if test.inverted and kind != "not" else text
-    return Header(_SUITE_WORDS[kind].format(_before(file, node, test.child) + text), test.inverted)
+    return Heading(_SUITE_WORDS[kind].format(_before(file, node, test.child) + text), test.inverted)
 
 
 _SUITE_WORDS = {
@@ -553,12 +546,6 @@ _SUITE_WORDS = {
     "or": "{} or ...", "not": "not {}", "conditional expression": "... if {} else ...",
     "comprehension filter": "[... if {}]",
 }  # fmt: skip
-
-
-def _plainly(kind: str, text: str) -> str:
-    if kind in _SUITE_WORDS:
-        return _SUITE_WORDS[kind].format(text)
-    return text
 
 
 def _before(file: SourceFile, node: ast.AST, last: ast.AST) -> str:
@@ -586,14 +573,14 @@ def under(place: Place, outcome: bool) -> tuple[Span, ...]:
 
 
 @functools.cache
-def while_around(place: Place) -> tuple[Header, tuple[Span, ...]] | None:
+def while_around(place: Place) -> tuple[Heading, tuple[Span, ...]] | None:
     """Return the `while` whose test contains a place, and the source that it repeats."""
     file = source_file(place.file)
     node = _statement_around(file, place)
     if not isinstance(node, ast.While):
         return None
     test = span_of(node.test)
-    header = Header(f"while {file.text(node.test)}", False, test)
+    header = Heading(f"while {file.text(node.test)}", False, test)
     return header, (test, *spans_of(node.body))
 
 
@@ -607,24 +594,18 @@ def return_under(place: Place, outcome: bool) -> ast.Return | None:
     return None
 
 
-def return_around(place: Place) -> ast.Return | None:
-    """Return the `return` whose value contains a place."""
-    statement = _statement_around(source_file(place.file), place)
-    return statement if isinstance(statement, ast.Return) else None
-
-
 @functools.cache
-def last_return(place: Place) -> ast.Return | None:
-    """Return the `return` with which the function around a place ends."""
+def return_at(place: Place) -> ast.Return | None:
+    """Return the `return` whose value contains a place, or with which its function ends."""
     file = source_file(place.file)
+    around = _statement_around(file, place)
+    if isinstance(around, ast.Return):
+        return around
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
-    if node is None:
-        return None
-    for _, parent in file.ancestors(node):
-        if isinstance(parent, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            last = parent.body[-1]
-            return last if isinstance(last, ast.Return) else None
-    return None
+    while node is not None and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        node = file.parents.get(node)
+    last = None if node is None else node.body[-1]
+    return last if isinstance(last, ast.Return) else None
 
 
 def _statement_around(file: SourceFile, place: Place) -> ast.stmt | None:

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import linecache
+import re
 from collections.abc import Hashable, Iterable
 from functools import cache
 from html import escape
@@ -78,12 +79,7 @@ def step_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = 
         "script": script,
         "data": _json(viewer_data(history, stepped)),
     }
-    page = _part("page.html")
-    pieces = []
-    for piece in page.split("{{"):
-        name, closed, rest = piece.partition("}}")
-        pieces.append(fields[name] + rest if closed else piece)
-    return "".join(pieces)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], _part("page.html"))
 
 
 class Stepped(Protocol):
@@ -203,22 +199,11 @@ def _statistics(flat: Tensor) -> dict[str, Any]:
     if not finite.numel():
         return counts
     low, high = finite.aminmax()
-    spread = finite.std(correction=0)
-    bins = _bins(finite, low, high) if bool(low < high) else None
-    return {
-        **counts,
-        "min": _number(low.item()),
-        "max": _number(high.item()),
-        "mean": _number(finite.mean().item()),
-        "std": _number(spread.item()),
-        **({} if bins is None else {"bins": bins}),
-    }
-
-
-def _bins(values: Tensor, low: Tensor, high: Tensor) -> list[int]:
-    """Return how many values are in each bin, as `torch.histc` does (`test_viewer.py`)."""
-    places = values.sub(low).mul_(_BINS).div_(high - low).long().clamp_(0, _BINS - 1)
-    counts: list[int] = places.bincount(minlength=_BINS).tolist()
+    found = {"min": low, "max": high, "mean": finite.mean(), "std": finite.std(correction=0)}
+    counts |= {name: _number(value.item()) for name, value in found.items()}
+    if bool(low < high):  # how many are in each bin, as `torch.histc` counts (`test_viewer.py`)
+        places = finite.sub(low).mul_(_BINS).div_(high - low).long().clamp_(0, _BINS - 1)
+        counts["bins"] = places.bincount(minlength=_BINS).tolist()
     return counts
 
 
@@ -238,7 +223,7 @@ def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[
     Entries, modules, states, sources and files refer to each other by their positions in the lists;
     empty fields are left out.
     """
-    shared = _Shared(history)
+    shared = _SharedParts(history)
     entries = [shared.entry(entry) for entry in history.entries]
     modules = [shared.module(call) for call in history.modules]
     steps = [
@@ -248,7 +233,10 @@ def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[
     seen = {} if stepped is None else {"stepped": shared.stepped(stepped)}
     files = _Table[str]()
     sources = [_source(source, files) for source in shared.sources.rows]
-    wanted = [(source["file"], source["line"], _statement_text(source)) for source in sources]
+    wanted = [
+        (source["file"], source["line"], source.get("statement") or source.get("text", ""))
+        for source in sources
+    ]
     return {
         "name": history.name,
         # As text: the numbers of JavaScript have 53 bits.
@@ -279,7 +267,7 @@ class _Table(Generic[_Row]):
         return number
 
 
-class _Shared:
+class _SharedParts:
     """Serialises entries, calls and steps, with shared parts stored once."""
 
     def __init__(self, history: RunLog) -> None:
@@ -412,11 +400,6 @@ def _source(source: Source, files: _Table[str]) -> dict[str, Any]:
         text=_cut(source.text),
         statement=_cut(source.statement),
     )
-
-
-def _statement_text(source: dict[str, Any]) -> str:
-    text: str = source.get("statement") or source.get("text", "")
-    return text
 
 
 def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dict[str, Any]]:
