@@ -402,14 +402,34 @@ class Grid(Table):
         return axes if self.heads is None else axes | {"head": self.heads}
 
 
-def effect_of(values: Tensor, clean: float, corrupted: float, direction: str) -> Tensor:
-    """Return how far values move a metric from the patched run (0) to the other one (1)."""
-    start, end = (clean, corrupted) if direction == "noise" else (corrupted, clean)
-    return (values - start) / (end - start)
+class Exchanged(Table):
+    """Results over two runs, with values of one run put into the other."""
+
+    clean: float
+    corrupted: float
+    direction: str
+    _unit = "effect (0 none, 1 all)"
+
+    @property
+    def effect(self) -> Tensor:
+        """The share by which each cell moves the metric from the patched run (0) to the other (1).
+
+        nan or inf if both runs have the same metric.
+        """
+        start, end = self.corrupted, self.clean
+        if self.direction == "noise":
+            start, end = end, start
+        return (self.values - start) / (end - start)
+
+    def _title(self) -> str:
+        return (
+            f"{type(self).__name__} ({self.direction}): clean {self.clean:.4g}, corrupted "
+            f"{self.corrupted:.4g}; {self._unit}"
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TwoRuns(Grid):
+class TwoRuns(Exchanged, Grid):
     """A grid over two runs, with values of one run put into the other.
 
     Attributes:
@@ -421,22 +441,6 @@ class TwoRuns(Grid):
     clean: float
     corrupted: float
     direction: str
-
-    @property
-    def effect(self) -> Tensor:
-        """The share by which each cell moves the metric from the patched run (0) to the other (1).
-
-        nan or inf if both runs have the same metric.
-        """
-        return effect_of(self.values, self.clean, self.corrupted, self.direction)
-
-    _unit = "effect (0 none, 1 all)"
-
-    def _title(self) -> str:
-        return (
-            f"{type(self).__name__} ({self.direction}): clean {self.clean:.4g}, corrupted "
-            f"{self.corrupted:.4g}; {self._unit}"
-        )
 
 
 def _position_text(position: Any) -> str:
@@ -593,22 +597,22 @@ def unlike(source: Tensor, target: Tensor) -> str:
 # Insertions
 
 
+@dataclass(eq=False, repr=False)
 class _Station(Interjection):
     """Hands the value of a site to the present run."""
 
     late = True
     self_contained = True
 
-    def __init__(self, number: int, sites: Sites) -> None:
-        self._number = number
-        self._sites = sites
+    number: int
+    sites: Sites
 
     @property
     def label(self) -> str:
-        return self._sites.label
+        return self.sites.label
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        return self._sites.reached(self._number, at, output)
+        return self.sites.reached(self.number, at, output)
 
 
 class _Observer(_Station):
@@ -617,15 +621,15 @@ class _Observer(_Station):
 
 class _Noter(_Observer):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        self._sites.note(self._number, at)
+        self.sites.note(self.number, at)
 
 
 class _InputStation(_Station):
     after = Interjection.after
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        reached = self._sites.reached
-        return first_replaced(inputs, at.path, lambda tensor: reached(self._number, at, tensor))
+        reached = self.sites.reached
+        return first_replaced(inputs, at.path, lambda tensor: reached(self.number, at, tensor))
 
 
 class Sites:
@@ -808,16 +812,16 @@ def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
     return list(dict.fromkeys(key for run in runs for key in run if key[0] == number))
 
 
+@dataclass(eq=False)
 class Exchange:
     """Puts values of one run into another, cell by cell."""
 
-    def __init__(
-        self, source: Seen, target: Seen, names: tuple[str, str], missing: Missing
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._names = names
-        self._missing = missing
+    source: Seen
+    target: Seen
+    names: tuple[str, str]
+    missing: Missing
+
+    def __post_init__(self) -> None:
         self._flaw = ""
         self._known: dict[Key, str] = {}
 
@@ -854,18 +858,16 @@ class Exchange:
                 flaw = f"with other values replaced, the run no longer reached {gone!r}"
             if not flaw:
                 return number_of(metric, output)
-        return self._missing.note(row.name, flaw)
+        return self.missing.note(row.name, flaw)
 
     def _known_flaw(self, keys: Sequence[Key], part: Part) -> str:
         for key in keys:
             if key not in self._known:
-                self._known[key] = differing(
-                    self._source.get(key), self._target.get(key), self._names
-                )
+                self._known[key] = differing(self.source.get(key), self.target.get(key), self.names)
             if why := self._known[key]:
                 return f"{key[1]}: {why}"
             try:
-                for value in self._source[key].values():
+                for value in self.source[key].values():
                     part.index(value)
             except Beyond:
                 raise
@@ -874,8 +876,8 @@ class Exchange:
         return ""
 
     def _replacement(self, key: Key, number: int, value: Tensor, part: Part) -> Tensor | None:
-        given = self._source[key].get(number)
-        source, target = self._names
+        given = self.source[key].get(number)
+        source, target = self.names
         if given is None:
             self._flaw = (
                 f"{key[1]}: with it replaced, the {target} run reached it again, in pass "

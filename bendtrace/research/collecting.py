@@ -92,7 +92,7 @@ class _Rule:
         wants_batch: whether `change` takes the batch as well.
     """
 
-    def __init__(self, settings: Settings, where: Any) -> None:
+    def __init__(self, settings: HarvestSettings, where: Any) -> None:
         self.asked: str = where if isinstance(where, str) else ""
         self.axis: int | None = _for_node(settings.batch_axis, where, 0)
         rule = _for_node(settings.reduce, where, None)
@@ -181,7 +181,9 @@ class Collector:
         places: the source locations of the reached nodes, by path.
     """
 
-    def __init__(self, bended: BendedModule, settings: Settings, several: bool = True) -> None:
+    def __init__(
+        self, bended: BendedModule, settings: HarvestSettings, several: bool = True
+    ) -> None:
         self.filling: Filling = Filling(settings.shard_samples, settings.shard_bytes)
         self.places: dict[str, str] = {}
         self._bended = bended
@@ -198,7 +200,7 @@ class Collector:
         self._runs: list[Recording] = []
         self._before: dict[str, int] = {}  # passes in earlier calls of the same batch
         self._most: dict[str, int] = {}
-        self._kept: dict[tuple[str, int], tuple[_Rule, Tensor]] = {}
+        self._kept: dict[str, dict[int, tuple[_Rule, Tensor]]] = {}  # by path and pass
         self._batch: Any = None
         self._size = 0
         self._group = self._insert()
@@ -275,33 +277,26 @@ class Collector:
         rows = self._rows_from(at, rule, value)
         if self._waits:
             with torch.no_grad():
-                self._kept[path, number] = rule, aligned_copy(rows.detach())
+                self._kept.setdefault(path, {})[number] = rule, aligned_copy(rows.detach())
             return
         self._store(path, number, rule, rows)
 
     def _finish_passes(self) -> None:
         kept, self._kept = self._kept, {}
-        totals: dict[str, int] = {}
-        for path, number in kept:
-            totals[path] = max(totals.get(path, 0), number + 1)
-        if self._is_stacked:
-            for path in totals:
-                passes = [(rule, rows) for (p, _), (rule, rows) in kept.items() if p == path]
-                shapes = {tuple(rows.shape) for _, rows in passes}
-                if len(shapes) > 1:
-                    raise InputError(
-                        f"the passes of {path!r} differ in shape ({sorted(shapes)}), and "
-                        "cannot be stacked: do not pass passes=, and each pass has a separate "
-                        "name"
-                    )
-                rule = passes[0][0]
-                axis = 0 if rule.axis is None else 1
-                stacked = torch.stack([rows for _, rows in passes], axis)
-                self._store(path, 0, rule, stacked)
-            return
-        for (path, number), (rule, rows) in kept.items():
-            if self._passes.admits(number, totals[path]):
-                self._store(path, number, rule, rows)
+        for path, passes in kept.items():
+            rule, values = next(iter(passes.values()))[0], [rows for _, rows in passes.values()]
+            shapes = {tuple(rows.shape) for rows in values}
+            if not self._is_stacked:
+                for number, (_, rows) in passes.items():
+                    if self._passes.admits(number, max(passes) + 1):
+                        self._store(path, number, rule, rows)
+            elif len(shapes) > 1:
+                raise InputError(
+                    f"the passes of {path!r} differ in shape ({sorted(shapes)}), and cannot be "
+                    "stacked: do not pass passes=, and each pass has a separate name"
+                )
+            else:
+                self._store(path, 0, rule, torch.stack(values, 0 if rule.axis is None else 1))
 
     def _rows_from(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
         """Return the rows, along the first dimension; without samples the value."""
@@ -362,7 +357,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Settings:
+class HarvestSettings:
     """The checked options of `harvest` that determine the content of the files."""
 
     where: tuple[Any, ...]

@@ -23,7 +23,7 @@ from bendtrace.module import BendedModule
 from bendtrace.python.checks import several
 from bendtrace.python.lazy import required
 from bendtrace.research.analyser import Analyser
-from bendtrace.research.values import data_frame
+from bendtrace.research.streaming import data_frame
 
 if TYPE_CHECKING:
     import pandas

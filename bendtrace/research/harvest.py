@@ -33,7 +33,7 @@ from bendtrace.module import BendedModule, bended_of
 from bendtrace.python.checks import required_path, several, shown
 from bendtrace.research.collecting import (
     Collector,
-    Settings,
+    HarvestSettings,
     describe_insertion,
     description_of,
     fingerprint,
@@ -41,9 +41,9 @@ from bendtrace.research.collecting import (
     sum_of,
 )
 from bendtrace.research.filling import (
-    Batch,
     Filling,
     Ids,
+    LoaderBatch,
     batches_of,
     ids_of,
     mark_of,
@@ -52,10 +52,11 @@ from bendtrace.research.filling import (
     size_of,
     versions_of,
 )
-from bendtrace.research.formats import (
+from bendtrace.research.reading import (
     HARVEST,
     INDEX,
     SETTINGS,
+    Harvest,
     Shard,
     ShardFiles,
     form_of,
@@ -64,7 +65,6 @@ from bendtrace.research.formats import (
     replace,
     shards_in,
 )
-from bendtrace.research.reading import Harvest
 from bendtrace.watch.draws import RandomStates, seed_all
 
 
@@ -164,7 +164,7 @@ def harvest(
     """
     if isinstance(where, list) and not where:
         raise InputError("where= is an empty list: pass the nodes to store, or () for paths alone")
-    settings = Settings(
+    settings = HarvestSettings(
         tuple(flat(where)), reduce, feature_axis, passes, batch_axis, dtype, ids, _name_keys(keep),
         allow_none, seed, shard_samples, shard_bytes, format, bool(sharded),
     )  # fmt: skip
@@ -225,7 +225,7 @@ def harvest(
     return Harvest.open(directory)
 
 
-def _check(bended: BendedModule, settings: Settings, about: dict[str, Any]) -> str:
+def _check(bended: BendedModule, settings: HarvestSettings, about: dict[str, Any]) -> str:
     """Check `where` before anything is touched; return a description of the harvest."""
     Collector(bended, settings)
     return json.dumps(about, sort_keys=True)
@@ -358,7 +358,7 @@ class HarvestRun:
 
     bended: BendedModule
     loader: Iterable[Any]
-    settings: Settings
+    settings: HarvestSettings
     call: Callable[[BendedModule, Any], Any] | None
     files: ShardFiles
     writer: Writer
@@ -427,7 +427,7 @@ class HarvestRun:
                 "directory"
             )
 
-    def _own(self) -> Iterator[tuple[int, Batch, int]]:
+    def _own(self) -> Iterator[tuple[int, LoaderBatch, int]]:
         """Yield this process's batches that are not done: number, batch, first running number."""
         dealt = self.workers.world > 1 and not self.settings.is_dealt
         past = self._past
@@ -483,7 +483,7 @@ class HarvestRun:
     def _ids_again(self, content: Any, start: int) -> Ids:
         return ids_of(content, self.settings.ids, start, self._size(content))
 
-    def _harvested(self, number: int, batch: Batch, start: int) -> int:
+    def _harvested(self, number: int, batch: LoaderBatch, start: int) -> int:
         """Harvest a batch; return how many samples it has."""
         collector, content = self.collector, batch.content
         versions = versions_of(content)
@@ -517,7 +517,7 @@ class HarvestRun:
         self._order_done = self._order
         return len(ids)
 
-    def _examine(self, ids: Ids, batch: Batch) -> None:
+    def _examine(self, ids: Ids, batch: LoaderBatch) -> None:
         if self.settings.ids is None:
             if self.workers.world > 1 and batch.size not in (None, len(ids)):
                 raise InputError(
@@ -631,7 +631,7 @@ class _Past:
         self,
         own: int,
         number: int,
-        batch: Batch,
+        batch: LoaderBatch,
         order: int,
         again: Callable[[Any, int], Ids],
         start: int,
@@ -683,7 +683,7 @@ class _Past:
         filling.draws = shard.draws
 
 
-def refuse_repeats(loader: Any, workers: Workers, settings: Settings) -> None:
+def refuse_repeats(loader: Any, workers: Workers, settings: HarvestSettings) -> None:
     """Raise for loaders that yield samples in several processes, or several times."""
     if settings.is_dealt and workers.world > 1 and settings.ids is None:
         raise InputError("sharded=True needs ids= to identify the samples of the processes")
@@ -707,7 +707,7 @@ def refuse_repeats(loader: Any, workers: Workers, settings: Settings) -> None:
                 )
 
 
-def total_of(loader: Any, workers: Workers, settings: Settings) -> int | None:
+def total_of(loader: Any, workers: Workers, settings: HarvestSettings) -> int | None:
     """Return the approximate number of samples that this process will harvest; None if unknown."""
     sampler = getattr(loader, "sampler", None)
     try:

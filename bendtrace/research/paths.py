@@ -25,6 +25,7 @@ from bendtrace.module import BendedModule, bended_of
 from bendtrace.research._sites import (
     At,
     Columns,
+    Exchanged,
     Metric,
     Missing,
     NoPart,
@@ -32,9 +33,7 @@ from bendtrace.research._sites import (
     Row,
     Seen,
     Sites,
-    Table,
     differing,
-    effect_of,
     number_of,
     required_metric,
     site_list,
@@ -386,7 +385,7 @@ Places = dict[tuple[int, str], list[int]]  # the passes of nodes, by item and pa
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PathPatching(Table):
+class PathPatching(Exchanged):
     """The result of path patching: the metric for each sender and receiver.
 
     Attributes:
@@ -428,22 +427,11 @@ class PathPatching(Table):
     direction: Direction
     missing: dict[str, str]
 
-    @property
-    def effect(self) -> Tensor:
-        """The share by which each cell moves the metric from the patched run (0) to the other."""
-        return effect_of(self.values, self.clean, self.corrupted, self.direction)
-
     _between = ", "
 
     def _axes(self) -> dict[str, Sequence[Any]]:
         axes: dict[str, Sequence[Any]] = {"sender": self.senders, "receiver": self.receivers}
         return axes if self.heads is None else axes | {"head": self.heads}
-
-    def _title(self) -> str:
-        return (
-            f"PathPatching ({self.direction}): clean {self.clean:.4g}, corrupted "
-            f"{self.corrupted:.4g}; effect (0 none, 1 all)"
-        )
 
 
 def path_patching(
@@ -531,7 +519,7 @@ def path_patching(
     columns = Columns.of(None, 1, heads, head, head_axis)
     measured, missed = required_metric(metric), Missing(missing, "send")
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
-    plan = _Plan(senders, receivers, paths, frozen)
+    plan = _PathRequest(senders, receivers, paths, frozen)
     columns = columns.named(plan.senders, bended)
     with Sites(
         bended, plan.senders, (calls[first], calls[patched]), at=at, noted=plan.noted,
@@ -548,7 +536,7 @@ def path_patching(
         flow = Flow(trace)
         cells = _Cells(flow, plan, rows, places, (source, target), names, at == "input")
         parts = columns.parts((None,))
-        with Runs(bended, flow, cells.needed, cells.made, still, calls[patched], measured) as runs:
+        with SideRuns(bended, cells, still, calls[patched], measured) as runs:
             found = [
                 [[cells.value(runs, i, j, part, start, missed) for part in parts]
                  for j in range(len(plan.receivers))]
@@ -564,7 +552,7 @@ def path_patching(
     )  # fmt: skip
 
 
-class _Plan:
+class _PathRequest:
     """The senders, the receivers, and the paths between them, as they were given."""
 
     def __init__(self, senders: Any, receivers: Any, paths: Any, frozen: Any) -> None:
@@ -573,8 +561,8 @@ class _Plan:
         self.names = [_name(item) for item in self.receivers]
         self.paths: Any = paths
         self.noted: list[Any] = list(self.receivers)
-        self._frozen = range(0)
-        self._nodes: list[range] = []
+        self.frozen = range(0)
+        self.ways: list[range] = []
         if isinstance(paths, str):
             if paths not in ("direct", "all"):
                 raise InputError(
@@ -587,33 +575,16 @@ class _Plan:
                         "a path has to be a sequence of nodes, from a sender to a receiver, "
                         f"not {path!r}"
                     )
-                self._nodes.append(self._add(list(path)))
+                self.ways.append(self._add(list(path)))
         if frozen is not None:
             if paths != "all":
                 raise InputError('frozen= is only for paths="all": it names nodes that paths avoid')
-            self._frozen = self._add(site_list(frozen, "frozen"))
+            self.frozen = self._add(site_list(frozen, "frozen"))
 
     def _add(self, items: list[Any]) -> range:
         first = len(self.senders) + len(self.noted)
         self.noted += items
         return range(first, first + len(items))
-
-    def spots(self, flow: Flow, places: Places, number: int) -> list[Spot]:
-        """Return the nodes of a noted item, pass by pass."""
-        return [
-            flow.spot(path, one)
-            for (known, path), numbers in places.items()
-            if known == number
-            for one in numbers
-        ]
-
-    def frozen(self, flow: Flow, places: Places) -> list[Spot]:
-        """Return the nodes that no path leads through."""
-        return [spot for number in self._frozen for spot in self.spots(flow, places, number)]
-
-    def ways(self, flow: Flow, places: Places) -> list[list[list[Spot]]]:
-        """Return the nodes of the paths, each with its passes."""
-        return [[self.spots(flow, places, number) for number in path] for path in self._nodes]
 
 
 def _name(item: Any) -> str:
@@ -644,7 +615,7 @@ class _Cells:
     def __init__(
         self,
         flow: Flow,
-        plan: _Plan,
+        plan: _PathRequest,
         rows: Sequence[Row],
         places: Places,
         seen: tuple[Seen, Seen],
@@ -660,16 +631,18 @@ class _Cells:
         self.needed: dict[tuple[int, int], list[int]] = {}
         self._flaws: dict[int, str] = {}
         self._used: set[int] = set()
-        ends = [
-            plan.spots(flow, places, len(plan.senders) + number)
-            for number in range(len(plan.receivers))
-        ]
-        for name, spots in zip(plan.names, ends, strict=True):
-            if not spots:
+        spots: dict[int, list[Spot]] = {}  # by the number of a noted item, pass by pass
+        for (item, path), passes in places.items():
+            spots.setdefault(item, []).extend(flow.spot(path, number) for number in passes)
+        count = len(plan.senders)
+        ends = [spots.get(count + j, []) for j in range(len(plan.receivers))]
+        for name, end in zip(plan.names, ends, strict=True):
+            if not end:
                 raise SiteError(f"the patched run did not reach {name!r}", name)
-            if len(spots) > 1 and any(spot.is_output for spot in spots):
+            if len(end) > 1 and any(spot.is_output for spot in end):
                 raise InputError("the model's output cannot be combined with other receivers")
-        frozen, ways = plan.frozen(flow, places), plan.ways(flow, places)
+        frozen = [spot for item in plan.frozen for spot in spots.get(item, ())]
+        ways = [[spots.get(item, []) for item in way] for way in plan.ways]
         for spot in frozen:
             flow.require_own(spot)
         for i, row in enumerate(rows):
@@ -732,19 +705,15 @@ class _Cells:
 
     def edges(self) -> Tensor:
         """Return how many edges were chosen, by sender and receiver."""
-        return torch.tensor([
-            [self._count(i, j) for j in range(len(self._plan.receivers))]
-            for i in range(len(self._rows))
-        ])  # fmt: skip
+        counts = torch.zeros(len(self._rows), len(self._plan.receivers), dtype=torch.int64)
+        for cell, made in self.made.items():
+            inner = sum(len(made.into[index]) for index in self.needed[cell])
+            counts[cell] = inner + sum(len(end.sources) for end in made.ends)
+        return counts
 
-    def _count(self, i: int, j: int) -> int:
-        made = self.made.get((i, j))
-        if made is None:
-            return 0
-        inner = sum(len(made.into[index]) for index in self.needed[i, j])
-        return inner + sum(len(end.sources) for end in made.ends)
-
-    def value(self, runs: Runs, i: int, j: int, part: Part, base: float, missing: Missing) -> float:
+    def value(
+        self, runs: SideRuns, i: int, j: int, part: Part, base: float, missing: Missing
+    ) -> float:
         """Return the metric with a part of one sender's change sent to one receiver.
 
         Args:
@@ -755,27 +724,18 @@ class _Cells:
             base: the metric where no path leads from the one to the other.
             missing: the action at places where the runs differ.
         """
-        why = self._flaws.get(i, "")
-        if not why:
-            try:
-                known = self._changed(i, part)
-            except NoPart as error:
-                why = str(error)
-            else:
-                return runs.value(self.made[i, j], known) if self.made[i, j].ends else base
-        return missing.note(self._rows[i].name, why)
-
-    def _changed(self, i: int, part: Part) -> dict[int, Tensor]:
-        """Return the changed values that a cell begins with, by their ops."""
-        found: dict[int, Tensor] = {}
-        for key in self._rows[i].keys:
-            for number, value in self._target[key].items():
-                spot = self.flow.spot(key[1], number)
-                made = part.put(value, self._source[key][number])
-                found[
-                    self.flow.first_input(spot) if self._within else self.flow.tensor_of(spot)
-                ] = made
-        return found
+        if i in self._flaws:
+            return missing.note(self._rows[i].name, self._flaws[i])
+        begin = self.flow.first_input if self._within else self.flow.tensor_of
+        try:
+            known = {
+                begin(self.flow.spot(key[1], number)): part.put(value, self._source[key][number])
+                for key in self._rows[i].keys
+                for number, value in self._target[key].items()
+            }
+        except NoPart as error:
+            return missing.note(self._rows[i].name, str(error))
+        return runs.value(self.made[i, j], known) if self.made[i, j].ends else base
 
 
 # Ops that run a second time on the side, with changed inputs, while a model runs unchanged.
@@ -803,6 +763,7 @@ def _with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
     raise SiteError(f"a value inside a {type(given).__name__} cannot be replaced", "")
 
 
+@dataclass(eq=False, repr=False)
 class _Aside(Interjection):
     """Runs ops twice: as they are, and once more on changed inputs.
 
@@ -814,17 +775,18 @@ class _Aside(Interjection):
     self_contained = True
     label = "path_patching"
 
-    def __init__(self, ops: list[Op], places: Mapping[Pass, int]) -> None:
+    ops: list[Op]
+    places: Mapping[Pass, int]
+
+    def __post_init__(self) -> None:
         self.into: Mapping[int, set[int]] = {}
         self.values: dict[int, Any] = {}
-        self._places = places
-        self._ops = ops
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
-        index = self._places.get((at.path, at.number))
+        index = self.places.get((at.path, at.number))
         if index is None or index not in self.into or index in self.values:
             return call(*inputs, **inputs.kwargs)
-        op = self._ops[index]
+        op = self.ops[index]
         recorded = tuple(op.args), op.kwargs
         changed = {source: self.value(source) for source in self.into[index]}
         args, kwargs = _with_changed(recorded, (tuple(inputs), inputs.kwargs), changed)
@@ -848,7 +810,7 @@ class _Aside(Interjection):
     def value(self, index: int) -> Any:
         """Return the output of an op in the changed run, or an element of an output."""
         if index not in self.values:
-            op = self._ops[index]
+            op = self.ops[index]
             if op.target is not operator.getitem or not isinstance(op.args[0], Ref):
                 raise SiteError(
                     f"the run did not reach op {index} ({op.target}), as it did before with "
@@ -873,6 +835,7 @@ class _Aside(Interjection):
                 )
 
 
+@dataclass(eq=False, repr=False)
 class _InputReplacement(Interjection):
     """Gives nodes changed inputs.
 
@@ -884,10 +847,11 @@ class _InputReplacement(Interjection):
     self_contained = True
     label = "path_patching"
 
-    def __init__(self, recorded: Mapping[Pass, tuple[Any, Any]]) -> None:
+    recorded: Mapping[Pass, tuple[Any, Any]]
+
+    def __post_init__(self) -> None:
         self.changed: Mapping[Pass, Mapping[int, Any]] = {}
         self.reached: set[Pass] = set()
-        self._recorded = recorded
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         changed = self.changed.get((at.path, at.number))
@@ -895,46 +859,40 @@ class _InputReplacement(Interjection):
             return None
         self.reached.add((at.path, at.number))
         copies = {i: v.clone() if isinstance(v, Tensor) else v for i, v in changed.items()}
-        recorded = self._recorded[at.path, at.number]
+        recorded = self.recorded[at.path, at.number]
         args, kwargs = _with_changed(recorded, (tuple(inputs), inputs.kwargs), copies)
         return Inputs(tuple(args), kwargs)
 
 
-class Runs:
+@dataclass(eq=False)
+class SideRuns:
     """Runs with ops on the side, and runs whose receivers get the side results.
 
     It is also a context manager: the insertions that all cells need stay active while it lasts.
     """
 
-    def __init__(
-        self,
-        bended: BendedModule,
-        flow: Flow,
-        needed: Mapping[Any, list[int]],
-        made: Mapping[Any, Edges],
-        still: PreservedState,
-        call: Call,
-        metric: Metric,
-    ) -> None:
-        self._bended = bended
-        self._still = still
-        self._call = call
-        self._metric = metric
-        self._flow = flow
+    bended: BendedModule
+    cells: _Cells
+    still: PreservedState
+    call: Call
+    metric: Metric
+
+    def __post_init__(self) -> None:
+        cells, flow = self.cells, self.cells.flow
         aside = {
             flow.place(index): index
-            for indices in needed.values()
+            for indices in cells.needed.values()
             for index in indices
             if not _is_element(flow.ops[index])
         }
         self._aside = _Aside(flow.ops, aside)
-        ends = [end.spot for edges in made.values() for end in edges.ends]
+        ends = [end.spot for edges in cells.made.values() for end in edges.ends]
         inner = [spot for spot in ends if not spot.is_output]
         self._inputs = _InputReplacement(
             {(spot.path, spot.number): flow.arguments(spot) for spot in inner}
         )
         self._put: dict[str, Tensor] = {}
-        self._group = InsertionGroup(bended)
+        self._group = InsertionGroup(self.bended)
         for where, what in (
             (sorted({NodePath(path) for path, _ in aside}), self._aside),
             (sorted({NodePath(spot.path) for spot in inner}), self._inputs),
@@ -965,7 +923,7 @@ class Runs:
         for end in made.ends:
             values = {source: aside.value(source) for source in end.sources}
             if end.spot.is_output:
-                for path, index in self._flow.outputs(end.spot):
+                for path, index in self.cells.flow.outputs(end.spot):
                     if index in values:
                         self._put[path] = values[index]
             else:
@@ -979,13 +937,13 @@ class Runs:
         if gone := changed.keys() - given.reached:
             path = min(gone)[0]
             raise SiteError(f"with other receivers patched, the run did not reach {path!r}", path)
-        return number_of(self._metric, output)
+        return number_of(self.metric, output)
 
     def _run(self) -> Any:
-        copy = own_copy(self._call)
-        self._still.rewind()
+        copy = own_copy(self.call)
+        self.still.rewind()
         try:
-            return copy.to(self._bended)
+            return copy.to(self.bended)
         finally:
             self._aside.into = {}
 

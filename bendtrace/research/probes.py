@@ -18,8 +18,14 @@ from bendtrace.log.capture import lazily_copied
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.research.analyser import Analyser, Batch
 from bendtrace.research.spectra import Products, as_matrix, check_features, check_width, ridge
-from bendtrace.research.streaming import Moments, Statistic, decode_state, encode_state
-from bendtrace.research.values import Keep, check_keep
+from bendtrace.research.streaming import (
+    Keep,
+    Moments,
+    Statistic,
+    check_keep,
+    decode_state,
+    encode_state,
+)
 
 # So that a forgotten `train_step` ends with a message, and not with the memory.
 _MOST_WAITING = 4096

@@ -12,8 +12,7 @@ from torch import Tensor
 from bendtrace.errors import InputError
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.research.analyser import Analyser, Batch
-from bendtrace.research.streaming import Covariance, Statistic
-from bendtrace.research.values import Keep, check_keep, rows_of
+from bendtrace.research.streaming import Covariance, Keep, Statistic, check_keep, rows_of
 
 _MODES = ("aTa", "aaT", "a")
 
