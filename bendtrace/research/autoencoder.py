@@ -129,13 +129,17 @@ class _Reconstructs(Interjection):
                     f"{describe(output)}: a reconstruction has to have the same shape",
                     at.path,
                 )
-        made, edited = made.to(output.dtype), edited.to(output.dtype)
-        self.errors[key] = (output - made).detach()
-        if not self._error_term:
-            return edited
-        # The same as `edited + (output - made).detach()`, but equal to the value, bit by bit, where
-        # no latent is changed.
-        return _WithError.apply(edited, made.detach(), output.detach())
+        found, self.errors[key] = self._finished(output, made, edited)
+        return found
+
+    def _finished(self, value: Tensor, made: Tensor, edited: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what takes the place of a value, and the error of its reconstruction."""
+        made, edited = made.to(value.dtype), edited.to(value.dtype)
+        if self._error_term:
+            # The same as `edited + (value - made).detach()`, but equal to the value, bit by bit,
+            # where no latent is changed.
+            edited = _WithError.apply(edited, made.detach(), value.detach())
+        return edited, (value - made).detach()
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return its effect on a tensor; the latents and the error are kept after the run."""
@@ -158,7 +162,7 @@ class _Reconstructs(Interjection):
         starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
         parts: list[Lifted | Effect] = [*found, *changes]
         tensors = tuple(tensor for one in parts for tensor in one.tensors)
-        specs, error_term = (found[0].spec, found[1].spec), self._error_term
+        specs = found[0].spec, found[1].spec
         functions = [change.function for change in changes]
 
         def coded(value: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,17 +179,14 @@ class _Reconstructs(Interjection):
             changed, made, edited = coded(value, given)
             if made.shape != value.shape or edited.shape != value.shape:
                 raise ValueError("a reconstruction has the same shape")
-            made, edited = made.to(value.dtype), edited.to(value.dtype)
-            error = (value - made).detach()
-            if error_term:
-                edited = _WithError.apply(edited, made.detach(), value.detach())
-            return edited, changed, error
+            found, error = self._finished(value, made, edited)
+            return found, changed, error
 
         def keep(kept: tuple[Tensor, ...]) -> None:
             key = self._key(at)
             self.latents[key], self.errors[key] = kept
 
-        key = _Reconstructs, error_term, tuple(one.key for one in parts)
+        key = _Reconstructs, self._error_term, tuple(one.key for one in parts)
         return Effect(reconstructed, tensors, key, keep, 2, self._check(changes))
 
     def _check(self, changes: Sequence[Effect]) -> Callable[..., str | None]:

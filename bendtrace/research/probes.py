@@ -646,17 +646,14 @@ class Probe(Statistic):
         device: torch.device,
     ) -> None:
         """Create the map like `nn.Linear` after `torch.manual_seed(seed)`."""
-        linear = nn.utils.skip_init(
-            nn.Linear, features, outputs, bias=bias, dtype=dtype, device="cpu"
-        )
         generator = torch.Generator().manual_seed(seed)
+        weight, shift = torch.empty(outputs, features, dtype=dtype), None
         # Those of nn.Linear, seen in torch 2.13 to 2.15; tests/test_analysis_probes.py compares.
-        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
         if bias:
             bound = 1 / math.sqrt(features)
-            nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
-        self.linear = linear.to(device)
-        self.outputs = outputs
+            shift = torch.empty(outputs, dtype=dtype).uniform_(-bound, bound, generator=generator)
+        self.set(weight.to(device), shift)
 
     def set(self, weight: Tensor, bias: Tensor | None) -> None:
         """Set the map, and create it if necessary."""
