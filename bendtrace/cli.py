@@ -1051,7 +1051,8 @@ def _parser() -> argparse.ArgumentParser:
     ).add_argument  # fmt: skip
     add("--by", choices=("op", "module", "line"), default="module", help="(default: module)")
     exporting = command(
-        "export", "write a model of your own to a file that runs without Python (torch.export, ONNX)",
+        "export",
+        "write a model of your own to a file that runs without Python (torch.export, ONNX)",
         "Write a model, with its branches and loops, to a file without Python.",
         "making the model and the inputs", _EXPORT_EPILOG,
     )  # fmt: skip
