@@ -318,7 +318,7 @@ class Columns:
 # Results
 
 
-class Table:
+class ResultTable:
     """Results with rows, text, HTML and a data frame."""
 
     values: Tensor
@@ -376,7 +376,7 @@ _PREFIXES = {"position": "", "head": "head ", "receiver": "to "}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Grid(Table):
+class Grid(ResultTable):
     """A number for each site, position and head.
 
     Attributes:
@@ -402,7 +402,7 @@ class Grid(Table):
         return axes if self.heads is None else axes | {"head": self.heads}
 
 
-class Exchanged(Table):
+class Exchanged(ResultTable):
     """Results over two runs, with values of one run put into the other."""
 
     clean: float
@@ -450,7 +450,7 @@ def _position_text(position: Any) -> str:
     return ", ".join(map(str, position)) if isinstance(position, tuple) else str(position)
 
 
-class Missing:
+class MissingCells:
     """The cells without a number: raises for the first one, or records nan with the reason.
 
     Args:
@@ -483,7 +483,7 @@ Seen = dict[Key, dict[int, Tensor]]  # the values of all nodes in one run, pass 
 
 
 @dataclass(frozen=True)
-class Row:
+class SiteRow:
     """A site of a grid: its name, and the nodes, which are replaced together."""
 
     name: str
@@ -516,11 +516,7 @@ def swap_tensor(
             f"'{path}.output|sub_0' for the call of a module, '{path}|sub_0' for an op",
             label,
         )
-    made = change(found[tensors[0]])
-    if made is None:
-        return None
-    found[tensors[0]] = made
-    return assemble(shape, found)
+    return _swap_item(shape, found, tensors[0], change)
 
 
 def first_replaced(
@@ -531,11 +527,15 @@ def first_replaced(
     first = next((i for i, value in enumerate(found) if isinstance(value, Tensor)), None)
     if first is None:
         raise SiteError(f"{path or 'the model'} receives no tensor", path)
-    made = change(found[first])
-    if made is None:
-        return None
-    found[first] = made
-    return Inputs(*assemble(shape, found))
+    made = _swap_item(shape, found, first, change)
+    return None if made is None else Inputs(*made)
+
+
+def _swap_item(
+    shape: Any, found: list[Any], index: int, change: Callable[[Tensor], Tensor | None]
+) -> Any:
+    made = change(found[index])
+    return None if made is None else assemble(shape, [*found[:index], made, *found[index + 1 :]])
 
 
 def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor | None]) -> Any:
@@ -713,7 +713,7 @@ class Sites:
         output, seen = self.seen(call, act)
         return number_of(metric, output), seen
 
-    def rows(self, *runs: Iterable[Key]) -> list[Row]:
+    def rows(self, *runs: Iterable[Key]) -> list[SiteRow]:
         """Return the sites, in the order given.
 
         An item that matches several nodes becomes a row for each, in the order in which they ran; a
@@ -728,11 +728,11 @@ class Sites:
                 raise SiteError(f"no run reached {label}" + (f": {notes}" if notes else ""), label)
             if isinstance(item, (list, tuple, set, frozenset)):
                 if keys:
-                    found.append(Row(" + ".join(path for _, path in keys), tuple(keys)))
+                    found.append(SiteRow(" + ".join(path for _, path in keys), tuple(keys)))
             elif len(keys) == 1 and isinstance(item, str):
-                found.append(Row(item, (keys[0],)))
+                found.append(SiteRow(item, (keys[0],)))
             else:
-                found += [Row(key[1], (key,)) for key in keys]
+                found += [SiteRow(key[1], (key,)) for key in keys]
         if self._columns is not None:
             made = zip(self._group.insertions, self._items[: self._count], strict=False)
             require_heads(self._bended, self._columns, self._at, made)
@@ -813,20 +813,25 @@ def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
 
 
 @dataclass(eq=False)
-class Exchange:
+class ValueExchange:
     """Puts values of one run into another, cell by cell."""
 
     source: Seen
     target: Seen
     names: tuple[str, str]
-    missing: Missing
+    missing: MissingCells
 
     def __post_init__(self) -> None:
         self._flaw = ""
         self._known: dict[Key, str] = {}
 
     def cell(
-        self, row: Row, keys: Sequence[Key], part: Part, run: Callable[[Act], Any], metric: Metric
+        self,
+        row: SiteRow,
+        keys: Sequence[Key],
+        part: Part,
+        run: Callable[[Act], Any],
+        metric: Metric,
     ) -> float:
         """Return the metric with one cell replaced; nan if that is not possible.
 

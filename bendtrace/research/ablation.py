@@ -36,7 +36,7 @@ from bendtrace.research._sites import (
     Columns,
     Grid,
     Key,
-    Missing,
+    MissingCells,
     NoPart,
     Part,
     Seen,
@@ -297,7 +297,7 @@ def ablation_study(
           tanh   -1.523
     """
     columns = Columns.of(channels, axis, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "ablate")
+    measured, missed = required_metric(metric), MissingCells(missing, "ablate")
     required_choice("at", at, "output", "input")
     bended, call = bended_of(model), Call.of(inputs)
     items = site_list(sites)

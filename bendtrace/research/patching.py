@@ -29,17 +29,17 @@ from bendtrace.research._sites import (
     At,
     Beyond,
     Columns,
-    Exchange,
     Grid,
     Key,
     Metric,
-    Missing,
+    MissingCells,
     NoPart,
     Part,
-    Row,
     Seen,
+    SiteRow,
     Sites,
     TwoRuns,
+    ValueExchange,
     aliases_of,
     as_number,
     differing,
@@ -161,7 +161,7 @@ def activation_patching(
     """
     first, patched, names = in_order(direction)
     columns = Columns.of(positions, axis, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
+    measured, missed = required_metric(metric), MissingCells(missing, "replace", HINT)
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = site_list(sites)
     columns = columns.named(items, bended)
@@ -173,7 +173,7 @@ def activation_patching(
         model_sites.settle(*seen)
         rows = model_sites.rows(*seen)
         source, target = seen[first], seen[patched]
-        exchange = Exchange(source, target, names, missed)
+        exchange = ValueExchange(source, target, names, missed)
 
         def cell(number: int, part: Part) -> float:
             row = rows[number]
@@ -400,7 +400,7 @@ def causal_tracing(
         tensor([[0., 1., 0.]], dtype=torch.float64)
     """
     columns = Columns.of(positions, axis, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
+    measured, missed = required_metric(metric), MissingCells(missing, "replace", HINT)
     subject = Part(position_of(subject_positions, "subject_positions"), axis)
     required_number("noise", noise)
     required_number("std", std, or_none=True)
@@ -416,9 +416,9 @@ def causal_tracing(
         key, embedding = _embedding_of(clean_seen, len(items), where)
         scale = noise * (_std(embedding) if std is None else std)
         corrupted, grids = [], []
-        rows: list[Row] = []
+        rows: list[SiteRow] = []
 
-        def cell_of(exchange: Exchange, corrupting: Act) -> Callable[[int, Part], float]:
+        def cell_of(exchange: ValueExchange, corrupting: Act) -> Callable[[int, Part], float]:
             def run(restoring: Act) -> Any:
                 def act(key: Key, number: int, value: Tensor) -> Tensor | None:
                     noisy = corrupting(key, number, value)
@@ -440,7 +440,7 @@ def causal_tracing(
             if not rows:
                 model_sites.settle(clean_seen, seen)
                 rows = model_sites.rows(clean_seen, seen)
-            exchange = Exchange(clean_seen, seen, ("clean", "corrupted"), missed)
+            exchange = ValueExchange(clean_seen, seen, ("clean", "corrupted"), missed)
             names = [row.name for row in rows]
             grids.append(columns.grid(names, clean_seen, cell_of(exchange, corrupting)))
     every = torch.stack([grid["values"] for grid in grids])
@@ -646,7 +646,7 @@ def attribution_patching(
     columns = Columns.of(positions, axis, heads, head, head_axis)
     default = "nan" if sites is None else "raise"
     measured = required_metric(metric)
-    missed = Missing(default if missing is None else missing, "attribute to")
+    missed = MissingCells(default if missing is None else missing, "attribute to")
     if steps is not None:
         required_int("steps", steps, 1)
     if sites is None and at != "output":
@@ -715,11 +715,11 @@ class _Scores:
         self,
         sites: Sites,
         metric: Metric,
-        missing: Missing,
+        missing: MissingCells,
         calls: tuple[Call, Call],
         direction: str,
     ) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[SiteRow] = []
         self.base = (math.nan, math.nan)
         self.source: Seen = {}
         self.found: dict[str, list[Tensor]] = {}
@@ -795,7 +795,7 @@ class _Scores:
         except NoPart as error:
             return self._missing.note(name, str(error))
 
-    def _integrated(self, row: Row, call: Call, steps: int) -> tuple[Gradients, str]:
+    def _integrated(self, row: SiteRow, call: Call, steps: int) -> tuple[Gradients, str]:
         """Return the mean gradients along the line, or why there are none."""
         sums: Gradients = {}
         for step in range(steps):

@@ -27,11 +27,11 @@ from bendtrace.research._sites import (
     Columns,
     Exchanged,
     Metric,
-    Missing,
+    MissingCells,
     NoPart,
     Part,
-    Row,
     Seen,
+    SiteRow,
     Sites,
     differing,
     number_of,
@@ -48,7 +48,7 @@ from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
 
 
 @dataclass(frozen=True)
-class Spot:
+class PassSpot:
     """One pass of a node.
 
     Attributes:
@@ -67,10 +67,10 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class End:
+class Receiver:
     """A receiver, and the changed values among its inputs."""
 
-    spot: Spot
+    spot: PassSpot
     sources: frozenset[int]
 
 
@@ -85,11 +85,11 @@ class Edges:
     """
 
     into: dict[int, set[int]] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
+    ends: list[Receiver] = field(default_factory=list)
     known: set[int] = field(default_factory=set)
 
 
-class Flow:
+class OpFlow:
     """The ops of a run, and their inputs."""
 
     def __init__(self, trace: Trace) -> None:
@@ -105,11 +105,11 @@ class Flow:
 
     # Nodes
 
-    def spot(self, path: str, number: int) -> Spot:
+    def spot(self, path: str, number: int) -> PassSpot:
         """Return a pass of a node."""
         if path == "output" or path.startswith("output|"):
-            values = tuple(index for _, index in self.outputs(Spot(path, number, ())))
-            return Spot(path, number, values, is_output=True)
+            values = tuple(index for _, index in self.outputs(PassSpot(path, number, ())))
+            return PassSpot(path, number, values, is_output=True)
         try:
             node = self._tree.resolve(path, leaf=False)._data
         except NodePathError as error:
@@ -123,7 +123,7 @@ class Flow:
         if node.kind == "graph":
             made = node.passes[number].index
             call = self._root if made is None else self._calls[made]
-            return Spot(path, number, tuple(_refs(call.output)), call)
+            return PassSpot(path, number, tuple(_refs(call.output)), call)
         if node.role == "input" and "." in node.path:
             raise SiteError(
                 f"{path!r} is the input of a module: name the module, or the node that "
@@ -132,10 +132,10 @@ class Flow:
             )
         return self._value(path, number, node)
 
-    def _value(self, path: str, number: int, node: TreeNode) -> Spot:
+    def _value(self, path: str, number: int, node: TreeNode) -> PassSpot:
         made = node.passes[number]
         if made.index is None and node.role != "op":
-            return Spot(path, number, ())
+            return PassSpot(path, number, ())
         # Containers have no value of their own on the tape; all in them comes from one op.
         inside = made.index
         if inside is None:
@@ -144,11 +144,11 @@ class Flow:
             )
         root = self._tree.origin(inside, made.element)
         if node.kind == "container" or not root[1]:
-            return Spot(path, number, (root[0],), index=root[0])
+            return PassSpot(path, number, (root[0],), index=root[0])
         values = [op.index for op in self.ops if self._tree.origin(op.index) == root]
-        return Spot(path, number, tuple(values), index=root[0])
+        return PassSpot(path, number, tuple(values), index=root[0])
 
-    def outputs(self, spot: Spot) -> list[tuple[str, int]]:
+    def outputs(self, spot: PassSpot) -> list[tuple[str, int]]:
         """Return the paths of the parts of the model's output, and their values."""
         wanted = spot.path.replace("|", ".")
         return [
@@ -172,7 +172,7 @@ class Flow:
 
     # Edges
 
-    def begin(self, senders: Sequence[Spot], within: bool) -> tuple[Edges, set[int]]:
+    def begin(self, senders: Sequence[PassSpot], within: bool) -> tuple[Edges, set[int]]:
         """Return the changed values at the beginning, and the values that pass them on."""
         made = Edges()
         if not within:
@@ -185,12 +185,12 @@ class Flow:
             carried |= self._through(made, {first}, spot)
         return made, carried
 
-    def direct(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
+    def direct(self, made: Edges, carried: set[int], ends: Sequence[PassSpot]) -> None:
         """Add the edges that lead to some nodes directly."""
         self._arrive(made, self._spread(made, carried, lambda op: False), ends)
 
     def every(
-        self, made: Edges, carried: set[int], ends: Sequence[Spot], frozen: Iterable[Spot]
+        self, made: Edges, carried: set[int], ends: Sequence[PassSpot], frozen: Iterable[PassSpot]
     ) -> None:
         """Add all edges on paths to some nodes that avoid frozen nodes."""
         held = _values(frozen)
@@ -203,7 +203,7 @@ class Flow:
         self._arrive(made, came, ends)
         self._require_no_memory(carried, held, ends)
 
-    def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[Spot]]) -> None:
+    def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[PassSpot]]) -> None:
         """Add the edges of a path, given as its nodes with their passes, both ends included."""
         for before, spots in pairwise(nodes[:-1]):
             came = set[int]().union(*(self._through(made, carried, spot) for spot in spots))
@@ -215,7 +215,7 @@ class Flow:
         if len(made.ends) == count:
             raise _no_edge(nodes[-2], nodes[-1])
 
-    def first_input(self, spot: Spot) -> int:
+    def first_input(self, spot: PassSpot) -> int:
         """Return the op of the first tensor among the inputs of a node."""
         given = self._input_ops(spot)
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
@@ -223,7 +223,7 @@ class Flow:
             raise SiteError(f"{spot.path!r} receives no tensor", spot.path)
         return first
 
-    def _input_ops(self, spot: Spot) -> list[int]:
+    def _input_ops(self, spot: PassSpot) -> list[int]:
         called = self.ops[spot.index] if spot.call is None else spot.call
         return _refs((called.args, called.kwargs))
 
@@ -242,7 +242,7 @@ class Flow:
                 carried.add(op.index)
         return carried
 
-    def _through(self, made: Edges, carried: set[int], spot: Spot) -> set[int]:
+    def _through(self, made: Edges, carried: set[int], spot: PassSpot) -> set[int]:
         """Carry a change through a node; return the changed values of its output."""
         self.require_own(spot)
         first, last = (
@@ -255,7 +255,7 @@ class Flow:
             made, carried, lambda op: first <= op.index < last
         )  # fmt: skip
 
-    def tensor_of(self, spot: Spot) -> int:
+    def tensor_of(self, spot: PassSpot) -> int:
         """Return the op of the one tensor that is a node's output."""
         if len(spot.values) != 1 or not isinstance(self.ops[spot.values[0]].meta, TensorMeta):
             raise SiteError(
@@ -263,12 +263,12 @@ class Flow:
             )
         return spot.values[0]
 
-    def arguments(self, spot: Spot) -> tuple[Any, Any]:
+    def arguments(self, spot: PassSpot) -> tuple[Any, Any]:
         """Return the recorded arguments of a node."""
         called = self.ops[spot.index] if spot.call is None else spot.call
         return tuple(called.args), called.kwargs
 
-    def require_own(self, spot: Spot) -> None:
+    def require_own(self, spot: PassSpot) -> None:
         """Raise for calls of modules that return their inputs."""
         call = spot.call
         if call is not None and any(not call.start <= i < call.stop for i in spot.values):
@@ -276,11 +276,11 @@ class Flow:
                 f"{spot.path!r} returns its input: name the node that computes the input", spot.path
             )
 
-    def _arrive(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
+    def _arrive(self, made: Edges, carried: set[int], ends: Sequence[PassSpot]) -> None:
         for spot in ends:
             given = set(spot.values) if spot.is_output else set(self._input_ops(spot))
             if sources := given & carried:
-                made.ends.append(End(spot, frozenset(sources)))
+                made.ends.append(Receiver(spot, frozenset(sources)))
 
     # Ops that cannot run on the side
 
@@ -320,7 +320,9 @@ class Flow:
         if op.writes and not isinstance(op.meta, TensorMeta):
             raise self._refusal(index, "writes into a part of a tensor")
 
-    def _require_no_memory(self, starts: set[int], held: set[int], ends: Sequence[Spot]) -> None:
+    def _require_no_memory(
+        self, starts: set[int], held: set[int], ends: Sequence[PassSpot]
+    ) -> None:
         """Refuse changes that would reach the ends by writes in place."""
         changed = set(starts)
         for op in self.ops:
@@ -366,7 +368,7 @@ def _refs(value: Any) -> list[int]:
     return list(dict.fromkeys(ref.index for ref in refs_in(value)))
 
 
-def _values(spots: Iterable[Spot]) -> set[int]:
+def _values(spots: Iterable[PassSpot]) -> set[int]:
     return {index for spot in spots for index in spot.values}
 
 
@@ -376,7 +378,7 @@ def _is_element(op: Op) -> bool:
     return is_taken and isinstance(op.meta, tuple)  # that of a tensor is one as well
 
 
-def _no_edge(before: Sequence[Spot], after: Sequence[Spot]) -> SiteError:
+def _no_edge(before: Sequence[PassSpot], after: Sequence[PassSpot]) -> SiteError:
     first, then = before[0].path, after[0].path
     return SiteError(f"the mirror has no edge from {first!r} to {then!r}", then)
 
@@ -517,7 +519,7 @@ def path_patching(
     """
     first, patched, names = in_order(direction)
     columns = Columns.of(None, 1, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "send")
+    measured, missed = required_metric(metric), MissingCells(missing, "send")
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     plan = _PathRequest(senders, receivers, paths, frozen)
     columns = columns.named(plan.senders, bended)
@@ -533,7 +535,7 @@ def path_patching(
         trace = bended.trace(*(copy := own_copy(calls[patched])).args, **copy.kwargs)
         trace.output = None
         still.rewind()
-        flow = Flow(trace)
+        flow = OpFlow(trace)
         cells = _Cells(flow, plan, rows, places, (source, target), names, at == "input")
         parts = columns.parts((None,))
         with SideRuns(bended, cells, still, calls[patched], measured) as runs:
@@ -614,9 +616,9 @@ class _Cells:
 
     def __init__(
         self,
-        flow: Flow,
+        flow: OpFlow,
         plan: _PathRequest,
-        rows: Sequence[Row],
+        rows: Sequence[SiteRow],
         places: Places,
         seen: tuple[Seen, Seen],
         names: tuple[str, str],
@@ -631,7 +633,7 @@ class _Cells:
         self.needed: dict[tuple[int, int], list[int]] = {}
         self._flaws: dict[int, str] = {}
         self._used: set[int] = set()
-        spots: dict[int, list[Spot]] = {}  # by the number of a noted item, pass by pass
+        spots: dict[int, list[PassSpot]] = {}  # by the number of a noted item, pass by pass
         for (item, path), passes in places.items():
             spots.setdefault(item, []).extend(flow.spot(path, number) for number in passes)
         count = len(plan.senders)
@@ -659,10 +661,10 @@ class _Cells:
         self,
         i: int,
         j: int,
-        senders: list[Spot],
-        ends: list[Spot],
-        frozen: list[Spot],
-        ways: list[list[list[Spot]]],
+        senders: list[PassSpot],
+        ends: list[PassSpot],
+        frozen: list[PassSpot],
+        ways: list[list[list[PassSpot]]],
     ) -> None:
         flow = self.flow
         for spot in senders:
@@ -683,7 +685,7 @@ class _Cells:
         self.made[i, j] = made
         self.needed[i, j] = flow.needed(made)
 
-    def _require_all_used(self, ways: list[list[list[Spot]]]) -> None:
+    def _require_all_used(self, ways: list[list[list[PassSpot]]]) -> None:
         """Refuse paths and edges that lead nowhere."""
         if self._plan.paths == "all" or self._flaws:
             return
@@ -712,7 +714,7 @@ class _Cells:
         return counts
 
     def value(
-        self, runs: SideRuns, i: int, j: int, part: Part, base: float, missing: Missing
+        self, runs: SideRuns, i: int, j: int, part: Part, base: float, missing: MissingCells
     ) -> float:
         """Return the metric with a part of one sender's change sent to one receiver.
 

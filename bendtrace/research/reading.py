@@ -54,6 +54,11 @@ class _Batch(NamedTuple):
     size: int
     position: int
 
+    @property
+    def path(self) -> str:
+        """The name of the path that it took."""
+        return self.shard.taken[self.place]
+
 
 class Harvest:
     """The files of a harvest: a column for each node, and an index of samples and their paths.
@@ -268,8 +273,7 @@ class Harvest:
         """The paths that batches took, in the order of the batches."""
         found: dict[str, Path] = {}
         for batch in self._batches:
-            name = batch.shard.taken[batch.place]
-            found.setdefault(name, batch.shard.paths[name])
+            found.setdefault(batch.path, batch.shard.paths[batch.path])
         return tuple(found.values())
 
     @cached_property
@@ -277,7 +281,7 @@ class Harvest:
         """The number of samples that took each path, by the path's name."""
         found = {path.name: 0 for path in self.paths}
         for batch in self._batches:
-            found[batch.shard.taken[batch.place]] += batch.size
+            found[batch.path] += batch.size
         return found
 
     def samples(self, path: Path | str) -> Taken:
@@ -332,11 +336,7 @@ class Harvest:
         return self._select(wanted)
 
     def _select(self, names: set[str]) -> Taken:
-        met = [
-            (at, batch)
-            for at, batch in enumerate(self._batches)
-            if batch.shard.taken[batch.place] in names
-        ]
+        met = [(at, batch) for at, batch in enumerate(self._batches) if batch.path in names]
         parts = [torch.arange(b.position, b.position + b.size) for _, b in met]
         positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         ids = self.ids
@@ -371,16 +371,14 @@ class Harvest:
         Columns: `id`, `path` (its name), `batch` (counted from 0), `batch_size`, `process` and
         `shard` (the number of the file), and for each node whether it has a value.
         """
-        rows: dict[str, list[Any]] = {"id": self.ids, "path": [], "batch": [], "batch_size": []}
-        rows |= {"process": [], "shard": []}
-        for batch in self._batches:
-            table = {
-                "path": batch.shard.taken[batch.place], "batch": batch.number,
-                "batch_size": batch.size, "process": batch.shard.rank,
-                "shard": batch.shard.number,
-            }  # fmt: skip
-            for key, value in table.items():
-                rows[key] += [value] * batch.size
+        names = ("path", "batch", "batch_size", "process", "shard")
+        table = [
+            (b.path, b.number, b.size, b.shard.rank, b.shard.number)
+            for b in self._batches
+            for _ in range(b.size)
+        ]
+        rows: dict[str, list[Any]] = {"id": self.ids}
+        rows |= {name: [row[number] for row in table] for number, name in enumerate(names)}
         for name, column in self._columns.items():
             has = torch.zeros(len(self), dtype=torch.bool)
             if column.per_sample:

@@ -153,11 +153,7 @@ class Rank(_Spectral):
             return spectrum(
                 rows, centred=self.centred, rtol=self.rtol, atol=self.atol, eps=state.eps
             )
-        least = 0.0
-        if self.centred and len(rows):
-            mean = rows.mean(0)
-            least = centring_error(rows.shape[0], rows.shape[1], mean)
-            rows = rows - mean
+        rows, least = _centred(rows, self.centred)
         return spectrum_of_gram(
             rows @ rows.T,
             samples=rows.shape[0], features=rows.shape[1], eps=state.eps,
@@ -705,14 +701,18 @@ def spectrum(
     rows = matrix.detach().to("cpu", torch.float64)
     samples, features = rows.shape
     eps = epsilon(matrix.dtype) if eps is None else eps
-    least = 0.0
-    if centred and len(rows):
-        mean = rows.mean(0)
-        rows = rows - mean
-        least = centring_error(samples, features, mean)
+    rows, least = _centred(rows, centred)
     finite = bool(rows.isfinite().all())
     values = torch.linalg.svdvals(rows) if finite else _unknown(min(samples, features))
     return _spectrum(values, samples, features, rtol, atol, eps, least)
+
+
+def _centred(rows: Tensor, centred: bool) -> tuple[Tensor, float]:
+    """Return rows, from which the mean may be subtracted, and what rounding can make of that."""
+    if not centred or not len(rows):
+        return rows, 0.0
+    mean = rows.mean(0)
+    return rows - mean, centring_error(rows.shape[0], rows.shape[1], mean)
 
 
 def spectrum_of_gram(
