@@ -432,7 +432,8 @@ def _default_module(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def _make(factory: Callable[..., Any], text: str) -> Any:
-    needed = [p.name for p in _parameters(factory) if p.default is p.empty and p.kind in _NEEDED]
+    parameters = _parameters(factory)
+    needed = [p.name for p in parameters if p.default is p.empty and "VAR_" not in p.kind.name]
     if needed:
         raise InputError(
             f"{text} cannot be called without arguments, it needs {', '.join(needed)}: name a "
@@ -440,13 +441,6 @@ def _make(factory: Callable[..., Any], text: str) -> Any:
         )
     with during(f"making {text}"):
         return factory()
-
-
-_NEEDED = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -546,8 +540,13 @@ def _near(name: str, known: Iterable[str], own: Sequence[str] = ()) -> str:
 
 # Errors raised by the user's own code, and the user's part of their tracebacks.
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_IMPORTLIB = os.path.dirname(importlib.__file__) + os.sep
+# The files of bendtrace and of imports; those of the example count as the user's.
+_MACHINERY = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(importlib.__file__) + os.sep,
+    "<frozen importlib",
+    "<frozen runpy",
+)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
@@ -586,7 +585,11 @@ _EXAMPLE = AdaptiveBlock.forward.__code__.co_filename
 
 def _keep_theirs(report: traceback.TracebackException) -> bool:
     """Drop the frames that led to the user's code; return whether there is any of it."""
-    frames = [frame for frame in report.stack if not _is_machinery(frame.filename)]
+    frames = [
+        frame
+        for frame in report.stack
+        if frame.filename == _EXAMPLE or not frame.filename.startswith(_MACHINERY)
+    ]
     while frames and frames[0].filename.startswith(_TORCH):
         del frames[0]
     report.stack = traceback.StackSummary.from_list(frames)
@@ -594,12 +597,6 @@ def _keep_theirs(report: traceback.TracebackException) -> bool:
         if other is not None:
             _keep_theirs(other)
     return bool(frames)
-
-
-def _is_machinery(filename: str) -> bool:
-    if filename == _EXAMPLE:
-        return False
-    return filename.startswith((_OWN, _IMPORTLIB, "<frozen importlib", "<frozen runpy"))
 
 
 # Traces a model, calls it again, and compares each call with the model itself.

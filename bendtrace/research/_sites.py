@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bendtrace.debug.calls import Call, differentiable, own_copy
 from bendtrace.debug.preserved_state import PreservedState
@@ -166,14 +166,14 @@ class Part:
     head_axis: int = -1
     is_one_of_all: bool = False
 
-    def index(self, value: Tensor) -> tuple[Any, ...] | None:
-        """Return the index of the part in a tensor; None for all of it."""
+    def index(self, value: Tensor) -> tuple[Any, ...]:
+        """Return the index of the part in a tensor."""
         size = value.shape[self.axis] if -value.dim() <= self.axis < value.dim() else None
         if self.is_one_of_all and isinstance(self.position, int) and size is not None:
             if self.position >= size:
                 raise Beyond(f"it has only {size} positions")
         if self.position is None and self.head is None:
-            return None
+            return (...,)
         found: dict[int, Any] = {}
         if self.position is not None:
             axis = _axis(self.axis, value)
@@ -194,8 +194,8 @@ class Part:
     def put(self, value: Tensor, given: Tensor) -> Tensor:
         """Return a copy of a tensor with this part taken from another tensor."""
         index = self.index(value)
-        if index is None:
-            return given.clone()
+        if self.position is None and self.head is None:
+            return given.clone()  # which keeps its strides
         made = value.clone()
         made[index] = given[index].to(made.dtype)
         return made
@@ -615,11 +615,11 @@ class _Station(Interjection):
         return self.sites.reached(self.number, at, output)
 
 
-class _Observer(_Station):
+class _SiteObserver(_Station):
     observes = True
 
 
-class _Noter(_Observer):
+class _Noter(_SiteObserver):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         self.sites.note(self.number, at)
 
@@ -659,7 +659,7 @@ class Sites:
     ) -> None:
         self.label = label
         self.places: dict[Key, list[int]] = {}
-        kind: type[_Station] = _Observer if observes else _Station
+        kind: type[_Station] = _SiteObserver if observes else _Station
         if required_choice("at", at, "output", "input") == "input":
             self._kinds: list[type[_Station]] = [_InputStation] * len(items)
         else:
@@ -932,13 +932,15 @@ def require_heads(
     ]
     recordings = model._known.recordings()
     if not recordings:
-        modules = [
-            (node.module, kind)
+        projects = [
+            kind == "input"
+            and node.module is not None
+            and any(p.dim() > 1 for p in node.module.parameters(recurse=False))
             for place, kind, _ in places
             for node in model._known.modules()
             if place.matcher.matches(node)
         ]
-        if modules and all(kind == "input" and _projects(module) for module, kind in modules):
+        if projects and all(projects):
             return
         raise InputError("heads= is compared with a run of the model: call the model once before")
     for recording in recordings:
@@ -974,10 +976,6 @@ def _require_heads_in(
             'that, with at="input"',
             path,
         )
-
-
-def _projects(module: nn.Module | None) -> bool:
-    return module is not None and any(p.dim() > 1 for p in module.parameters(recurse=False))
 
 
 def _values(log: Log, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:

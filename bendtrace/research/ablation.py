@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -361,13 +362,12 @@ class _Substitute:
             )
         made = value.clone()
         for index in indices:
-            where = (...,) if index is None else index
-            given = other[where] if other.shape == value.shape else other
+            given = other[index] if other.shape == value.shape else other
             try:
-                made[where] = given.to(made.device, made.dtype)
+                made[index] = given.to(made.device, made.dtype)
             except RuntimeError:
                 raise SiteError(
-                    f"cannot put shape {tuple(given.shape)} into {tuple(made[where].shape)} of "
+                    f"cannot put shape {tuple(given.shape)} into {tuple(made[index].shape)} of "
                     f"{path!r}",
                     path,
                 ) from None
@@ -477,13 +477,12 @@ def _own_mean(over: tuple[int, ...]) -> Source:
 def _shuffle(seed: int) -> Source:
     """Take the samples of the batch in another order, none in its own place."""
 
-    def shuffled(count: int) -> Tensor:
+    @functools.cache
+    def chosen(count: int) -> Tensor:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        chosen = torch.empty_like(order)
-        chosen[order] = order.roll(-1)
-        return chosen
-
-    chosen = _by_counts(shuffled)
+        others = torch.empty_like(order)
+        others[order] = order.roll(-1)
+        return others
 
     def source(path: str, number: int, value: Tensor) -> Tensor:
         count = value.shape[0] if value.dim() else 0
@@ -496,18 +495,6 @@ def _shuffle(seed: int) -> Source:
         return value[chosen(count).to(value.device)]
 
     return source
-
-
-def _by_counts(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of numbers of samples that draws once for the same numbers."""
-    known: dict[tuple[int, ...], Tensor] = {}
-
-    def drawn(*counts: int) -> Tensor:
-        if counts not in known:
-            known[counts] = draw(*counts)
-        return known[counts]
-
-    return drawn
 
 
 def _mean_over(
@@ -584,11 +571,11 @@ def _samples_of(
         _, seen = sites.seen(call)
         sites.rows(seen)
 
-    def drawn(samples: int, count: int) -> Tensor:
+    @functools.cache
+    def chosen(samples: int, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(samples, (count,), generator=generator)
 
-    chosen = _by_counts(drawn)
     kept = {(path, n): value for (_, path), passes in seen.items() for n, value in passes.items()}
 
     def source(path: str, number: int, value: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -158,20 +159,19 @@ class _Reconstructs(Interjection):
             if isinstance(edit, str):
                 return edit
         changes = [edit for edit in edits if isinstance(edit, Effect)]
-        counts = [len(one.tensors) for one in found] + [len(one.tensors) for one in changes]
-        starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
         parts: list[Lifted | Effect] = [*found, *changes]
+        counts = [len(one.tensors) for one in parts]
+        spans = [slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
         tensors = tuple(tensor for one in parts for tensor in one.tensors)
         specs = found[0].spec, found[1].spec
         functions = [change.function for change in changes]
 
         def coded(value: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-            latents = build_callable(specs[0], given[: starts[1]])(value)
-            changed = latents
-            for number, function in enumerate(functions):
-                own = given[starts[2 + number] : starts[3 + number]]
+            encoder, decoder, *held = (given[own] for own in spans)
+            latents = changed = build_callable(specs[0], encoder)(value)
+            for function, own in zip(functions, held, strict=True):
                 changed = function(changed.clone(), *own)
-            decode = build_callable(specs[1], given[starts[1] : starts[2]])
+            decode = build_callable(specs[1], decoder)
             made = decode(latents)
             return changed, made, made if changed is latents else decode(changed)
 

@@ -97,16 +97,13 @@ class _Rule:
         self.axis: int | None = _for_node(settings.batch_axis, where, 0)
         rule = _for_node(settings.reduce, where, None)
         self.takes_all: bool = rule is None and self.axis == 0
-        self.change: Callable[..., Any] | None = None
+        self.change: Callable[..., Any] | None = rule
         self.is_named: bool = isinstance(rule, str)
         self.made_axis = self.axis
-        self.wants_batch: bool = False
+        self.wants_batch: bool = callable(rule) and _takes_two(rule)
         if self.is_named:
             self.change = _reduction(rule, self.axis, settings.feature_axis)
             self.made_axis = None if self.axis is None else 0
-        elif rule is not None:
-            self.change = rule
-            self.wants_batch = _takes_two(rule)
 
 
 def _for_node(rules: Any, where: Any, otherwise: Any) -> Any:
@@ -140,29 +137,25 @@ def _reduction(name: str, axis: int | None, feature_axis: int | None) -> Callabl
                 f"reduce={name!r} keeps the axis of the features, which a value of shape {shape} "
                 "does not show: pass feature_axis=1 if channels come first, or feature_axis=-1"
             )
-        if not -dims <= features < dims:
-            raise InputError(f"a value of shape {shape} has no axis feature_axis={features}")
-        kept = {features % dims}
-        if axis is not None:
-            if not -dims <= axis < dims:
-                raise InputError(f"a value of shape {shape} has no axis batch_axis={axis}")
-            kept.add(axis % dims)
+        axes = {"feature_axis": features} | ({} if axis is None else {"batch_axis": axis})
+        for option, number in axes.items():
+            if not -dims <= number < dims:
+                raise InputError(f"a value of shape {shape} has no axis {option}={number}")
+        kept = {number % dims for number in axes.values()}
         others = [d for d in range(dims) if d not in kept]
         if any(not shape[d] for d in others):
             raise InputError(f"a value of shape {shape} has no {name}: an axis is empty")
-        if not others:
-            made = value
-        elif name == "mean":
+        made = value
+        if name == "mean" and others:
             if not value.is_floating_point() and not value.is_complex():
                 raise InputError(
                     f"the mean of {value.dtype} cannot be computed without rounding: pass a "
                     "function, such as lambda value: value.double().mean(1)"
                 )
             made = value.mean(others, keepdim=True)
-        elif name == "max":
+        elif name == "max" and others:
             made = value.amax(others, keepdim=True)
         else:
-            made = value
             for d in others:
                 made = made.narrow(d, shape[d] - 1, 1)
         order = list(range(dims))

@@ -206,7 +206,7 @@ def harvest(
                 collector = Collector(bended, settings, several=call is not None)
                 if not is_complete:
                     files.clean()
-                with collector, Writer(files, spare) as writer:
+                with collector, ShardThread(files, spare) as writer:
                     run = HarvestRun(
                         bended, loader, settings, call, files, writer, collector, workers
                     )
@@ -361,7 +361,7 @@ class HarvestRun:
     settings: HarvestSettings
     call: Callable[[BendedModule, Any], Any] | None
     files: ShardFiles
-    writer: Writer
+    writer: ShardThread
     collector: Collector
     workers: Workers
 
@@ -755,7 +755,7 @@ class Workers:
         self.together(step if self.rank == 0 else lambda: None)
 
 
-class Writer:
+class ShardThread:
     """Writes one shard while the next one is filled.
 
     There are two sets of buffers, which take turns: they are all the memory that a harvest holds.
@@ -781,7 +781,7 @@ class Writer:
         if written is not None:
             written.result()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> ShardThread:
         return self
 
     def __exit__(self, *error: object) -> None:

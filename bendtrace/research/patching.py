@@ -299,7 +299,7 @@ class CausalTrace(Grid):
         The share of the way from the metric of the corrupted runs (0) to the metric of the clean
         one (1) that restoring covers, as the mean over the samples.
         """
-        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+        return self.indirect_effect / self.total_effect
 
     @property
     def indirect_effect(self) -> Tensor:
@@ -786,10 +786,7 @@ class _Scores:
         if name not in self.found:
             return math.nan
         try:
-            return math.fsum(
-                _sum(score if (index := part.index(score)) is None else score[index])
-                for score in self.found[name]
-            )
+            return math.fsum(_sum(score[part.index(score)]) for score in self.found[name])
         except Beyond:
             return math.nan
         except NoPart as error:

@@ -470,15 +470,12 @@ class Rows(Statistic):
 
     def update(self, rows: Tensor) -> None:
         """Add rows, (n, d), which are copied."""
-        self._check(rows)
-        self._add(rows.detach().clone(), epsilon(rows.dtype))
+        self._add(rows.detach(), epsilon(rows.dtype))
 
     def merge(self, other: Self) -> None:
         """Add the rows of another one."""
         if other.width is not None:
-            rows = other.result()
-            self._check(rows)
-            self._add(rows, other.eps)
+            self._add(other.result(), other.eps)
 
     def result(self) -> Tensor:
         """Return all of them, (n, d), in order."""
@@ -490,12 +487,6 @@ class Rows(Statistic):
         return torch.cat([rows.to(self.kept[0].device, dtype) for rows in self.kept])
 
     def _add(self, rows: Tensor, eps: float) -> None:
-        self.kept.append(rows)
-        self.count += len(rows)
-        self.width = rows.shape[1]
-        self.eps = max(self.eps, eps)
-
-    def _check(self, rows: Tensor) -> None:
         check_width(self.width, rows.shape[1])
         total = self.count + len(rows)
         if total > self.limit:
@@ -504,6 +495,8 @@ class Rows(Statistic):
                 f"max_samples={self.limit}: raise it, use fewer samples, or use mode='aTa', "
                 "whose memory does not grow with them"
             )
+        self.kept.append(rows.clone())
+        self.count, self.width, self.eps = total, rows.shape[1], max(self.eps, eps)
 
 
 def check_width(known: int | None, features: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -438,15 +438,13 @@ class Steering(InsertionHandle):
     def _vectors(self) -> list[Insertion]:
         return [one for one in self._group.insertions if one.what is not self._counter]
 
-    @contextmanager
-    def generation(self) -> Iterator[None]:
+    def generation(self) -> AbstractContextManager[None]:
         """Treat calls within this context as the steps of one generation, the first as the prompt.
 
         For loops written by hand: within `generate()`, and every other method of the model, steps
         are always counted.
         """
-        with self._counter.counted():
-            yield
+        return self._counter.counted()
 
     def __repr__(self) -> str:
         where = ", ".join(describe_where(insertion.where) for insertion in self._vectors)

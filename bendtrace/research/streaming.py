@@ -747,9 +747,10 @@ class TopK(UnitStatistic):
         if samples is None:
             samples = torch.arange(self.count, self.count + count)
         if samples.shape != (count,) or (count and int(samples.min()) < 0):
+            least = int(samples.min()) if samples.numel() else None
             raise InputError(
                 f"there are {count} rows, so samples= has to be {count} numbers from 0; got "
-                f"shape {tuple(samples.shape)}, the smallest {_least_of(samples)}"
+                f"shape {tuple(samples.shape)}, the smallest {least}"
             )
         if rows.dtype == torch.bool:
             rows = rows.to(torch.uint8)
@@ -1100,10 +1101,6 @@ def _between(low: Tensor, high: Tensor, part: float) -> Tensor:
 
 def _spread(numbers: Tensor, rows: Tensor) -> Tensor:
     return numbers.reshape(-1, *(1 for _ in rows.shape[1:])).expand(rows.shape)
-
-
-def _least_of(numbers: Tensor) -> int | None:
-    return int(numbers.min()) if numbers.numel() else None
 
 
 # The values of nodes as rows of samples, and results as plain numbers and tables.
