@@ -102,7 +102,7 @@ class _Rule:
         self.made_axis = self.axis
         self.wants_batch: bool = callable(rule) and _takes_two(rule)
         if self.is_named:
-            self.change = _reduction(rule, self.axis, settings.feature_axis)
+            self.change = functools.partial(_reduced, rule, self.axis, settings.feature_axis)
             self.made_axis = None if self.axis is None else 0
 
 
@@ -126,44 +126,41 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len([p for p in parameters if p.kind in positional and p.default is p.empty]) == 2
 
 
-def _reduction(name: str, axis: int | None, feature_axis: int | None) -> Callable[[Tensor], Tensor]:
-    def reduced(value: Tensor) -> Tensor:
-        dims, shape = value.dim(), tuple(value.shape)
-        if not dims:
-            return value
-        features = -1 if feature_axis is None else feature_axis
-        if feature_axis is None and dims > 3:  # of images, the last axis is the width
+def _reduced(name: str, axis: int | None, feature_axis: int | None, value: Tensor) -> Tensor:
+    dims, shape = value.dim(), tuple(value.shape)
+    if not dims:
+        return value
+    features = -1 if feature_axis is None else feature_axis
+    if feature_axis is None and dims > 3:  # of images, the last axis is the width
+        raise InputError(
+            f"reduce={name!r} keeps the axis of the features, which a value of shape {shape} "
+            "does not show: pass feature_axis=1 if channels come first, or feature_axis=-1"
+        )
+    axes = {"feature_axis": features} | ({} if axis is None else {"batch_axis": axis})
+    for option, number in axes.items():
+        if not -dims <= number < dims:
+            raise InputError(f"a value of shape {shape} has no axis {option}={number}")
+    kept = {number % dims for number in axes.values()}
+    others = [d for d in range(dims) if d not in kept]
+    if any(not shape[d] for d in others):
+        raise InputError(f"a value of shape {shape} has no {name}: an axis is empty")
+    made = value
+    if name == "mean" and others:
+        if not value.is_floating_point() and not value.is_complex():
             raise InputError(
-                f"reduce={name!r} keeps the axis of the features, which a value of shape {shape} "
-                "does not show: pass feature_axis=1 if channels come first, or feature_axis=-1"
+                f"the mean of {value.dtype} cannot be computed without rounding: pass a "
+                "function, such as lambda value: value.double().mean(1)"
             )
-        axes = {"feature_axis": features} | ({} if axis is None else {"batch_axis": axis})
-        for option, number in axes.items():
-            if not -dims <= number < dims:
-                raise InputError(f"a value of shape {shape} has no axis {option}={number}")
-        kept = {number % dims for number in axes.values()}
-        others = [d for d in range(dims) if d not in kept]
-        if any(not shape[d] for d in others):
-            raise InputError(f"a value of shape {shape} has no {name}: an axis is empty")
-        made = value
-        if name == "mean" and others:
-            if not value.is_floating_point() and not value.is_complex():
-                raise InputError(
-                    f"the mean of {value.dtype} cannot be computed without rounding: pass a "
-                    "function, such as lambda value: value.double().mean(1)"
-                )
-            made = value.mean(others, keepdim=True)
-        elif name == "max" and others:
-            made = value.amax(others, keepdim=True)
-        else:
-            for d in others:
-                made = made.narrow(d, shape[d] - 1, 1)
-        order = list(range(dims))
-        if axis is not None:  # the samples come first, wherever they were
-            order.insert(0, order.pop(axis))
-        return made.permute(order).squeeze([n for n, d in enumerate(order) if d in others])
-
-    return reduced
+        made = value.mean(others, keepdim=True)
+    elif name == "max" and others:
+        made = value.amax(others, keepdim=True)
+    else:
+        for d in others:
+            made = made.narrow(d, shape[d] - 1, 1)
+    order = list(range(dims))
+    if axis is not None:  # the samples come first, wherever they were
+        order.insert(0, order.pop(axis))
+    return made.permute(order).squeeze([n for n, d in enumerate(order) if d in others])
 
 
 class Collector:
