@@ -368,19 +368,22 @@ class HarvestRun:
     def __post_init__(self) -> None:
         self._before = shards_in(self.files.directory, self.files.rank)
         self.done: int = sum(shard.samples for shard in self._before)
-        self._past = _Past(self._before, self.files)
+        # The batches that were harvested before: their shards, and their places there.
+        self._past = [(s, place) for s in self._before for place in range(len(s.batches))]
+        self._opened: tuple[Shard, list[Any]] | None = None  # a shard, and its ids
         self.collector.filling.number = len(self._before) + 1
         for shard in self._before:
             self.collector.places |= shard.places
         if self._before and self._before[-1].is_partial:
-            self._past.fill(self.collector.filling)
+            self._refill(self._before[-1])
         self._order = self._order_done = 0  # up to the batch at hand, and the last that is done
         self._last: Any = None  # the content of the last batch that was harvested
         self._versions: tuple[int, ...] = ()  # of its tensors, before the model was called
         self._size_of_last = 0
         self._has_new = False  # whether there is more than before
         self._state = self._state_now()
-        self._kind: type | None = self._past.kind
+        kinds = [int if shard.ids is None else str for shard in self._before if shard.samples]
+        self._kind: type | None = kinds[0] if kinds else None
 
     def _refuse_unsteady(self) -> None:
         for shard in self._before:
@@ -464,7 +467,7 @@ class HarvestRun:
             if not dealt:
                 number = number * self.workers.world + self.workers.rank
             if own < len(past):
-                start += past.check(own, number, batch, self._order, self._ids_again, start)
+                start += self._checked(own, number, batch, start)
                 if own == len(past) - 1:
                     self._last, self._versions = batch.content, versions_of(batch.content)
                 continue
@@ -475,6 +478,52 @@ class HarvestRun:
                 f"the loader yielded {seen} batches, but {len(past)} were harvested before: it "
                 "is not the same data set"
             )
+
+    def _checked(self, own: int, number: int, batch: LoaderBatch, start: int) -> int:
+        """Compare a batch with the one that was harvested in its place; return its size."""
+        shard, place = self._past[own]
+        size = shard.sizes[place]
+        is_last = place == len(shard.batches) - 1
+        same = shard.batches[place] == number and (not is_last or self._order == shard.order)
+        if same and batch.is_loaded:
+            begin = sum(shard.sizes[:place])
+            ids = self._ids_of(shard)[begin : begin + size]
+            same = list(self._ids_again(batch.content, start)) == ids
+            if same and is_last:
+                same = shard.mark in (0, mark_of(batch.content))
+        if not same:
+            raise InputError(
+                f"batch {number} of the loader differs from the one that was harvested before: "
+                "the data set or its order has changed. Shuffle with a generator that has a "
+                "fixed seed, or not at all"
+            )
+        return size
+
+    def _ids_of(self, shard: Shard) -> list[Any]:
+        if self._opened is None or self._opened[0] is not shard:
+            self._opened = shard, shard.all_ids(self.files.form)
+        return self._opened[1]
+
+    def _refill(self, shard: Shard) -> None:
+        """Put the rows of the last shard, which is not full, into the one that is being filled."""
+        filling = self.collector.filling
+        filling.number = shard.number
+        held = self.files.form.open(shard.file, shard.about)
+        held.verify()
+        ids = iter(self._ids_of(shard))
+        columns: dict[int, list[tuple[str, Tensor]]] = {}
+        for key, kept in shard.columns.items():
+            elements = held.elements(key, kept.dtype)
+            for place, start, shape in kept.pieces(shard.sizes):
+                rows = elements[start : start + shape.numel()].view(shape)
+                columns.setdefault(place, []).append((key, rows))
+        for place, size in enumerate(shard.sizes):
+            for key, rows in columns.get(place, ()):
+                kept = shard.columns[key]
+                filling.add(key, kept.asked, rows, kept.per_sample, kept.dtype)
+            path = shard.paths[shard.taken[place]]
+            filling.end_batch(shard.batches[place], list(itertools.islice(ids, size)), path)
+        filling.draws = shard.draws
 
     def _size(self, content: Any) -> int | None:
         axis = self.settings.batch_axis
@@ -611,76 +660,6 @@ class HarvestRun:
             for name, tensor in state_of(model)
             if not tensor.is_inference()
         }
-
-
-class _Past:
-    """The batches that were harvested before, to compare the batches of the loader with."""
-
-    def __init__(self, shards: list[Shard], files: ShardFiles) -> None:
-        self._shards = shards
-        self._files = files
-        self._at = [(shard, place) for shard in shards for place in range(len(shard.batches))]
-        self._opened: tuple[Shard, list[Any]] | None = None
-        kinds = [int if shard.ids is None else str for shard in shards if shard.samples]
-        self.kind: type | None = kinds[0] if kinds else None
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def check(
-        self,
-        own: int,
-        number: int,
-        batch: LoaderBatch,
-        order: int,
-        again: Callable[[Any, int], Ids],
-        start: int,
-    ) -> int:
-        """Compare a batch with the one that was harvested in its place; return its size."""
-        shard, place = self._at[own]
-        size = shard.sizes[place]
-        is_last = place == len(shard.batches) - 1
-        same = shard.batches[place] == number and (not is_last or order == shard.order)
-        if same and batch.is_loaded:
-            ids = self._ids(shard)
-            begin = sum(shard.sizes[:place])
-            same = list(again(batch.content, start)) == ids[begin : begin + size]
-            if same and is_last:
-                same = shard.mark in (0, mark_of(batch.content))
-        if not same:
-            raise InputError(
-                f"batch {number} of the loader differs from the one that was harvested before: "
-                "the data set or its order has changed. Shuffle with a generator that has a "
-                "fixed seed, or not at all"
-            )
-        return size
-
-    def _ids(self, shard: Shard) -> list[Any]:
-        if self._opened is None or self._opened[0] is not shard:
-            ids = shard.all_ids(self._files.form)
-            self._opened = shard, ids
-        return self._opened[1]
-
-    def fill(self, filling: Filling) -> None:
-        """Put the rows of the last shard, which is not full, into one that is being filled."""
-        shard = self._shards[-1]
-        filling.number = shard.number
-        held = self._files.form.open(shard.file, shard.about)
-        held.verify()
-        ids = iter(self._ids(shard))
-        columns: dict[int, list[tuple[str, Tensor]]] = {}
-        for key, kept in shard.columns.items():
-            elements = held.elements(key, kept.dtype)
-            for place, start, shape in kept.pieces(shard.sizes):
-                rows = elements[start : start + shape.numel()].view(shape)
-                columns.setdefault(place, []).append((key, rows))
-        for place, size in enumerate(shard.sizes):
-            for key, rows in columns.get(place, ()):
-                kept = shard.columns[key]
-                filling.add(key, kept.asked, rows, kept.per_sample, kept.dtype)
-            path = shard.paths[shard.taken[place]]
-            filling.end_batch(shard.batches[place], list(itertools.islice(ids, size)), path)
-        filling.draws = shard.draws
 
 
 def refuse_repeats(loader: Any, workers: Workers, settings: HarvestSettings) -> None:

@@ -643,9 +643,10 @@ class _Cells:
                 raise SiteError(f"the patched run did not reach {name!r}", name)
             if len(end) > 1 and any(spot.is_output for spot in end):
                 raise InputError("the model's output cannot be combined with other receivers")
-        frozen = [spot for item in plan.frozen for spot in spots.get(item, ())]
-        ways = [[spots.get(item, []) for item in way] for way in plan.ways]
-        for spot in frozen:
+        self._ends = ends
+        self._frozen = [spot for item in plan.frozen for spot in spots.get(item, ())]
+        self._ways = [[spots.get(item, []) for item in way] for way in plan.ways]
+        for spot in self._frozen:
             flow.require_own(spot)
         for i, row in enumerate(rows):
             for key in row.keys:
@@ -654,18 +655,11 @@ class _Cells:
             if i not in self._flaws:
                 senders = [flow.spot(key[1], n) for key in row.keys for n in self._target[key]]
                 for j in range(len(plan.receivers)):
-                    self._connect(i, j, senders, ends[j], frozen, ways)
-        self._require_all_used(ways)
+                    self._connect(i, j, senders)
+        self._require_all_used()
 
-    def _connect(
-        self,
-        i: int,
-        j: int,
-        senders: list[PassSpot],
-        ends: list[PassSpot],
-        frozen: list[PassSpot],
-        ways: list[list[list[PassSpot]]],
-    ) -> None:
+    def _connect(self, i: int, j: int, senders: list[PassSpot]) -> None:
+        ends = self._ends[j]
         flow = self.flow
         for spot in senders:
             flow.require_own(spot)
@@ -673,9 +667,9 @@ class _Cells:
         if self._plan.paths == "direct":
             flow.direct(made, carried, ends)
         elif self._plan.paths == "all":
-            flow.every(made, carried, ends, frozen)
+            flow.every(made, carried, ends, self._frozen)
         else:
-            for number, way in enumerate(ways):
+            for number, way in enumerate(self._ways):
                 if set(way[0]) <= set(senders) and set(way[-1]) <= set(ends):
                     begun, values = flow.begin(way[0], self._within)
                     for index, sources in begun.into.items():
@@ -685,11 +679,11 @@ class _Cells:
         self.made[i, j] = made
         self.needed[i, j] = flow.needed(made)
 
-    def _require_all_used(self, ways: list[list[list[PassSpot]]]) -> None:
+    def _require_all_used(self) -> None:
         """Refuse paths and edges that lead nowhere."""
         if self._plan.paths == "all" or self._flaws:
             return
-        for number, way in enumerate(ways):
+        for number, way in enumerate(self._ways):
             if number not in self._used:
                 text = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
                 raise SiteError(
