@@ -402,7 +402,7 @@ class Grid(ResultTable):
         return axes if self.heads is None else axes | {"head": self.heads}
 
 
-class Exchanged(ResultTable):
+class TwoRunTable(ResultTable):
     """Results over two runs, with values of one run put into the other."""
 
     clean: float
@@ -429,7 +429,7 @@ class Exchanged(ResultTable):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TwoRuns(Exchanged, Grid):
+class TwoRuns(TwoRunTable, Grid):
     """A grid over two runs, with values of one run put into the other.
 
     Attributes:
@@ -660,10 +660,8 @@ class Sites:
         self.label = label
         self.places: dict[Key, list[int]] = {}
         kind: type[_Station] = _SiteObserver if observes else _Station
-        if required_choice("at", at, "output", "input") == "input":
-            self._kinds: list[type[_Station]] = [_InputStation] * len(items)
-        else:
-            self._kinds = [kind] * len(items)
+        of_inputs = required_choice("at", at, "output", "input") == "input"
+        self._kinds: list[type[_Station]] = [_InputStation if of_inputs else kind] * len(items)
         self._kinds += [kind] * len(also) + [_Noter] * len(noted)
         self._items = [*items, *also, *noted]
         self._at, self._columns = at, columns

@@ -513,7 +513,7 @@ def _mean_over(
             for (_, path), passes in seen.items():
                 for number, value in passes.items():
                     before = sums.get((path, number))
-                    sums[path, number] = _added(path, value, over, before)
+                    sums[path, number] = _add_sum(path, value, over, before)
         sites.rows(reached)  # raises where no run reached a site
     means = {key: total / count for key, (total, count) in sums.items()}
 
@@ -541,7 +541,7 @@ def _mean_over(
     return source, compiled
 
 
-def _added(
+def _add_sum(
     path: str, value: Tensor, over: tuple[int, ...], before: tuple[Tensor, int] | None
 ) -> tuple[Tensor, int]:
     """Return the sum of a value over axes and how many numbers it is of, with those before."""

@@ -102,7 +102,7 @@ class _Rule:
         self.made_axis = self.axis
         self.wants_batch: bool = callable(rule) and _takes_two(rule)
         if self.is_named:
-            self.change = functools.partial(_reduced, rule, self.axis, settings.feature_axis)
+            self.change = functools.partial(_reduce_axes, rule, self.axis, settings.feature_axis)
             self.made_axis = None if self.axis is None else 0
 
 
@@ -126,7 +126,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len([p for p in parameters if p.kind in positional and p.default is p.empty]) == 2
 
 
-def _reduced(name: str, axis: int | None, feature_axis: int | None, value: Tensor) -> Tensor:
+def _reduce_axes(name: str, axis: int | None, feature_axis: int | None, value: Tensor) -> Tensor:
     dims, shape = value.dim(), tuple(value.shape)
     if not dims:
         return value

@@ -467,7 +467,7 @@ class HarvestRun:
             if not dealt:
                 number = number * self.workers.world + self.workers.rank
             if own < len(past):
-                start += self._checked(own, number, batch, start)
+                start += self._compare_batch(own, number, batch, start)
                 if own == len(past) - 1:
                     self._last, self._versions = batch.content, versions_of(batch.content)
                 continue
@@ -479,7 +479,7 @@ class HarvestRun:
                 "is not the same data set"
             )
 
-    def _checked(self, own: int, number: int, batch: LoaderBatch, start: int) -> int:
+    def _compare_batch(self, own: int, number: int, batch: LoaderBatch, start: int) -> int:
         """Compare a batch with the one that was harvested in its place; return its size."""
         shard, place = self._past[own]
         size = shard.sizes[place]

@@ -25,7 +25,6 @@ from bendtrace.module import BendedModule, bended_of
 from bendtrace.research._sites import (
     At,
     Columns,
-    Exchanged,
     Metric,
     MissingCells,
     NoPart,
@@ -33,6 +32,7 @@ from bendtrace.research._sites import (
     Seen,
     SiteRow,
     Sites,
+    TwoRunTable,
     differing,
     number_of,
     required_metric,
@@ -387,7 +387,7 @@ Places = dict[tuple[int, str], list[int]]  # the passes of nodes, by item and pa
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PathPatching(Exchanged):
+class PathPatching(TwoRunTable):
     """The result of path patching: the metric for each sender and receiver.
 
     Attributes:

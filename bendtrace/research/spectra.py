@@ -153,7 +153,7 @@ class Rank(_Spectral):
             return spectrum(
                 rows, centred=self.centred, rtol=self.rtol, atol=self.atol, eps=state.eps
             )
-        rows, least = _centred(rows, self.centred)
+        rows, least = _centre(rows, self.centred)
         return spectrum_of_gram(
             rows @ rows.T,
             samples=rows.shape[0], features=rows.shape[1], eps=state.eps,
@@ -694,13 +694,13 @@ def spectrum(
     rows = matrix.detach().to("cpu", torch.float64)
     samples, features = rows.shape
     eps = epsilon(matrix.dtype) if eps is None else eps
-    rows, least = _centred(rows, centred)
+    rows, least = _centre(rows, centred)
     finite = bool(rows.isfinite().all())
     values = torch.linalg.svdvals(rows) if finite else _unknown(min(samples, features))
     return _spectrum(values, samples, features, rtol, atol, eps, least)
 
 
-def _centred(rows: Tensor, centred: bool) -> tuple[Tensor, float]:
+def _centre(rows: Tensor, centred: bool) -> tuple[Tensor, float]:
     """Return rows, from which the mean may be subtracted, and what rounding can make of that."""
     if not centred or not len(rows):
         return rows, 0.0

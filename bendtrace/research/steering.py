@@ -296,9 +296,9 @@ class _Adds(Interjection):
             )
         vector, scale = value_of(self.vector), value_of(self.scale)
         positions = self.positions(output) if callable(self.positions) else self.positions
-        return self._steered(output, vector, scale, positions, at, self._plus)
+        return self._steer(output, vector, scale, positions, at, self._plus)
 
-    def _steered(
+    def _steer(
         self,
         value: Tensor,
         vector: Any,
@@ -335,7 +335,7 @@ class _Adds(Interjection):
             given = (vector,)
 
         def steered(value: Tensor, vector: Tensor, factor: Any = scale) -> Tensor:
-            return self._steered(value, vector, factor, self.positions, at, self._sum)
+            return self._steer(value, vector, factor, self.positions, at, self._sum)
 
         plain = None if len(given) == 2 else repr(scale)
         key = _Adds, repr(self.positions), self.normalise, plain, isinstance(scale, Tensor)
