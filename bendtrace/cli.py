@@ -1,6 +1,6 @@
 """The command line, `python -m bendtrace`.
 
-Inputs are written as small expressions, `x=randn(2, 3)`, or are in files; no code in them runs.
+InputTexts are written as small expressions, `x=randn(2, 3)`, or are in files; no code in them runs.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ _KNOWN = f"known names: {', '.join(MAKERS)}, load, inf, nan and torch's dtypes"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputTexts:
     """The arguments of one call, as written.
 
     Attributes:
@@ -164,11 +164,11 @@ class Inputs:
     texts: tuple[str, ...]
 
     @classmethod
-    def split(cls, text: str) -> Inputs:
+    def split(cls, text: str) -> InputTexts:
         """Split the arguments of one call, written as `x=randn(2, 3); n=3`.
 
         Example:
-            >>> Inputs.split("x=randn(2); mode='a;b'").texts
+            >>> InputTexts.split("x=randn(2); mode='a;b'").texts
             ('x=randn(2)', "mode='a;b'")
         """
         parts = re.findall(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|[^;])+""", text)
@@ -432,7 +432,8 @@ def _default_module(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def _make(factory: Callable[..., Any], text: str) -> Any:
-    needed = [p.name for p in _parameters(factory) if p.default is p.empty and p.kind in _NEEDED]
+    parameters = _parameters(factory)
+    needed = [p.name for p in parameters if p.default is p.empty and "VAR_" not in p.kind.name]
     if needed:
         raise InputError(
             f"{text} cannot be called without arguments, it needs {', '.join(needed)}: name a "
@@ -440,13 +441,6 @@ def _make(factory: Callable[..., Any], text: str) -> Any:
         )
     with during(f"making {text}"):
         return factory()
-
-
-_NEEDED = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.KEYWORD_ONLY,
-)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -546,8 +540,13 @@ def _near(name: str, known: Iterable[str], own: Sequence[str] = ()) -> str:
 
 # Errors raised by the user's own code, and the user's part of their tracebacks.
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_IMPORTLIB = os.path.dirname(importlib.__file__) + os.sep
+# The files of bendtrace and of imports; those of the example count as the user's.
+_MACHINERY = (
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
+    os.path.dirname(importlib.__file__) + os.sep,
+    "<frozen importlib",
+    "<frozen runpy",
+)
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
@@ -586,7 +585,11 @@ _EXAMPLE = AdaptiveBlock.forward.__code__.co_filename
 
 def _keep_theirs(report: traceback.TracebackException) -> bool:
     """Drop the frames that led to the user's code; return whether there is any of it."""
-    frames = [frame for frame in report.stack if not _is_machinery(frame.filename)]
+    frames = [
+        frame
+        for frame in report.stack
+        if frame.filename == _EXAMPLE or not frame.filename.startswith(_MACHINERY)
+    ]
     while frames and frames[0].filename.startswith(_TORCH):
         del frames[0]
     report.stack = traceback.StackSummary.from_list(frames)
@@ -594,12 +597,6 @@ def _keep_theirs(report: traceback.TracebackException) -> bool:
         if other is not None:
             _keep_theirs(other)
     return bool(frames)
-
-
-def _is_machinery(filename: str) -> bool:
-    if filename == _EXAMPLE:
-        return False
-    return filename.startswith((_OWN, _IMPORTLIB, "<frozen importlib", "<frozen runpy"))
 
 
 # Traces a model, calls it again, and compares each call with the model itself.
@@ -636,7 +633,7 @@ def _short_text(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Call:
+class ComparedCall:
     """One call of a model, through its `BendedModule` and directly.
 
     Attributes:
@@ -671,7 +668,7 @@ class CommandRun:
     target: str
     fx_error: str | None
     trace: Trace
-    calls: tuple[Call, ...]
+    calls: tuple[ComparedCall, ...]
     stats: Stats
     why_live: tuple[str, ...]
 
@@ -695,7 +692,7 @@ class CommandRun:
 def run(
     target: str,
     model: Callable[..., Any],
-    calls: Sequence[Inputs],
+    calls: Sequence[InputTexts],
     *,
     seed: int = 0,
     grad: bool = False,
@@ -729,7 +726,7 @@ class _Session:
                 f"{one_line(error)}"
             ) from None
 
-    def call(self, number: int, inputs: Inputs) -> Call:
+    def call(self, number: int, inputs: InputTexts) -> ComparedCall:
         seed = self.seed + number
         args, kwargs = _make_inputs(inputs, seed)
         check(self.eager, args, kwargs, self.target)
@@ -745,7 +742,7 @@ class _Session:
         given = _after(self.bended.model, output, args, kwargs)
         how, new = _how(before, self.bended.stats), self.bended.last_mismatch
         reason = _reason(how, None if new is old else new)
-        return Call(str(inputs), described, how, reason, same_bits(given, wanted))
+        return ComparedCall(str(inputs), described, how, reason, same_bits(given, wanted))
 
     def _bended(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -815,7 +812,7 @@ def _how(before: Stats, after: Stats) -> str:
     return "replay"
 
 
-def _make_inputs(inputs: Inputs, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _make_inputs(inputs: InputTexts, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     seed_all(seed)
     made = inputs.make()
     seed_all(seed)  # what the model draws should not depend on how inputs were made
@@ -922,19 +919,23 @@ def _fail(message: str) -> int:
 
 def _example(_: argparse.Namespace) -> tuple[str, bool]:
     seed_all(1)
-    calls = [Inputs((text,)) for text in _EXAMPLE_CALLS]
+    calls = [InputTexts((text,)) for text in _EXAMPLE_CALLS]
     done = run("AdaptiveBlock", AdaptiveBlock(), calls, seed=2)
     return as_text(done, source=True), done.equal
 
 
-def _trace_text(options: argparse.Namespace) -> tuple[str, bool]:
-    first = Inputs(tuple(options.input))
-    calls = [first, first, *map(Inputs.split, options.call)]
-    for inputs in calls:  # what is written wrong should show before a large model is made
-        inputs.make()
+def _model(options: argparse.Namespace) -> Callable[..., Any]:
     target: Any = find(options.target)
     seed_all(options.seed)
-    model: Callable[..., Any] = build(target, options.target)
+    return build(target, options.target)
+
+
+def _trace_text(options: argparse.Namespace) -> tuple[str, bool]:
+    first = InputTexts(tuple(options.input))
+    calls = [first, first, *map(InputTexts.split, options.call)]
+    for inputs in calls:  # what is written wrong should show before a large model is made
+        inputs.make()
+    model = _model(options)
     if options.training is not None and isinstance(model, nn.Module):
         model.train(options.training)
     done = run(options.target, model, calls, seed=options.seed, grad=options.grad)
@@ -944,7 +945,7 @@ def _trace_text(options: argparse.Namespace) -> tuple[str, bool]:
 def _explore_text(options: argparse.Namespace) -> str:
     if not options.domain:
         raise InputError('no input may differ: name one, as in --domain "x=(-1.0, 1.0)"')
-    args, kwargs = Inputs(tuple(options.input)).make()
+    args, kwargs = InputTexts(tuple(options.input)).make()
     domain = {}
     for text in options.domain:
         name, equals, bounds = text.partition("=")
@@ -952,8 +953,7 @@ def _explore_text(options: argparse.Namespace) -> str:
         if not isinstance(given, tuple) or len(given) != 2:
             raise InputError(f"--domain is NAME=(LEAST, GREATEST), not {text!r}")
         domain[name.strip()] = given
-    seed_all(options.seed)
-    model: Callable[..., Any] = build(find(options.target), options.target)
+    model = _model(options)
     found = BendedModule(model).explore(
         (args, kwargs), domain, seconds=options.seconds, seed=options.seed
     )
@@ -961,9 +961,8 @@ def _explore_text(options: argparse.Namespace) -> str:
 
 
 def _cost(options: argparse.Namespace) -> str:
-    args, kwargs = Inputs(tuple(options.input)).make()
-    seed_all(options.seed)
-    model: Callable[..., Any] = build(find(options.target), options.target)
+    args, kwargs = InputTexts(tuple(options.input)).make()
+    model = _model(options)
     with torch.no_grad():
         run = trace(model, *args, save="none", **kwargs)
     costs = cost(run, by=options.by)
@@ -979,7 +978,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], tuple[str, bool]]] = 
     "trace": _trace_text,
     "explore": lambda options: (_explore_text(options), True),
     "cost": lambda options: (_cost(options), True),
-    "export": lambda options: (export_command(options), True),
+    "export": lambda options: (_export_text(options), True),
 }
 
 
@@ -997,69 +996,78 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"bendtrace {bendtrace.__version__}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
-    tracing = commands.add_parser(
-        "trace",
-        help="trace a model of your own; see trace --help",
-        description="Trace a model, call it again along the trace, and compare with eager.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = tracing.add_argument
-    add("target", metavar="TARGET", help="what to trace, as module:name or file.py:name")
-    add("--input", action="append", default=[], metavar="[NAME=]INPUT", help="one input; repeat")
-    add("--call", action="append", default=[], metavar="INPUTS",
-        help="all inputs of one more call, separated by `;`; repeat")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N",
-        help="seed for making the model and the first inputs; each call takes the next one"
-        " (default: 0)")  # fmt: skip
+
+    def command(name: str, brief: str, description: str, seeded: str, epilog: str = "") -> Any:
+        """Add a command that makes a model and its inputs; return what adds options to it."""
+        made = commands.add_parser(
+            name, help=brief, description=description, epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        add = made.add_argument
+        add("target", metavar="TARGET", help="the model, as module:name or file.py:name")
+        add("--input", action="append", default=[], metavar="[NAME=]INPUT",
+            help="one input; repeat")  # fmt: skip
+        add("--seed", type=int, default=0, metavar="N", help=f"for {seeded} (default: 0)")
+        return made
+
+    def add_calls(command: argparse.ArgumentParser) -> None:
+        command.add_argument(
+            "--call", action="append", default=[], metavar="INPUTS",
+            help="all inputs of one more call, separated by `;`; repeat",
+        )  # fmt: skip
+
+    tracing = command(
+        "trace", "trace a model of your own; see trace --help",
+        "Trace a model, call it again along the trace, and compare with eager.",
+        "making the model and the first inputs; each call takes the next one", _EPILOG,
+    )  # fmt: skip
+    add_calls(tracing)
     mode = tracing.add_mutually_exclusive_group()
     mode.add_argument("--train", dest="training", action="store_const", const=True,
                       help="put the model in training mode (default: as it was made)")  # fmt: skip
     mode.add_argument("--eval", dest="training", action="store_const", const=False,
                       help="put the model in evaluation mode")  # fmt: skip
+    add = tracing.add_argument
     add("--grad", action="store_true", help="let autograd record (default: torch.no_grad())")
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--full", action="store_true", help="print the graph, and every line of a long flow table")
-    explore = commands.add_parser(
-        "explore",
-        help="search for inputs that take branches which the given one does not",
-        description="Search for inputs that take branches which the given input does not take.",
-        epilog="example\n  python -m bendtrace explore model.py:Net "
+    add = command(
+        "explore", "search for inputs that take branches which the given one does not",
+        "Search for inputs that take branches which the given input does not take.",
+        "making the model, and for the search",
+        "example\n  python -m bendtrace explore model.py:Net "
         '--input "x=randn(2, 3)" --domain "x=(-1.0, 1.0)"',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = explore.add_argument
-    add("target", metavar="TARGET", help="the model, as module:name or file.py:name")
-    add("--input", action="append", default=[], metavar="[NAME=]INPUT",
-        help="one input at which the search begins, as for trace; repeat")  # fmt: skip
+    ).add_argument  # fmt: skip
     add("--domain", action="append", default=[], metavar="NAME=(LEAST, GREATEST)",
         help="an input that may differ, and its range; repeat")  # fmt: skip
     add("--seconds", type=float, default=10.0, metavar="N", help="how long to search (default: 10)")
-    add("--seed", type=int, default=0, metavar="N", help="for making the model, and for the search")
-    costs = commands.add_parser(
-        "cost",
-        help="list what takes the time and the memory of a call",
-        description="Run a model once without gradients, and list its costs, the most time first.",
-    )
-    add = costs.add_argument
-    add("target", metavar="TARGET", help="the model, as module:name or file.py:name")
-    add("--input", action="append", default=[], metavar="[NAME=]INPUT", help="one input; repeat")
+    add = command(
+        "cost", "list what takes the time and the memory of a call",
+        "Run a model once without gradients, and list its costs, the most time first.",
+        "making the model and the inputs",
+    ).add_argument  # fmt: skip
     add("--by", choices=("op", "module", "line"), default="module", help="(default: module)")
-    add("--seed", type=int, default=0, metavar="N", help="for making the model and the inputs")
-    export = commands.add_parser(
+    exporting = command(
         "export",
-        help="write a model of your own to a file that runs without Python (torch.export, ONNX)",
-        description="Write a model, with its branches and loops, to a file without Python.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(export)
+        "write a model of your own to a file that runs without Python (torch.export, ONNX)",
+        "Write a model, with its branches and loops, to a file without Python.",
+        "making the model and the inputs", _EXPORT_EPILOG,
+    )  # fmt: skip
+    add_calls(exporting)
+    add = exporting.add_argument
+    add("--repeat", type=int, default=1, metavar="N",
+        help="make the inputs of each call N times, each time at random (default: 1)")  # fmt: skip
+    add("--to", required=True, metavar="FILE", help="the file: .pt2, .aoti.pt2 or .onnx")
+    add("--unseen", choices=("assert", "error"), default="assert",
+        help="if no input took a side of a branch: assert makes the program raise an error there,"
+        " error makes this command fail (default: assert)")  # fmt: skip
+    add("--train", action="store_true", help="export the model as it is in training mode")
     return parser
 
 
 # `python -m bendtrace export`: a model written to a file that needs no Python of it.
 
-EPILOG = """\
+_EXPORT_EPILOG = """\
 The model is run with the inputs, in evaluation mode unless --train is given. Its branches and
 loops become torch.cond and torch.while_loop. The program is compared with the model for each of
 the inputs, before and after it is written. The program has only the sides of branches that some
@@ -1080,37 +1088,16 @@ example
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    add = parser.add_argument
-    add("target", metavar="TARGET", help="what to export, as module:name or file.py:name")
-    add("--input", action="append", default=[], metavar="[NAME=]INPUT", help="one input; repeat")
-    add("--call", action="append", default=[], metavar="INPUTS",
-        help="all inputs of one more call, separated by `;`; repeat")  # fmt: skip
-    add("--repeat", type=int, default=1, metavar="N",
-        help="make the inputs of each call N times, each time at random (default: 1)")  # fmt: skip
-    add("--to", required=True, metavar="FILE", help="the file: .pt2, .aoti.pt2 or .onnx")
-    add("--unseen", choices=("assert", "error"), default="assert",
-        help="if no input took a side of a branch: assert makes the program raise an error there,"
-        " error makes this command fail (default: assert)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N",
-        help="seed for making the model and the inputs (default: 0)")  # fmt: skip
-    add("--train", action="store_true", help="export the model as it is in training mode")
-
-
-def export_command(options: argparse.Namespace) -> str:
-    """Carry out the command, and return its report."""
+def _export_text(options: argparse.Namespace) -> str:
     if options.repeat < 1:
         raise InputError(f"--repeat takes a positive number, not {options.repeat}")
-    given = [Inputs(tuple(options.input))] if options.input else []
-    given += map(Inputs.split, options.call)
+    given = [InputTexts(tuple(options.input))] if options.input else []
+    given += map(InputTexts.split, options.call)
     if not given:
         raise InputError("no inputs: give them by --input, or --call")
     for inputs in given:  # what is written wrong should show before a large model is made
         inputs.make()
-    target: Any = find(options.target)
-    seed_all(options.seed)
-    model: Callable[..., Any] = build(target, options.target)
+    model = _model(options)
     if isinstance(model, nn.Module):
         model.train(options.train)
     calls = [inputs.make() for inputs in given for _ in range(options.repeat)]
@@ -1158,9 +1145,13 @@ def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width:
     trace, steps = run.trace, run.trace.flow_steps
     flow = ["no branch, loop or index depends on the inputs"]
     if steps:
-        flow = _cut(_steps(steps, width), full)
+        flow = _steps(steps, width)
+        if len(flow) > _LINES and not full:
+            flow[_LINES:] = [f"... and {len(flow) - _LINES} more: --full shows them"]
+    same = sum(call.equal for call in run.calls)
+    verdict = f"{same} of {counted(len(run.calls), 'call')} equal to eager, bit for bit"
     sections = {
-        "Result": [*_wrap(_verdict(run), width), *_wrap(repr(run.stats), width)],
+        "Result": [*_wrap(verdict, width), *_wrap(repr(run.stats), width)],
         f"Flow: {counted(len(steps), 'step')}": flow,
         "Calls": list(_calls(run, width)),
         "torch.fx": _wrap(run.fx_error or "also traces it, and is right on these inputs", width),
@@ -1213,7 +1204,13 @@ def _value(step: FlowStep) -> str:
 
 def _calls(run: CommandRun, width: int) -> Iterator[str]:
     rows = [
-        (str(number), call.given, _shapes(call), call.how, "equal" if call.equal else "DIFFERENT")
+        (
+            str(number),
+            call.given,
+            ", ".join(call.inputs.values()),
+            call.how,
+            "equal" if call.equal else "DIFFERENT",
+        )
         for number, call in enumerate(run.calls, 1)
     ]
     headers = ("", "inputs", "that is", "how", "to eager")
@@ -1226,15 +1223,6 @@ def _calls(run: CommandRun, width: int) -> Iterator[str]:
             reason = run.why_live[0]
         if reason is not None:
             yield from _indent(reason, width)
-
-
-def _shapes(call: Call) -> str:
-    return ", ".join(call.inputs.values())
-
-
-def _verdict(run: CommandRun) -> str:
-    same = sum(call.equal for call in run.calls)
-    return f"{same} of {counted(len(run.calls), 'call')} equal to eager, bit for bit"
 
 
 def _table(
@@ -1278,9 +1266,3 @@ def _wrap(text: str, width: int) -> list[str]:
 
 def _indent(text: str, width: int) -> list[str]:
     return [" " * 4 + line for line in _wrap(text, width - 4)]
-
-
-def _cut(lines: list[str], full: bool) -> list[str]:
-    if full or len(lines) <= _LINES:
-        return lines
-    return [*lines[:_LINES], f"... and {len(lines) - _LINES} more: --full shows them"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import bendtrace as bt
 from bendtrace.analysis import AnalyserList, FeatureStatistics, RunningQuantile
-from bendtrace.research.values import parts_of
+from bendtrace.research.streaming import parts_of
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits

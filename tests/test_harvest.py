@@ -803,7 +803,7 @@ def test_another_harvest_is_refused_and_left_alone(tmp_path: Path) -> None:
 def test_a_full_disk_stops_it_and_it_can_be_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import bendtrace.research.formats as files
+    import bendtrace.research.reading as files
 
     data = samples(40, 3).split(2)
     real, written = files.write_all, [0]

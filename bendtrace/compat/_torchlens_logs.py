@@ -650,16 +650,6 @@ class Op(LayerEntry):
         return cast("Trace", log).ops[self.index or 0].target if is_call else None
 
     @property
-    def creation_args(self) -> tuple[Any, ...] | None:
-        """The positional arguments of the function; None unless they were saved."""
-        return cast("tuple[Any, ...] | None", self._arguments(0))
-
-    @property
-    def creation_kwargs(self) -> dict[str, Any] | None:
-        """The keyword arguments of the function; None unless they were saved."""
-        return cast("dict[str, Any] | None", self._arguments(1))
-
-    @property
     def grads(self) -> Gradients:
         """The gradients of the passes that `log_backward` has run."""
         found, log = Gradients(), cast("Any", self._about())
@@ -730,11 +720,8 @@ def _short(entry: Op) -> str:
 
 
 def _passes(entry: Op) -> list[str]:
-    return (
-        [entry.label]
-        if entry.passes == 1
-        else [f"{entry.name}:{n + 1}" for n in range(entry.passes)]
-    )
+    names = [f"{entry.name}:{n + 1}" for n in range(entry.passes)]
+    return names if entry.passes > 1 else [entry.label]
 
 
 def _of_gradient(read: Callable[[Tensor], Any]) -> Callable[[Op], Any]:
@@ -773,6 +760,8 @@ _FIELDS: dict[str, Callable[[Op], Any]] = {
     "grad_fsize": _of_gradient(_nbytes),
     "grad_fsize_nice": _of_gradient(lambda gradient: size_text(_nbytes(gradient))),
     # functions
+    "creation_args": lambda entry: entry._arguments(0),  # None unless they were saved
+    "creation_kwargs": lambda entry: entry._arguments(1),
     "func_applied_name": lambda entry: entry.function or "none",
     "has_out_variations": lambda entry: False,  # what is written later is a layer by itself
     "is_part_of_iterable_output": lambda entry: bool(entry.element),
@@ -1009,9 +998,7 @@ class Log(ModelHistory):
             f"dtype={found.op.dtype} parents={found.op.parents} source={found.source_line}"
         )
 
-    def find_nan(self) -> FindNanResult:
-        """Return the first saved value that holds a NaN or an infinity."""
-        return find_nan(self)
+    find_nan = find_nan
 
     def render_graph(self, vis_opt: str = "unrolled", vis_outpath: Any = None) -> Picture:
         """Draw the run, as `draw` does."""

@@ -11,7 +11,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bendtrace.debug.calls import Call, differentiable, own_copy
 from bendtrace.debug.preserved_state import PreservedState
@@ -166,14 +166,14 @@ class Part:
     head_axis: int = -1
     is_one_of_all: bool = False
 
-    def index(self, value: Tensor) -> tuple[Any, ...] | None:
-        """Return the index of the part in a tensor; None for all of it."""
+    def index(self, value: Tensor) -> tuple[Any, ...]:
+        """Return the index of the part in a tensor."""
         size = value.shape[self.axis] if -value.dim() <= self.axis < value.dim() else None
         if self.is_one_of_all and isinstance(self.position, int) and size is not None:
             if self.position >= size:
                 raise Beyond(f"it has only {size} positions")
         if self.position is None and self.head is None:
-            return None
+            return (...,)
         found: dict[int, Any] = {}
         if self.position is not None:
             axis = _axis(self.axis, value)
@@ -194,8 +194,8 @@ class Part:
     def put(self, value: Tensor, given: Tensor) -> Tensor:
         """Return a copy of a tensor with this part taken from another tensor."""
         index = self.index(value)
-        if index is None:
-            return given.clone()
+        if self.position is None and self.head is None:
+            return given.clone()  # which keeps its strides
         made = value.clone()
         made[index] = given[index].to(made.dtype)
         return made
@@ -318,7 +318,7 @@ class Columns:
 # Results
 
 
-class Table:
+class ResultTable:
     """Results with rows, text, HTML and a data frame."""
 
     values: Tensor
@@ -376,7 +376,7 @@ _PREFIXES = {"position": "", "head": "head ", "receiver": "to "}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Grid(Table):
+class Grid(ResultTable):
     """A number for each site, position and head.
 
     Attributes:
@@ -402,14 +402,34 @@ class Grid(Table):
         return axes if self.heads is None else axes | {"head": self.heads}
 
 
-def effect_of(values: Tensor, clean: float, corrupted: float, direction: str) -> Tensor:
-    """Return how far values move a metric from the patched run (0) to the other one (1)."""
-    start, end = (clean, corrupted) if direction == "noise" else (corrupted, clean)
-    return (values - start) / (end - start)
+class TwoRunTable(ResultTable):
+    """Results over two runs, with values of one run put into the other."""
+
+    clean: float
+    corrupted: float
+    direction: str
+    _unit = "effect (0 none, 1 all)"
+
+    @property
+    def effect(self) -> Tensor:
+        """The share by which each cell moves the metric from the patched run (0) to the other (1).
+
+        nan or inf if both runs have the same metric.
+        """
+        start, end = self.corrupted, self.clean
+        if self.direction == "noise":
+            start, end = end, start
+        return (self.values - start) / (end - start)
+
+    def _title(self) -> str:
+        return (
+            f"{type(self).__name__} ({self.direction}): clean {self.clean:.4g}, corrupted "
+            f"{self.corrupted:.4g}; {self._unit}"
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class TwoRuns(Grid):
+class TwoRuns(TwoRunTable, Grid):
     """A grid over two runs, with values of one run put into the other.
 
     Attributes:
@@ -422,22 +442,6 @@ class TwoRuns(Grid):
     corrupted: float
     direction: str
 
-    @property
-    def effect(self) -> Tensor:
-        """The share by which each cell moves the metric from the patched run (0) to the other (1).
-
-        nan or inf if both runs have the same metric.
-        """
-        return effect_of(self.values, self.clean, self.corrupted, self.direction)
-
-    _unit = "effect (0 none, 1 all)"
-
-    def _title(self) -> str:
-        return (
-            f"{type(self).__name__} ({self.direction}): clean {self.clean:.4g}, corrupted "
-            f"{self.corrupted:.4g}; {self._unit}"
-        )
-
 
 def _position_text(position: Any) -> str:
     if isinstance(position, slice):
@@ -446,7 +450,7 @@ def _position_text(position: Any) -> str:
     return ", ".join(map(str, position)) if isinstance(position, tuple) else str(position)
 
 
-class Missing:
+class MissingCells:
     """The cells without a number: raises for the first one, or records nan with the reason.
 
     Args:
@@ -479,7 +483,7 @@ Seen = dict[Key, dict[int, Tensor]]  # the values of all nodes in one run, pass 
 
 
 @dataclass(frozen=True)
-class Row:
+class SiteRow:
     """A site of a grid: its name, and the nodes, which are replaced together."""
 
     name: str
@@ -512,11 +516,7 @@ def swap_tensor(
             f"'{path}.output|sub_0' for the call of a module, '{path}|sub_0' for an op",
             label,
         )
-    made = change(found[tensors[0]])
-    if made is None:
-        return None
-    found[tensors[0]] = made
-    return assemble(shape, found)
+    return _swap_item(shape, found, tensors[0], change)
 
 
 def first_replaced(
@@ -527,11 +527,15 @@ def first_replaced(
     first = next((i for i, value in enumerate(found) if isinstance(value, Tensor)), None)
     if first is None:
         raise SiteError(f"{path or 'the model'} receives no tensor", path)
-    made = change(found[first])
-    if made is None:
-        return None
-    found[first] = made
-    return Inputs(*assemble(shape, found))
+    made = _swap_item(shape, found, first, change)
+    return None if made is None else Inputs(*made)
+
+
+def _swap_item(
+    shape: Any, found: list[Any], index: int, change: Callable[[Tensor], Tensor | None]
+) -> Any:
+    made = change(found[index])
+    return None if made is None else assemble(shape, [*found[:index], made, *found[index + 1 :]])
 
 
 def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor | None]) -> Any:
@@ -593,39 +597,39 @@ def unlike(source: Tensor, target: Tensor) -> str:
 # Insertions
 
 
+@dataclass(eq=False, repr=False)
 class _Station(Interjection):
     """Hands the value of a site to the present run."""
 
     late = True
     self_contained = True
 
-    def __init__(self, number: int, sites: Sites) -> None:
-        self._number = number
-        self._sites = sites
+    number: int
+    sites: Sites
 
     @property
     def label(self) -> str:
-        return self._sites.label
+        return self.sites.label
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        return self._sites.reached(self._number, at, output)
+        return self.sites.reached(self.number, at, output)
 
 
-class _Observer(_Station):
+class _SiteObserver(_Station):
     observes = True
 
 
-class _Noter(_Observer):
+class _Noter(_SiteObserver):
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
-        self._sites.note(self._number, at)
+        self.sites.note(self.number, at)
 
 
 class _InputStation(_Station):
     after = Interjection.after
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
-        reached = self._sites.reached
-        return first_replaced(inputs, at.path, lambda tensor: reached(self._number, at, tensor))
+        reached = self.sites.reached
+        return first_replaced(inputs, at.path, lambda tensor: reached(self.number, at, tensor))
 
 
 class Sites:
@@ -655,11 +659,9 @@ class Sites:
     ) -> None:
         self.label = label
         self.places: dict[Key, list[int]] = {}
-        kind: type[_Station] = _Observer if observes else _Station
-        if required_choice("at", at, "output", "input") == "input":
-            self._kinds: list[type[_Station]] = [_InputStation] * len(items)
-        else:
-            self._kinds = [kind] * len(items)
+        kind: type[_Station] = _SiteObserver if observes else _Station
+        of_inputs = required_choice("at", at, "output", "input") == "input"
+        self._kinds: list[type[_Station]] = [_InputStation if of_inputs else kind] * len(items)
         self._kinds += [kind] * len(also) + [_Noter] * len(noted)
         self._items = [*items, *also, *noted]
         self._at, self._columns = at, columns
@@ -709,7 +711,7 @@ class Sites:
         output, seen = self.seen(call, act)
         return number_of(metric, output), seen
 
-    def rows(self, *runs: Iterable[Key]) -> list[Row]:
+    def rows(self, *runs: Iterable[Key]) -> list[SiteRow]:
         """Return the sites, in the order given.
 
         An item that matches several nodes becomes a row for each, in the order in which they ran; a
@@ -724,11 +726,11 @@ class Sites:
                 raise SiteError(f"no run reached {label}" + (f": {notes}" if notes else ""), label)
             if isinstance(item, (list, tuple, set, frozenset)):
                 if keys:
-                    found.append(Row(" + ".join(path for _, path in keys), tuple(keys)))
+                    found.append(SiteRow(" + ".join(path for _, path in keys), tuple(keys)))
             elif len(keys) == 1 and isinstance(item, str):
-                found.append(Row(item, (keys[0],)))
+                found.append(SiteRow(item, (keys[0],)))
             else:
-                found += [Row(key[1], (key,)) for key in keys]
+                found += [SiteRow(key[1], (key,)) for key in keys]
         if self._columns is not None:
             made = zip(self._group.insertions, self._items[: self._count], strict=False)
             require_heads(self._bended, self._columns, self._at, made)
@@ -808,21 +810,26 @@ def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
     return list(dict.fromkeys(key for run in runs for key in run if key[0] == number))
 
 
-class Exchange:
+@dataclass(eq=False)
+class ValueExchange:
     """Puts values of one run into another, cell by cell."""
 
-    def __init__(
-        self, source: Seen, target: Seen, names: tuple[str, str], missing: Missing
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._names = names
-        self._missing = missing
+    source: Seen
+    target: Seen
+    names: tuple[str, str]
+    missing: MissingCells
+
+    def __post_init__(self) -> None:
         self._flaw = ""
         self._known: dict[Key, str] = {}
 
     def cell(
-        self, row: Row, keys: Sequence[Key], part: Part, run: Callable[[Act], Any], metric: Metric
+        self,
+        row: SiteRow,
+        keys: Sequence[Key],
+        part: Part,
+        run: Callable[[Act], Any],
+        metric: Metric,
     ) -> float:
         """Return the metric with one cell replaced; nan if that is not possible.
 
@@ -854,18 +861,16 @@ class Exchange:
                 flaw = f"with other values replaced, the run no longer reached {gone!r}"
             if not flaw:
                 return number_of(metric, output)
-        return self._missing.note(row.name, flaw)
+        return self.missing.note(row.name, flaw)
 
     def _known_flaw(self, keys: Sequence[Key], part: Part) -> str:
         for key in keys:
             if key not in self._known:
-                self._known[key] = differing(
-                    self._source.get(key), self._target.get(key), self._names
-                )
+                self._known[key] = differing(self.source.get(key), self.target.get(key), self.names)
             if why := self._known[key]:
                 return f"{key[1]}: {why}"
             try:
-                for value in self._source[key].values():
+                for value in self.source[key].values():
                     part.index(value)
             except Beyond:
                 raise
@@ -874,8 +879,8 @@ class Exchange:
         return ""
 
     def _replacement(self, key: Key, number: int, value: Tensor, part: Part) -> Tensor | None:
-        given = self._source[key].get(number)
-        source, target = self._names
+        given = self.source[key].get(number)
+        source, target = self.names
         if given is None:
             self._flaw = (
                 f"{key[1]}: with it replaced, the {target} run reached it again, in pass "
@@ -925,13 +930,15 @@ def require_heads(
     ]
     recordings = model._known.recordings()
     if not recordings:
-        modules = [
-            (node.module, kind)
+        projects = [
+            kind == "input"
+            and node.module is not None
+            and any(p.dim() > 1 for p in node.module.parameters(recurse=False))
             for place, kind, _ in places
             for node in model._known.modules()
             if place.matcher.matches(node)
         ]
-        if modules and all(kind == "input" and _projects(module) for module, kind in modules):
+        if projects and all(projects):
             return
         raise InputError("heads= is compared with a run of the model: call the model once before")
     for recording in recordings:
@@ -967,10 +974,6 @@ def _require_heads_in(
             'that, with at="input"',
             path,
         )
-
-
-def _projects(module: nn.Module | None) -> bool:
-    return module is not None and any(p.dim() > 1 for p in module.parameters(recurse=False))
 
 
 def _values(log: Log, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -36,10 +37,9 @@ from bendtrace.research._sites import (
     Columns,
     Grid,
     Key,
-    Missing,
+    MissingCells,
     NoPart,
     Part,
-    Seen,
     Sites,
     first_replaced,
     number_of,
@@ -297,7 +297,7 @@ def ablation_study(
           tanh   -1.523
     """
     columns = Columns.of(channels, axis, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "ablate")
+    measured, missed = required_metric(metric), MissingCells(missing, "ablate")
     required_choice("at", at, "output", "input")
     bended, call = bended_of(model), Call.of(inputs)
     items = site_list(sites)
@@ -361,13 +361,12 @@ class _Substitute:
             )
         made = value.clone()
         for index in indices:
-            where = (...,) if index is None else index
-            given = other[where] if other.shape == value.shape else other
+            given = other[index] if other.shape == value.shape else other
             try:
-                made[where] = given.to(made.device, made.dtype)
+                made[index] = given.to(made.device, made.dtype)
             except RuntimeError:
                 raise SiteError(
-                    f"cannot put shape {tuple(given.shape)} into {tuple(made[where].shape)} of "
+                    f"cannot put shape {tuple(given.shape)} into {tuple(made[index].shape)} of "
                     f"{path!r}",
                     path,
                 ) from None
@@ -477,13 +476,12 @@ def _own_mean(over: tuple[int, ...]) -> Source:
 def _shuffle(seed: int) -> Source:
     """Take the samples of the batch in another order, none in its own place."""
 
-    def shuffled(count: int) -> Tensor:
+    @functools.cache
+    def chosen(count: int) -> Tensor:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        chosen = torch.empty_like(order)
-        chosen[order] = order.roll(-1)
-        return chosen
-
-    chosen = _by_counts(shuffled)
+        others = torch.empty_like(order)
+        others[order] = order.roll(-1)
+        return others
 
     def source(path: str, number: int, value: Tensor) -> Tensor:
         count = value.shape[0] if value.dim() else 0
@@ -498,59 +496,30 @@ def _shuffle(seed: int) -> Source:
     return source
 
 
-def _by_counts(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of numbers of samples that draws once for the same numbers."""
-    known: dict[tuple[int, ...], Tensor] = {}
-
-    def drawn(*counts: int) -> Tensor:
-        if counts not in known:
-            known[counts] = draw(*counts)
-        return known[counts]
-
-    return drawn
-
-
 def _mean_over(
     bended: BendedModule, items: Sequence[Any], at: At, reference: Any, over: Any, seed: int
 ) -> tuple[Source, Callable[[str, int, TensorMeta], Effect | str]]:
     """Run a reference, and take the means over all of its batches, of sums in float64."""
-    sums: dict[tuple[str, int], Tensor] = {}
-    counts: dict[tuple[str, int], int] = {}
-
-    def add(seen: Seen) -> None:
-        for (_, path), passes in seen.items():
-            for number, value in passes.items():
-                _check_axes(path, value, over)
-                exact = torch.complex128 if value.is_complex() else torch.float64
-                part = value.to(exact).sum(over, keepdim=True)
-                known = sums.get((path, number))
-                if known is not None and known.shape != part.shape:
-                    raise SiteError(
-                        f"{path!r} has different shapes for different batches of the "
-                        f"reference, {tuple(part.shape)} and {tuple(known.shape)} (means over "
-                        f"axes {over}): take the mean over those axes as well, as in over=(0, "
-                        "1)",
-                        path,
-                    )
-                sums[path, number] = part if known is None else known + part
-                count = value.numel() // max(part.numel(), 1)
-                counts[path, number] = counts.get((path, number), 0) + count
-
+    sums: dict[tuple[str, int], tuple[Tensor, int]] = {}
     batches = calls_of(reference)
     first = next(batches, None)
     if first is None:
         raise InputError("reference= has no batches")
     with Sites(bended, items, [first], at=at, label="reference") as sites:
-        reached: set[Key] = set()
+        reached: dict[Key, None] = {}
         for batch in chain([first], batches):
             _, seen = sites.seen(batch)
-            add(seen)
-            reached.update(seen)
-        sites.rows(dict.fromkeys(reached))  # raises where no run reached a site
+            reached |= dict.fromkeys(seen)
+            for (_, path), passes in seen.items():
+                for number, value in passes.items():
+                    before = sums.get((path, number))
+                    sums[path, number] = _add_sum(path, value, over, before)
+        sites.rows(reached)  # raises where no run reached a site
+    means = {key: total / count for key, (total, count) in sums.items()}
 
     def source(path: str, number: int, value: Tensor) -> Tensor:
-        _require_reached(sums, path, number)
-        mean = (sums[path, number] / counts[path, number]).to(value.device, value.dtype)
+        _require_reached(means, path, number)
+        mean = means[path, number].to(value.device, value.dtype)
         try:
             return mean.expand_as(value)
         except RuntimeError:
@@ -561,16 +530,36 @@ def _mean_over(
             ) from None
 
     def compiled(path: str, number: int, like: TensorMeta) -> Effect | str:
-        if (path, number) not in sums:
+        if (path, number) not in means:
             return "no run on the reference reached it"
-        mean = sums[path, number] / counts[path, number]
         return Effect(
             lambda value, mean: mean.to(value.device, value.dtype).expand_as(value),
-            (mean,),
+            (means[path, number],),
             "mean of the reference",
         )
 
     return source, compiled
+
+
+def _add_sum(
+    path: str, value: Tensor, over: tuple[int, ...], before: tuple[Tensor, int] | None
+) -> tuple[Tensor, int]:
+    """Return the sum of a value over axes and how many numbers it is of, with those before."""
+    _check_axes(path, value, over)
+    exact = torch.complex128 if value.is_complex() else torch.float64
+    part = value.to(exact).sum(over, keepdim=True)
+    count = value.numel() // max(part.numel(), 1)
+    if before is None:
+        return part, count
+    known, so_far = before
+    if known.shape != part.shape:
+        raise SiteError(
+            f"{path!r} has different shapes for different batches of the reference, "
+            f"{tuple(part.shape)} and {tuple(known.shape)} (means over axes {over}): take the "
+            "mean over those axes as well, as in over=(0, 1)",
+            path,
+        )
+    return known + part, so_far + count
 
 
 def _samples_of(
@@ -584,11 +573,11 @@ def _samples_of(
         _, seen = sites.seen(call)
         sites.rows(seen)
 
-    def drawn(samples: int, count: int) -> Tensor:
+    @functools.cache
+    def chosen(samples: int, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(samples, (count,), generator=generator)
 
-    chosen = _by_counts(drawn)
     kept = {(path, n): value for (_, path), passes in seen.items() for n, value in passes.items()}
 
     def source(path: str, number: int, value: Tensor) -> Tensor:

@@ -16,8 +16,14 @@ from torch import Tensor
 from bendtrace.errors import InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.structure import write_count
-from bendtrace.research.streaming import decode_state, encode_state, merge_states
-from bendtrace.research.values import data_frame, parts_of, plain_results
+from bendtrace.research.streaming import (
+    data_frame,
+    decode_state,
+    encode_state,
+    merge_states,
+    parts_of,
+    plain_results,
+)
 
 if TYPE_CHECKING:
     import pandas

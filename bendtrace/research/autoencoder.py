@@ -7,6 +7,8 @@ import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -85,24 +87,20 @@ class LatentEdit:
         self.remove()
 
 
+@dataclass(eq=False, repr=False)
 class _Reconstructs(Interjection):
-    def __init__(
-        self,
-        encode: Callable[[Any], Any] | None,
-        decode: Callable[[Any], Any] | None,
-        whole: Callable[[Any], Any],
-        error_term: bool,
-        own: frozenset[int],
-    ) -> None:
-        self.edits: list[LatentEdit] = []
-        self.latents: dict[str, Tensor] = {}
-        self.errors: dict[str, Tensor] = {}
-        self.encode = encode
-        self.decode = decode
-        self._whole = whole
-        self._error_term = error_term
-        codes = (encode, decode, whole)
-        self._is_contained = all(is_contained(code, own) for code in codes)
+    encode: Callable[[Any], Any] | None
+    decode: Callable[[Any], Any] | None
+    whole: Callable[[Any], Any]
+    error_term: bool
+    own: frozenset[int]  # the identities of the model's modules
+    edits: list[LatentEdit] = field(default_factory=list)
+    latents: dict[str, Tensor] = field(default_factory=dict)
+    errors: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        codes = (self.encode, self.decode, self.whole)
+        self._is_contained = all(is_contained(code, self.own) for code in codes)
 
     @property
     def self_contained(self) -> bool:  # type: ignore[override]
@@ -110,7 +108,7 @@ class _Reconstructs(Interjection):
 
     @property
     def label(self) -> str:
-        return str(getattr(self._whole, "__name__", type(self._whole).__name__))
+        return str(getattr(self.whole, "__name__", type(self.whole).__name__))
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         key = self._key(at)
@@ -129,13 +127,17 @@ class _Reconstructs(Interjection):
                     f"{describe(output)}: a reconstruction has to have the same shape",
                     at.path,
                 )
-        made, edited = made.to(output.dtype), edited.to(output.dtype)
-        self.errors[key] = (output - made).detach()
-        if not self._error_term:
-            return edited
-        # The same as `edited + (output - made).detach()`, but equal to the value, bit by bit, where
-        # no latent is changed.
-        return _WithError.apply(edited, made.detach(), output.detach())
+        found, self.errors[key] = self._finish(output, made, edited)
+        return found
+
+    def _finish(self, value: Tensor, made: Tensor, edited: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what takes the place of a value, and the error of its reconstruction."""
+        made, edited = made.to(value.dtype), edited.to(value.dtype)
+        if self.error_term:
+            # The same as `edited + (value - made).detach()`, but equal to the value, bit by bit,
+            # where no latent is changed.
+            edited = _WithError.apply(edited, made.detach(), value.detach())
+        return edited, (value - made).detach()
 
     def effect(self, at: NodePass, like: TensorMeta) -> Effect | str | None:
         """Return its effect on a tensor; the latents and the error are kept after the run."""
@@ -154,20 +156,19 @@ class _Reconstructs(Interjection):
             if isinstance(edit, str):
                 return edit
         changes = [edit for edit in edits if isinstance(edit, Effect)]
-        counts = [len(one.tensors) for one in found] + [len(one.tensors) for one in changes]
-        starts = [sum(counts[:number]) for number in range(len(counts) + 1)]
         parts: list[LiftedCallable | Effect] = [*found, *changes]
+        counts = [len(one.tensors) for one in parts]
+        spans = [slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
         tensors = tuple(tensor for one in parts for tensor in one.tensors)
-        specs, error_term = (found[0].spec, found[1].spec), self._error_term
+        specs = found[0].spec, found[1].spec
         functions = [change.function for change in changes]
 
         def coded(value: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-            latents = build_callable(specs[0], given[: starts[1]])(value)
-            changed = latents
-            for number, function in enumerate(functions):
-                own = given[starts[2 + number] : starts[3 + number]]
+            encoder, decoder, *held = (given[own] for own in spans)
+            latents = changed = build_callable(specs[0], encoder)(value)
+            for function, own in zip(functions, held, strict=True):
                 changed = function(changed.clone(), *own)
-            decode = build_callable(specs[1], given[starts[1] : starts[2]])
+            decode = build_callable(specs[1], decoder)
             made = decode(latents)
             return changed, made, made if changed is latents else decode(changed)
 
@@ -175,17 +176,14 @@ class _Reconstructs(Interjection):
             changed, made, edited = coded(value, given)
             if made.shape != value.shape or edited.shape != value.shape:
                 raise ValueError("a reconstruction has the same shape")
-            made, edited = made.to(value.dtype), edited.to(value.dtype)
-            error = (value - made).detach()
-            if error_term:
-                edited = _WithError.apply(edited, made.detach(), value.detach())
-            return edited, changed, error
+            found, error = self._finish(value, made, edited)
+            return found, changed, error
 
         def keep(kept: tuple[Tensor, ...]) -> None:
             key = self._key(at)
             self.latents[key], self.errors[key] = kept
 
-        key = _Reconstructs, error_term, tuple(one.key for one in parts)
+        key = _Reconstructs, self.error_term, tuple(one.key for one in parts)
         return Effect(reconstructed, tensors, key, keep, 2, self._check(changes))
 
     def _check(self, changes: Sequence[Effect]) -> Callable[..., str | None]:
@@ -223,7 +221,7 @@ class _Reconstructs(Interjection):
 
     def _reconstruct(self, value: Tensor, key: str) -> tuple[Any, Any]:
         if self.encode is None or self.decode is None:
-            made = self._whole(value)
+            made = self.whole(value)
             if isinstance(made, tuple) and len(made) == 2:
                 made, self.latents[key] = made
             return made, made

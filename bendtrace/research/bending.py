@@ -131,6 +131,7 @@ def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> Bendi
     return known[parameter]
 
 
+@dataclass(eq=False, repr=False)
 class BendingSession:
     """Bends of a model whose parameters change between calls; a context manager.
 
@@ -154,15 +155,9 @@ class BendingSession:
         tensor([1., 1.])
     """
 
-    def __init__(
-        self,
-        bended: BendedModule,
-        handles: tuple[BendHandle, ...],
-        parameters: dict[str, BendingParameter],
-    ) -> None:
-        self.model = bended
-        self.parameters = parameters
-        self._handles = handles
+    model: BendedModule
+    _handles: tuple[BendHandle, ...]
+    parameters: dict[str, BendingParameter]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with the current parameters."""

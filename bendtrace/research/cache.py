@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -576,16 +575,6 @@ def _pick(value: Any, alias: Alias) -> Any:
     return value if alias.pick is None else alias.pick(value)
 
 
-@dataclass
-class _Source:
-    """A value to keep: `where` as `interject` takes it, and whether it is a module's input."""
-
-    where: Any
-    is_input: bool = False
-    is_alias: bool = False
-    allow_none: bool = False
-
-
 class _Requests:
     """The values of a call to keep, and the aliases that were asked for."""
 
@@ -596,22 +585,22 @@ class _Requests:
         self._model = bended.model
         self._aliases = aliases
         self._clock = clock
-        self._sources: list[_Source] = []
         self._asked: dict[str, bool] = {}  # whether an alias has to be there
         self._keepers: dict[tuple[bool, bool], _Keeper] = {}
+        self._takes_all = False
 
     def read(self, names_filter: Any) -> None:
         """Add the values that a filter means."""
         if names_filter is None:
-            self._sources += [
-                _Source(_anything, allow_none=True), _Source(_any_module, True, allow_none=True)
-            ]  # fmt: skip
+            self._takes_all = True
+            self._keep(_anything, allow_none=True)  # the same for all calls, which replay
+            self._keep(_any_module, True, allow_none=True)
         elif isinstance(names_filter, re.Pattern):
             self._by(lambda name: names_filter.fullmatch(name) is not None)
         elif isinstance(names_filter, str):
             self._named(names_filter)
         elif isinstance(names_filter, (nn.Module, type, NodeSelector, LayerEntry)):
-            self._sources.append(_Source(names_filter))
+            self._keep(names_filter)
         elif callable(names_filter):
             self._by(names_filter)
         elif isinstance(names_filter, Iterable):
@@ -638,9 +627,8 @@ class _Requests:
         def of_input(node: Candidate) -> bool:
             return node.is_module and any(map(says, _names_of(node, "input")))
 
-        self._sources += [
-            _Source(of_output, allow_none=True), _Source(of_input, True, allow_none=True)
-        ]  # fmt: skip
+        self._keep(of_output, allow_none=True)
+        self._keep(of_input, True, allow_none=True)
 
     def _named(self, name: str) -> None:
         if name in self._aliases:
@@ -672,22 +660,25 @@ class _Requests:
                 where = module
             elif part == "input":
                 where = _call_at(stem)
-        self._sources.append(_Source(where, part == "input", **options))
+        self._keep(where, part == "input", **options)
+
+    def _keep(
+        self, where: Any, is_input: bool = False, is_alias: bool = False, allow_none: bool = False
+    ) -> None:
+        """Keep the values at a location, as `interject` takes it, or the inputs of modules."""
+        kind = _InputKeeper if is_input else _Keeper
+        keeper = self._keepers.setdefault((is_input, is_alias), kind(self._clock, is_alias))
+        try:
+            made = self.group.make(where, keeper, allow_none=allow_none)
+        except NodePathError as error:
+            raise self.explained(error) from None
+        keeper.insertions.append(made)
 
     def insert(self) -> None:
         """Insert the observers of the values, around all other insertions.
 
         Inputs are kept after all other insertions have changed them if their keeper is innermost.
         """
-        for source in self._sources:
-            kind = _InputKeeper if source.is_input else _Keeper
-            key = source.is_input, source.is_alias
-            keeper = self._keepers.setdefault(key, kind(self._clock, source.is_alias))
-            try:
-                made = self.group.make(source.where, keeper, allow_none=source.allow_none)
-            except NodePathError as error:
-                raise self.explained(error) from None
-            keeper.insertions.append(made)
         first, last = (
             [made for keeper in self._keepers.values() if keeper.is_input == is_input
              for made in keeper.insertions]
@@ -710,7 +701,6 @@ class _Requests:
         return error
 
     def cache(self) -> ActivationCache:
-        everything = any(source.where is _anything for source in self._sources)
         values: dict[str, Any] = {}
         names: dict[str, dict[str, None]] = {}
         hidden = set()
@@ -721,7 +711,7 @@ class _Requests:
         ]
         totals = Counter((id(keeper), path) for _, keeper, path, *_ in rows)
         for _, keeper, path, number, value in sorted(rows, key=lambda row: row[0]):
-            if everything and next(tensors_in(value), None) is None:
+            if self._takes_all and next(tensors_in(value), None) is None:
                 continue  # of all, only those with a tensor in them
             shown = f"{path}:{number + 1}" if totals[id(keeper), path] > 1 else path
             key = f"{shown}.input" if keeper.is_input else shown

@@ -92,21 +92,18 @@ class _Rule:
         wants_batch: whether `change` takes the batch as well.
     """
 
-    def __init__(self, settings: Settings, where: Any) -> None:
+    def __init__(self, settings: HarvestSettings, where: Any) -> None:
         self.asked: str = where if isinstance(where, str) else ""
         self.axis: int | None = _for_node(settings.batch_axis, where, 0)
         rule = _for_node(settings.reduce, where, None)
         self.takes_all: bool = rule is None and self.axis == 0
-        self.change: Callable[..., Any] | None = None
+        self.change: Callable[..., Any] | None = rule
         self.is_named: bool = isinstance(rule, str)
         self.made_axis = self.axis
-        self.wants_batch: bool = False
+        self.wants_batch: bool = callable(rule) and _takes_two(rule)
         if self.is_named:
-            self.change = _reduction(rule, self.axis, settings.feature_axis)
+            self.change = functools.partial(_reduce_axes, rule, self.axis, settings.feature_axis)
             self.made_axis = None if self.axis is None else 0
-        elif rule is not None:
-            self.change = rule
-            self.wants_batch = _takes_two(rule)
 
 
 def _for_node(rules: Any, where: Any, otherwise: Any) -> Any:
@@ -129,48 +126,41 @@ def _takes_two(function: Callable[..., Any]) -> bool:
     return len([p for p in parameters if p.kind in positional and p.default is p.empty]) == 2
 
 
-def _reduction(name: str, axis: int | None, feature_axis: int | None) -> Callable[[Tensor], Tensor]:
-    def reduced(value: Tensor) -> Tensor:
-        dims, shape = value.dim(), tuple(value.shape)
-        if not dims:
-            return value
-        features = -1 if feature_axis is None else feature_axis
-        if feature_axis is None and dims > 3:  # of images, the last axis is the width
+def _reduce_axes(name: str, axis: int | None, feature_axis: int | None, value: Tensor) -> Tensor:
+    dims, shape = value.dim(), tuple(value.shape)
+    if not dims:
+        return value
+    features = -1 if feature_axis is None else feature_axis
+    if feature_axis is None and dims > 3:  # of images, the last axis is the width
+        raise InputError(
+            f"reduce={name!r} keeps the axis of the features, which a value of shape {shape} "
+            "does not show: pass feature_axis=1 if channels come first, or feature_axis=-1"
+        )
+    axes = {"feature_axis": features} | ({} if axis is None else {"batch_axis": axis})
+    for option, number in axes.items():
+        if not -dims <= number < dims:
+            raise InputError(f"a value of shape {shape} has no axis {option}={number}")
+    kept = {number % dims for number in axes.values()}
+    others = [d for d in range(dims) if d not in kept]
+    if any(not shape[d] for d in others):
+        raise InputError(f"a value of shape {shape} has no {name}: an axis is empty")
+    made = value
+    if name == "mean" and others:
+        if not value.is_floating_point() and not value.is_complex():
             raise InputError(
-                f"reduce={name!r} keeps the axis of the features, which a value of shape {shape} "
-                "does not show: pass feature_axis=1 if channels come first, or feature_axis=-1"
+                f"the mean of {value.dtype} cannot be computed without rounding: pass a "
+                "function, such as lambda value: value.double().mean(1)"
             )
-        if not -dims <= features < dims:
-            raise InputError(f"a value of shape {shape} has no axis feature_axis={features}")
-        kept = {features % dims}
-        if axis is not None:
-            if not -dims <= axis < dims:
-                raise InputError(f"a value of shape {shape} has no axis batch_axis={axis}")
-            kept.add(axis % dims)
-        others = [d for d in range(dims) if d not in kept]
-        if any(not shape[d] for d in others):
-            raise InputError(f"a value of shape {shape} has no {name}: an axis is empty")
-        if not others:
-            made = value
-        elif name == "mean":
-            if not value.is_floating_point() and not value.is_complex():
-                raise InputError(
-                    f"the mean of {value.dtype} cannot be computed without rounding: pass a "
-                    "function, such as lambda value: value.double().mean(1)"
-                )
-            made = value.mean(others, keepdim=True)
-        elif name == "max":
-            made = value.amax(others, keepdim=True)
-        else:
-            made = value
-            for d in others:
-                made = made.narrow(d, shape[d] - 1, 1)
-        order = list(range(dims))
-        if axis is not None:  # the samples come first, wherever they were
-            order.insert(0, order.pop(axis))
-        return made.permute(order).squeeze([n for n, d in enumerate(order) if d in others])
-
-    return reduced
+        made = value.mean(others, keepdim=True)
+    elif name == "max" and others:
+        made = value.amax(others, keepdim=True)
+    else:
+        for d in others:
+            made = made.narrow(d, shape[d] - 1, 1)
+    order = list(range(dims))
+    if axis is not None:  # the samples come first, wherever they were
+        order.insert(0, order.pop(axis))
+    return made.permute(order).squeeze([n for n, d in enumerate(order) if d in others])
 
 
 class Collector:
@@ -181,7 +171,9 @@ class Collector:
         places: the source locations of the reached nodes, by path.
     """
 
-    def __init__(self, bended: BendedModule, settings: Settings, several: bool = True) -> None:
+    def __init__(
+        self, bended: BendedModule, settings: HarvestSettings, several: bool = True
+    ) -> None:
         self.filling: Filling = Filling(settings.shard_samples, settings.shard_bytes)
         self.places: dict[str, str] = {}
         self._bended = bended
@@ -198,7 +190,7 @@ class Collector:
         self._runs: list[Recording] = []
         self._before: dict[str, int] = {}  # passes in earlier calls of the same batch
         self._most: dict[str, int] = {}
-        self._kept: dict[tuple[str, int], tuple[_Rule, Tensor]] = {}
+        self._kept: dict[str, dict[int, tuple[_Rule, Tensor]]] = {}  # by path and pass
         self._batch: Any = None
         self._size = 0
         self._group = self._insert()
@@ -275,33 +267,26 @@ class Collector:
         rows = self._rows_from(at, rule, value)
         if self._waits:
             with torch.no_grad():
-                self._kept[path, number] = rule, aligned_copy(rows.detach())
+                self._kept.setdefault(path, {})[number] = rule, aligned_copy(rows.detach())
             return
         self._store(path, number, rule, rows)
 
     def _finish_passes(self) -> None:
         kept, self._kept = self._kept, {}
-        totals: dict[str, int] = {}
-        for path, number in kept:
-            totals[path] = max(totals.get(path, 0), number + 1)
-        if self._is_stacked:
-            for path in totals:
-                passes = [(rule, rows) for (p, _), (rule, rows) in kept.items() if p == path]
-                shapes = {tuple(rows.shape) for _, rows in passes}
-                if len(shapes) > 1:
-                    raise InputError(
-                        f"the passes of {path!r} differ in shape ({sorted(shapes)}), and "
-                        "cannot be stacked: do not pass passes=, and each pass has a separate "
-                        "name"
-                    )
-                rule = passes[0][0]
-                axis = 0 if rule.axis is None else 1
-                stacked = torch.stack([rows for _, rows in passes], axis)
-                self._store(path, 0, rule, stacked)
-            return
-        for (path, number), (rule, rows) in kept.items():
-            if self._passes.admits(number, totals[path]):
-                self._store(path, number, rule, rows)
+        for path, passes in kept.items():
+            rule, values = next(iter(passes.values()))[0], [rows for _, rows in passes.values()]
+            shapes = {tuple(rows.shape) for rows in values}
+            if not self._is_stacked:
+                for number, (_, rows) in passes.items():
+                    if self._passes.admits(number, max(passes) + 1):
+                        self._store(path, number, rule, rows)
+            elif len(shapes) > 1:
+                raise InputError(
+                    f"the passes of {path!r} differ in shape ({sorted(shapes)}), and cannot be "
+                    "stacked: do not pass passes=, and each pass has a separate name"
+                )
+            else:
+                self._store(path, 0, rule, torch.stack(values, 0 if rule.axis is None else 1))
 
     def _rows_from(self, at: NodePass, rule: _Rule, value: Any) -> Tensor:
         """Return the rows, along the first dimension; without samples the value."""
@@ -362,7 +347,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Settings:
+class HarvestSettings:
     """The checked options of `harvest` that determine the content of the files."""
 
     where: tuple[Any, ...]

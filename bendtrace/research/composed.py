@@ -383,17 +383,14 @@ class PerClassVersusAnalyser(PerClassAnalyser):
         return found
 
 
-def _takes_gradients(analyser: Analyser) -> bool:
-    return "after" not in analyser._forms() and "backward" in analyser._forms()
-
-
 def _check_pattern(analyser: Any) -> None:
     if not isinstance(analyser, Analyser):
         raise InputError(f"an analyser to use for each class is needed, not {analyser!r}")
     if isinstance(analyser, AnalyserList):
         for inner in analyser:
             _check_pattern(inner)
-        kinds = {_takes_gradients(inner) and gradients_of(inner) for inner in analyser}
+        forms = [(inner, inner._forms()) for inner in analyser]
+        kinds = {"after" not in f and "backward" in f and gradients_of(inner) for inner, f in forms}
         if len(kinds) > 1 or len(set(map(_per_pass, analyser))) > 1:
             raise InputError(
                 "the analysers of this list use different values: outputs of nodes, or "

@@ -376,7 +376,10 @@ def gradient_flow(
         if gradient is None:
             rows.append(GradientRow(name, None, None, 1.0, "no gradient"))
             continue
-        norm, size = map(_norm, (gradient, parameter))
+        norm, size = (
+            float(one.detach().to(torch.promote_types(one.dtype, torch.float64)).norm())
+            for one in (gradient, parameter)
+        )
         relative = norm / size if norm and size else None
         zeros = float((gradient == 0).double().mean()) if gradient.numel() else 1.0
         if not math.isfinite(norm):
@@ -391,7 +394,3 @@ def gradient_flow(
             verdict = "ok"
         rows.append(GradientRow(name, norm, relative, zeros, verdict))
     return Table(rows, {"norm": rounded, "relative": rounded, "zeros": in_percent})
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(tensor.detach().to(torch.promote_types(tensor.dtype, torch.float64)).norm())

@@ -23,7 +23,7 @@ from bendtrace.module import BendedModule
 from bendtrace.python.checks import several
 from bendtrace.python.lazy import required
 from bendtrace.research.analyser import Analyser
-from bendtrace.research.values import data_frame
+from bendtrace.research.streaming import data_frame
 
 if TYPE_CHECKING:
     import pandas
@@ -338,18 +338,54 @@ class AnalyserEvaluation:
     def lightning(self) -> Any:
         """Return this as a callback for `lightning.pytorch.Trainer(callbacks=[...])`.
 
+        The model is the `LightningModule`, unless there is an `of=`. Batches of validation and of
+        the sanity check are ignored. A step is one training batch.
+
         Raises:
             ImportError: Lightning is not installed.
         """
-        return lightning_callback(self)
+        hooks: dict[str, Callable[..., None]] = {
+            "on_train_start": lambda _, trainer, module: self.begin(module),
+            "on_train_batch_start": lambda _, trainer, module, batch, *more: self.begin_step(batch),
+            "on_train_batch_end": lambda *_: self.end_step(),
+            "on_train_epoch_end": lambda *_: self.end_epoch(),
+            "on_train_end": lambda *_: self.end(),
+            "on_exception": lambda *_: self.end(),
+        }
+        return self._callback(required("lightning.pytorch", "this callback").Callback, hooks)
 
     def hugging_face(self) -> Any:
         """Return this as a callback for `transformers.Trainer(callbacks=[...])`.
 
+        Batches of evaluation are ignored. A step is one optimizer step, also with gradient
+        accumulation. These callbacks do not receive batches: without a loader, the targets come
+        from the keyword arguments of the model. Nor are they notified of errors: after an error,
+        call `end()` to remove all insertions; otherwise the next training removes them.
+
         Raises:
             ImportError: transformers is not installed.
         """
-        return trainer_callback(self)
+
+        def begin(*_: Any, model: nn.Module, **__: Any) -> None:
+            self.end()  # of a training that ended by an error
+            self.begin(model)
+            if self.loader is None:
+                hook = model.register_forward_pre_hook(
+                    lambda module, args, kwargs: self.came_by(kwargs), with_kwargs=True
+                )
+                self.at_end(hook.remove)
+
+        hooks: dict[str, Callable[..., None]] = {
+            "on_train_begin": begin,
+            "on_step_begin": lambda *_, **__: self.begin_step(),
+            "on_step_end": lambda *_, **__: self.end_step(),
+            "on_epoch_end": lambda *_, **__: self.end_epoch(),
+            "on_train_end": lambda *_, **__: self.end(),
+        }
+        return self._callback(required("transformers", "this callback").TrainerCallback, hooks)
+
+    def _callback(self, base: type, hooks: dict[str, Callable[..., None]]) -> Any:
+        return type("AnalyserCallback", (base,), {"evaluation": self, **hooks})()
 
     # What was found
 
@@ -494,82 +530,3 @@ def _count(call: Call) -> int | None:
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0]
     return None
-
-
-# Analysers as callbacks of Lightning and of the Hugging Face Trainer.
-
-
-def lightning_callback(evaluation: AnalyserEvaluation) -> Any:
-    """Return a `lightning.pytorch.Callback` for `AnalyserEvaluation`.
-
-    The model is the `LightningModule`, unless the evaluation has an `of=`. Batches of validation
-    and of the sanity check are ignored. A step is one training batch.
-    """
-    base = required("lightning.pytorch", "this callback").Callback
-
-    class AnalyserCallback(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            self.evaluation = evaluation
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            evaluation.begin(pl_module)
-
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-        ) -> None:
-            evaluation.begin_step(batch)
-
-        def on_train_batch_end(
-            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            evaluation.end_step()
-
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            evaluation.end_epoch()
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            evaluation.end()
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            evaluation.end()
-
-    return AnalyserCallback()
-
-
-def trainer_callback(evaluation: AnalyserEvaluation) -> Any:
-    """Return a `transformers.TrainerCallback` for `AnalyserEvaluation`.
-
-    Batches of evaluation are ignored. A step is one optimizer step, also with gradient
-    accumulation. These callbacks do not receive batches: without a loader, the targets come from
-    the keyword arguments of the model. Nor are they notified of errors: after an error, call
-    `evaluation.end()` to remove all insertions; otherwise the next training removes them.
-    """
-    base = required("transformers", "this callback").TrainerCallback
-
-    class AnalyserCallback(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            self.evaluation = evaluation
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            model = kwargs["model"]
-            evaluation.end()  # of a training that ended by an error
-            evaluation.begin(model)
-            if evaluation.loader is None:
-                hook = model.register_forward_pre_hook(
-                    lambda module, args, kwargs: evaluation.came_by(kwargs), with_kwargs=True
-                )
-                evaluation.at_end(hook.remove)
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            evaluation.begin_step()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            evaluation.end_step()
-
-        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            evaluation.end_epoch()
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            evaluation.end()
-
-    return AnalyserCallback()

@@ -16,14 +16,17 @@ from bendtrace.research.analyser import Analyser, Batch
 from bendtrace.research.streaming import (
     Covariance,
     Histogram,
+    Keep,
     MinMax,
     Moments,
     Quantiles,
     Tally,
     TopK,
+    accumulator,
+    check_keep,
     even_edges,
+    rows_of,
 )
-from bendtrace.research.values import Keep, accumulator, check_keep, rows_of
 
 
 class UnitAnalyser(Analyser):

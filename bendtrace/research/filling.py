@@ -8,9 +8,10 @@ import json
 import math
 import zlib
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from bendtrace.tape.tape import OpKind, TensorMeta
 from bendtrace.watch.functions import is_inserted
 
 
-class Rows:
+class ColumnBuffer:
     """The rows of one node, for several batches, in a buffer that is reused.
 
     Attributes:
@@ -216,7 +217,7 @@ class Filling(Record):
     nbytes: int
 
     def __init__(self, rows: int, room: int) -> None:
-        self.columns: dict[str, Rows] = {}
+        self.columns: dict[str, ColumnBuffer] = {}
         self.rows = rows
         self.room = room
         self._begin(1)
@@ -232,7 +233,7 @@ class Filling(Record):
         """Copy rows of the current batch."""
         column = self.columns.get(key)
         if column is None:
-            column = self.columns[key] = Rows(asked, dtype, per_sample, self.room)
+            column = self.columns[key] = ColumnBuffer(asked, dtype, per_sample, self.room)
         elif column.dtype != dtype:
             raise InputError(
                 f"{key!r} returned {column.dtype} before, and {dtype} now: pass the dtype to "
@@ -261,7 +262,7 @@ class Filling(Record):
         self.taken.append(path.name)
         self.paths[path.name] = path
 
-    def _used(self) -> list[tuple[str, Rows]]:
+    def _used(self) -> list[tuple[str, ColumnBuffer]]:
         """Return the columns with rows, in the order of their names."""
         return sorted((key, column) for key, column in self.columns.items() if column.batches)
 
@@ -274,7 +275,9 @@ class Filling(Record):
         """Begin the shard after another one, in the same memory."""
         for key, column in before.columns.items():
             if key not in self.columns:  # the values of a node are of one kind in all shards
-                self.columns[key] = Rows(column.asked, column.dtype, column.per_sample, self.room)
+                self.columns[key] = ColumnBuffer(
+                    column.asked, column.dtype, column.per_sample, self.room
+                )
         for column in self.columns.values():
             column.clear()
         self._begin(before.number + 1)
@@ -332,9 +335,8 @@ def require_place(key: str, known: str, place: str) -> None:
 
 
 def _is_smaller(dtype: torch.dtype, given: torch.dtype) -> bool:
-    if not dtype.is_floating_point or not given.is_floating_point:
-        return False
-    return torch.finfo(dtype).max < torch.finfo(given).max
+    both = dtype.is_floating_point and given.is_floating_point
+    return both and torch.finfo(dtype).max < torch.finfo(given).max
 
 
 def _row_shapes(rest: list[torch.Size]) -> tuple[Tensor, Tensor]:
@@ -354,7 +356,7 @@ def _row_shapes(rest: list[torch.Size]) -> tuple[Tensor, Tensor]:
 Ids = Sequence[int] | Sequence[str]
 
 
-class Batch(NamedTuple):
+class LoaderBatch(NamedTuple):
     """One batch of the loader.
 
     Attributes:
@@ -372,7 +374,7 @@ class Batch(NamedTuple):
     size: int | None
 
 
-def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[Batch]:
+def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[LoaderBatch]:
     """Yield the batches of a loader.
 
     A `DataLoader` of items with indices skips loading batches that are not wanted. Other loaders
@@ -380,7 +382,7 @@ def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator
     """
     if not _is_picking(loader):
         for number, content in enumerate(loader):
-            yield Batch(number, True, content, 0, None)
+            yield LoaderBatch(number, True, content, 0, None)
         return
     assert isinstance(loader, DataLoader)
     picked = _Picked(loader.batch_sampler, wanted)
@@ -390,12 +392,12 @@ def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator
         content = next(loaded, picked)
         while picked.seen and not picked.seen[0][0]:
             _, indices, size = picked.seen.popleft()
-            yield Batch(number, False, None, indices, size)
+            yield LoaderBatch(number, False, None, indices, size)
             number += 1
         if content is picked:
             return
         _, indices, size = picked.seen.popleft()
-        yield Batch(number, True, content, indices, size)
+        yield LoaderBatch(number, True, content, indices, size)
         number += 1
 
 
@@ -445,17 +447,19 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+@dataclass(eq=False)
 class _Picked:
     """The batches of a sampler that are wanted; notes also the others."""
 
-    def __init__(self, sampler: Any, wanted: Callable[[int], bool]) -> None:
+    sampler: Any
+    wanted: Callable[[int], bool]
+
+    def __post_init__(self) -> None:
         self.seen: deque[tuple[bool, int, int]] = deque()
-        self._sampler = sampler
-        self._wanted = wanted
 
     def __iter__(self) -> Iterator[Any]:
-        for number, indices in enumerate(self._sampler):
-            wanted = self._wanted(number)
+        for number, indices in enumerate(self.sampler):
+            wanted = self.wanted(number)
             numbers = indices if type(indices) is list else list(indices)
             self.seen.append((wanted, _checksum(numbers), len(numbers)))
             if wanted:
@@ -668,35 +672,20 @@ def _condition_text(conditions: Sequence[Condition]) -> str:
 
 
 class PathNames:
-    """Finds the paths of runs, and caches the latest."""
+    """Finds the paths of runs, and caches the latest: by the runs themselves, which it holds."""
 
     def __init__(self) -> None:
-        # By identity, with the run itself so that no identity is used twice.
-        self._known: OrderedDict[int, tuple[Recording, Path]] = OrderedDict()
-        self._joined: OrderedDict[tuple[str, ...], Path] = OrderedDict()
+        self._path = lru_cache(_MOST_KNOWN)(_path_of)
+        self._joined = lru_cache(_MOST_KNOWN)(self._join)
 
     def of(self, runs: Sequence[Recording]) -> Path:
         """Return the path of the consecutive runs of one batch."""
-        if len(runs) == 1:
-            known = self._known.get(id(runs[0]))
-            return self._path(runs[0]) if known is None else known[1]
-        paths = [self._path(run) for run in runs]
-        key = tuple(path.name for path in paths)
-        found = self._joined.get(key)
-        if found is None:
-            conditions = tuple(c for path in paths for c in path.conditions)
-            found = self._joined[key] = Path(_digest([list(key)]), conditions)
-            if len(self._joined) > _MOST_KNOWN:
-                self._joined.popitem(last=False)
-        return found
+        return self._path(runs[0]) if len(runs) == 1 else self._joined(*runs)
 
-    def _path(self, run: Recording) -> Path:
-        known = self._known.get(id(run))
-        if known is None:
-            known = self._known[id(run)] = run, _path_of(run)
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
-        return known[1]
+    def _join(self, *runs: Recording) -> Path:
+        paths = [self._path(run) for run in runs]
+        conditions = tuple(c for path in paths for c in path.conditions)
+        return Path(_digest([[path.name for path in paths]]), conditions)
 
 
 def _path_of(run: Recording) -> Path:
@@ -717,9 +706,7 @@ def _condition(step: FlowStep) -> Condition | None:
         outcome = step.iterations
     elif isinstance(step, LogicalFlowStep):
         outcome = outcome if type(outcome) in (bool, int) else bool(outcome)
-    elif isinstance(step, IndexFlowStep):
-        pass
-    elif not isinstance(step, EscapeFlowStep) or step.kind in _TEXTS:
+    elif not isinstance(step, (IndexFlowStep, EscapeFlowStep)) or step.kind in _TEXTS:
         return None
     if type(outcome) not in (bool, int):
         return None

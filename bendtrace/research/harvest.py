@@ -8,12 +8,12 @@ import itertools
 import json
 import os
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from bendtrace.module import BendedModule, bended_of
 from bendtrace.python.checks import required_path, several, shown
 from bendtrace.research.collecting import (
     Collector,
-    Settings,
+    HarvestSettings,
     describe_insertion,
     description_of,
     fingerprint,
@@ -41,9 +41,9 @@ from bendtrace.research.collecting import (
     sum_of,
 )
 from bendtrace.research.filling import (
-    Batch,
     Filling,
     Ids,
+    LoaderBatch,
     batches_of,
     ids_of,
     mark_of,
@@ -52,10 +52,11 @@ from bendtrace.research.filling import (
     size_of,
     versions_of,
 )
-from bendtrace.research.formats import (
+from bendtrace.research.reading import (
     HARVEST,
     INDEX,
     SETTINGS,
+    Harvest,
     Shard,
     ShardFiles,
     form_of,
@@ -64,7 +65,6 @@ from bendtrace.research.formats import (
     replace,
     shards_in,
 )
-from bendtrace.research.reading import Harvest
 from bendtrace.watch.draws import RandomStates, seed_all
 
 
@@ -164,7 +164,7 @@ def harvest(
     """
     if isinstance(where, list) and not where:
         raise InputError("where= is an empty list: pass the nodes to store, or () for paths alone")
-    settings = Settings(
+    settings = HarvestSettings(
         tuple(flat(where)), reduce, feature_axis, passes, batch_axis, dtype, ids, _name_keys(keep),
         allow_none, seed, shard_samples, shard_bytes, format, bool(sharded),
     )  # fmt: skip
@@ -197,8 +197,8 @@ def harvest(
             raise InputError(
                 "the processes received different settings, or models with different weights"
             )
-        site = _Site(directory, about, check_weights, resume)
-        with site.opened(workers) as is_complete:
+        place = _HarvestDirectory(directory, about, check_weights, resume)
+        with place.opened(workers) as is_complete:
             files = ShardFiles(directory, workers.rank, form)
 
             def gather() -> None:
@@ -206,7 +206,7 @@ def harvest(
                 collector = Collector(bended, settings, several=call is not None)
                 if not is_complete:
                     files.clean()
-                with collector, Writer(files, spare) as writer:
+                with collector, ShardThread(files, spare) as writer:
                     run = HarvestRun(
                         bended, loader, settings, call, files, writer, collector, workers
                     )
@@ -215,16 +215,17 @@ def harvest(
                             run.compare()
                         return
                     shown = progress and workers.rank == 0
-                    with Progress(shown, total_of(loader, workers, settings), run.done) as bar:
-                        run.go(bar.advance)
+                    total = total_of(loader, workers, settings)
+                    with progress_bar(shown, total, run.done) as advance:
+                        run.go(advance)
 
             workers.together(gather)
             if not is_complete:
-                workers.first(site.complete)
+                workers.first(place.complete)
     return Harvest.open(directory)
 
 
-def _check(bended: BendedModule, settings: Settings, about: dict[str, Any]) -> str:
+def _check(bended: BendedModule, settings: HarvestSettings, about: dict[str, Any]) -> str:
     """Check `where` before anything is touched; return a description of the harvest."""
     Collector(bended, settings)
     return json.dumps(about, sort_keys=True)
@@ -245,17 +246,15 @@ def _name_keys(keep: Any) -> Mapping[str, Any]:
     return {str(key): key for key in keys}
 
 
-class _Site:
-    """The directory of a harvest."""
+@dataclass(eq=False)
+class _HarvestDirectory:
+    """The directory of a harvest, and the settings that it is compared with."""
 
-    def __init__(
-        self, directory: str, about: dict[str, Any], check_weights: bool, resume: bool
-    ) -> None:
-        self.directory = directory
-        self._about = about
-        self._check_weights = check_weights
-        self._resume = resume
-        self._lock: DirectoryLock | None = None
+    directory: str
+    about: dict[str, Any]
+    check_weights: bool
+    resume: bool
+    _lock: DirectoryLock | None = None
 
     @contextmanager
     def opened(self, workers: Workers) -> Iterator[bool]:
@@ -290,7 +289,7 @@ class _Site:
                     "directory",
                 )
             if not is_begun:
-                replace(path, HARVEST, self._about)
+                replace(path, HARVEST, self.about)
                 sync_directory(os.path.dirname(self.directory))
             elif INDEX not in names:  # find out now whether it can be written to
                 with open(f"{path}.tmp", "wb"):
@@ -298,12 +297,12 @@ class _Site:
                 os.remove(f"{path}.tmp")
 
     def _compare(self, stored: dict[str, Any]) -> None:
-        if not self._resume:
+        if not self.resume:
             raise InputError(
                 f"{self.directory!r} contains a harvest, and resume=False does not allow "
                 "resuming it: choose another directory"
             )
-        differences = list(_differences(stored, self._about, self._check_weights))
+        differences = list(_differences(stored, self.about, self.check_weights))
         if differences:
             raise InputError(
                 f"{self.directory!r} contains another harvest: {'; '.join(differences)}. "
@@ -317,7 +316,7 @@ class _Site:
         for shard in shards_in(self.directory):
             for path, place in shard.places.items():
                 require_place(path, places.setdefault(path, place), place)
-        if self._about["settings"]["sharded"] and self._about["processes"] > 1:
+        if self.about["settings"]["sharded"] and self.about["processes"] > 1:
             twice = list((Counter(made.ids) - Counter(set(made.ids))).elements())
             if twice:
                 raise InputError(
@@ -353,43 +352,38 @@ _SHOWN = 8
 _ORDERS = (1 << 61) - 1
 
 
+@dataclass(eq=False)
 class HarvestRun:
     """The harvest of one process."""
 
-    def __init__(
-        self,
-        bended: BendedModule,
-        loader: Iterable[Any],
-        settings: Settings,
-        call: Callable[[BendedModule, Any], Any] | None,
-        files: ShardFiles,
-        writer: Writer,
-        collector: Collector,
-        workers: Workers,
-    ) -> None:
-        self._bended = bended
-        self._loader = loader
-        self._settings = settings
-        self._call = call
-        self._files = files
-        self._writer = writer
-        self._collector = collector
-        self._rank, self._world = workers.rank, workers.world
-        self._before = shards_in(files.directory, files.rank)
+    bended: BendedModule
+    loader: Iterable[Any]
+    settings: HarvestSettings
+    call: Callable[[BendedModule, Any], Any] | None
+    files: ShardFiles
+    writer: ShardThread
+    collector: Collector
+    workers: Workers
+
+    def __post_init__(self) -> None:
+        self._before = shards_in(self.files.directory, self.files.rank)
         self.done: int = sum(shard.samples for shard in self._before)
-        self._past = _Past(self._before, files)
-        collector.filling.number = len(self._before) + 1
+        # The batches that were harvested before: their shards, and their places there.
+        self._past = [(s, place) for s in self._before for place in range(len(s.batches))]
+        self._opened: tuple[Shard, list[Any]] | None = None  # a shard, and its ids
+        self.collector.filling.number = len(self._before) + 1
         for shard in self._before:
-            collector.places |= shard.places
+            self.collector.places |= shard.places
         if self._before and self._before[-1].is_partial:
-            self._past.fill(collector.filling)
+            self._refill(self._before[-1])
         self._order = self._order_done = 0  # up to the batch at hand, and the last that is done
         self._last: Any = None  # the content of the last batch that was harvested
         self._versions: tuple[int, ...] = ()  # of its tensors, before the model was called
         self._size_of_last = 0
         self._has_new = False  # whether there is more than before
         self._state = self._state_now()
-        self._kind: type | None = self._past.kind
+        kinds = [int if shard.ids is None else str for shard in self._before if shard.samples]
+        self._kind: type | None = kinds[0] if kinds else None
 
     def _refuse_unsteady(self) -> None:
         for shard in self._before:
@@ -399,7 +393,7 @@ class HarvestRun:
                     "while it runs, so the rest would differ from an uninterrupted "
                     "harvest. Put it in eval mode, and start again in another directory"
                 )
-            if shard.draws and self._settings.seed is None:
+            if shard.draws and self.settings.seed is None:
                 raise InputError(
                     "this harvest cannot be resumed: the model draws random numbers, which "
                     "would differ from those of an uninterrupted harvest. Pass seed=, or put "
@@ -416,16 +410,16 @@ class HarvestRun:
                 advance(self._harvested(number, batch, start))
                 if self._is_full():
                     self._close_shard()
-            if self._collector.filling.batches:
+            if self.collector.filling.batches:
                 self._close_shard()
-            elif not (self._has_new or self._before) and self._world == 1:
+            elif not (self._has_new or self._before) and self.workers.world == 1:
                 raise InputError("the loader yielded no batch: there is nothing to harvest")
-            self._writer.wait()
+            self.writer.wait()
         except (Exception, KeyboardInterrupt) as error:
             self._rescue(error)
             raise
         if not self._before:
-            self._collector.warn_of_unmet()
+            self.collector.warn_of_unmet()
 
     def compare(self) -> None:
         """Compare the loader with a harvest that is complete."""
@@ -436,25 +430,29 @@ class HarvestRun:
                 "directory"
             )
 
-    def _own(self) -> Iterator[tuple[int, Batch, int]]:
+    def _own(self) -> Iterator[tuple[int, LoaderBatch, int]]:
         """Yield this process's batches that are not done: number, batch, first running number."""
-        dealt = self._world > 1 and not self._settings.is_dealt
+        dealt = self.workers.world > 1 and not self.settings.is_dealt
         past = self._past
-        numbers = self._settings.ids is None
+        numbers = self.settings.ids is None
         start = 0
 
         def place(number: int) -> int | None:
             """Return how many of this process's own batches come before; None for others'."""
             if not dealt:
                 return number
-            return number // self._world if number % self._world == self._rank else None
+            return (
+                number // self.workers.world
+                if number % self.workers.world == self.workers.rank
+                else None
+            )
 
         def is_wanted(number: int) -> bool:
             own = place(number)
             return own is not None and own >= len(past) - 1
 
         seen = 0
-        for batch in batches_of(self._loader, is_wanted):
+        for batch in batches_of(self.loader, is_wanted):
             own = place(batch.number)
             size = batch.size
             if own is None:
@@ -467,9 +465,9 @@ class HarvestRun:
             self._order = (self._order * 31 + batch.indices) % _ORDERS
             number = batch.number
             if not dealt:
-                number = number * self._world + self._rank
+                number = number * self.workers.world + self.workers.rank
             if own < len(past):
-                start += past.check(own, number, batch, self._order, self._ids_again, start)
+                start += self._compare_batch(own, number, batch, start)
                 if own == len(past) - 1:
                     self._last, self._versions = batch.content, versions_of(batch.content)
                 continue
@@ -481,23 +479,69 @@ class HarvestRun:
                 "is not the same data set"
             )
 
+    def _compare_batch(self, own: int, number: int, batch: LoaderBatch, start: int) -> int:
+        """Compare a batch with the one that was harvested in its place; return its size."""
+        shard, place = self._past[own]
+        size = shard.sizes[place]
+        is_last = place == len(shard.batches) - 1
+        same = shard.batches[place] == number and (not is_last or self._order == shard.order)
+        if same and batch.is_loaded:
+            begin = sum(shard.sizes[:place])
+            ids = self._ids_of(shard)[begin : begin + size]
+            same = list(self._ids_again(batch.content, start)) == ids
+            if same and is_last:
+                same = shard.mark in (0, mark_of(batch.content))
+        if not same:
+            raise InputError(
+                f"batch {number} of the loader differs from the one that was harvested before: "
+                "the data set or its order has changed. Shuffle with a generator that has a "
+                "fixed seed, or not at all"
+            )
+        return size
+
+    def _ids_of(self, shard: Shard) -> list[Any]:
+        if self._opened is None or self._opened[0] is not shard:
+            self._opened = shard, shard.all_ids(self.files.form)
+        return self._opened[1]
+
+    def _refill(self, shard: Shard) -> None:
+        """Put the rows of the last shard, which is not full, into the one that is being filled."""
+        filling = self.collector.filling
+        filling.number = shard.number
+        held = self.files.form.open(shard.file, shard.about)
+        held.verify()
+        ids = iter(self._ids_of(shard))
+        columns: dict[int, list[tuple[str, Tensor]]] = {}
+        for key, kept in shard.columns.items():
+            elements = held.elements(key, kept.dtype)
+            for place, start, shape in kept.pieces(shard.sizes):
+                rows = elements[start : start + shape.numel()].view(shape)
+                columns.setdefault(place, []).append((key, rows))
+        for place, size in enumerate(shard.sizes):
+            for key, rows in columns.get(place, ()):
+                kept = shard.columns[key]
+                filling.add(key, kept.asked, rows, kept.per_sample, kept.dtype)
+            path = shard.paths[shard.taken[place]]
+            filling.end_batch(shard.batches[place], list(itertools.islice(ids, size)), path)
+        filling.draws = shard.draws
+
     def _size(self, content: Any) -> int | None:
-        axis = self._settings.batch_axis
+        axis = self.settings.batch_axis
         return size_of(content, axis if type(axis) is int else 0)
 
     def _ids_again(self, content: Any, start: int) -> Ids:
-        return ids_of(content, self._settings.ids, start, self._size(content))
+        return ids_of(content, self.settings.ids, start, self._size(content))
 
-    def _harvested(self, number: int, batch: Batch, start: int) -> int:
+    def _harvested(self, number: int, batch: LoaderBatch, start: int) -> int:
         """Harvest a batch; return how many samples it has."""
-        collector, content = self._collector, batch.content
+        collector, content = self.collector, batch.content
         versions = versions_of(content)
         ids: Ids = ()
         try:
             ids = self._ids_again(content, start)
             self._examine(ids, batch)
             collector.begin(content, len(ids))
-            for name, what in self._settings.keep.items():
+            for name, what in self.settings.keep.items():
                 self._keep(name, what, content, len(ids))
             self._run(number, content)
             path = collector.end()
@@ -522,9 +566,9 @@ class HarvestRun:
         self._order_done = self._order
         return len(ids)
 
-    def _examine(self, ids: Ids, batch: Batch) -> None:
-        if self._settings.ids is None:
-            if self._world > 1 and batch.size not in (None, len(ids)):
+    def _examine(self, ids: Ids, batch: LoaderBatch) -> None:
+        if self.settings.ids is None:
+            if self.workers.world > 1 and batch.size not in (None, len(ids)):
                 raise InputError(
                     f"a batch of {batch.size} items has {len(ids)} samples, so samples cannot "
                     "be numbered across processes: pass ids="
@@ -552,10 +596,10 @@ class HarvestRun:
                 f"keep= stores a row for each of the {size} samples of a batch, but {name!r} "
                 f"has shape {tuple(value.shape)}"
             )
-        self._collector.filling.add(f"kept/{name}", "", value.detach(), True, value.dtype)
+        self.collector.filling.add(f"kept/{name}", "", value.detach(), True, value.dtype)
 
     def _run(self, number: int, content: Any) -> None:
-        filling, seed = self._collector.filling, self._settings.seed
+        filling, seed = self.collector.filling, self.settings.seed
         if seed is not None:
             with RandomStates():
                 digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
@@ -569,21 +613,21 @@ class HarvestRun:
             filling.draws = before.differ()
 
     def _called(self, content: Any) -> None:
-        if self._call is None:
-            Call.of(content).to(self._bended)
+        if self.call is None:
+            Call.of(content).to(self.bended)
         else:
-            self._call(self._bended, content)
+            self.call(self.bended, content)
 
     # Shards
 
     def _is_full(self) -> bool:
-        filling, settings = self._collector.filling, self._settings
+        filling, settings = self.collector.filling, self.settings
         return filling.samples >= settings.shard_samples or filling.nbytes >= settings.shard_bytes
 
     def _finish(self) -> Filling:
-        filling = self._collector.filling
+        filling = self.collector.filling
         filling.order = self._order_done
-        filling.places = dict(sorted(self._collector.places.items()))
+        filling.places = dict(sorted(self.collector.places.items()))
         # The model, or a loader that uses its memory again, may have written into the batch.
         is_as_given = versions_of(self._last) == self._versions
         filling.mark = mark_of(self._last) if is_as_given else 0
@@ -592,23 +636,23 @@ class HarvestRun:
         return filling
 
     def _close_shard(self) -> None:
-        self._collector.filling = self._writer.exchange(self._finish())
+        self.collector.filling = self.writer.exchange(self._finish())
 
     def _rescue(self, error: BaseException) -> None:
         """Write the part of a shard, so that only the batch that failed is lost."""
-        self._collector.drop()
+        self.collector.drop()
         if isinstance(error, SaveError):
             return
         try:
-            self._writer.wait()
-            if self._collector.filling.batches and self._has_new:
-                self._files.write(self._finish(), is_partial=True)
+            self.writer.wait()
+            if self.collector.filling.batches and self._has_new:
+                self.files.write(self._finish(), is_partial=True)
         except SaveError as other:
             error.add_note(f"the samples since the last shard could not be saved: {other}")
 
     def _state_now(self) -> dict[str, int]:
         """Return marks of the parameters and buffers, which change with them."""
-        model = self._bended.model
+        model = self.bended.model
         buffers = {id(b) for b in model.buffers()} if isinstance(model, torch.nn.Module) else set()
         # A batch norm writes its statistics without counting a version (torch 2.13).
         return {
@@ -618,81 +662,7 @@ class HarvestRun:
         }
 
 
-class _Past:
-    """The batches that were harvested before, to compare the batches of the loader with."""
-
-    def __init__(self, shards: list[Shard], files: ShardFiles) -> None:
-        self._shards = shards
-        self._files = files
-        self._at = [(shard, place) for shard in shards for place in range(len(shard.batches))]
-        self._opened: tuple[Shard, list[Any]] | None = None
-        listed = [shard for shard in shards if shard.samples]
-        self.kind: type | None = None
-        if listed:
-            self.kind = int if listed[0].ids is None else str
-
-    def __len__(self) -> int:
-        return len(self._at)
-
-    def check(
-        self,
-        own: int,
-        number: int,
-        batch: Batch,
-        order: int,
-        again: Callable[[Any, int], Ids],
-        start: int,
-    ) -> int:
-        """Compare a batch with the one that was harvested in its place; return its size."""
-        shard, place = self._at[own]
-        size = shard.sizes[place]
-        is_last = place == len(shard.batches) - 1
-        same = shard.batches[place] == number
-        if is_last and order != shard.order:
-            same = False
-        if same and batch.is_loaded:
-            ids = self._ids(shard)
-            begin = sum(shard.sizes[:place])
-            same = list(again(batch.content, start)) == ids[begin : begin + size]
-            if same and is_last:
-                same = shard.mark in (0, mark_of(batch.content))
-        if not same:
-            raise InputError(
-                f"batch {number} of the loader differs from the one that was harvested before: "
-                "the data set or its order has changed. Shuffle with a generator that has a "
-                "fixed seed, or not at all"
-            )
-        return size
-
-    def _ids(self, shard: Shard) -> list[Any]:
-        if self._opened is None or self._opened[0] is not shard:
-            ids = shard.all_ids(self._files.form)
-            self._opened = shard, ids
-        return self._opened[1]
-
-    def fill(self, filling: Filling) -> None:
-        """Put the rows of the last shard, which is not full, into one that is being filled."""
-        shard = self._shards[-1]
-        filling.number = shard.number
-        held = self._files.form.open(shard.file, shard.about)
-        held.verify()
-        ids = iter(self._ids(shard))
-        columns: dict[int, list[tuple[str, Tensor]]] = {}
-        for key, kept in shard.columns.items():
-            elements = held.elements(key, kept.dtype)
-            for place, start, shape in kept.pieces(shard.sizes):
-                rows = elements[start : start + shape.numel()].view(shape)
-                columns.setdefault(place, []).append((key, rows))
-        for place, size in enumerate(shard.sizes):
-            for key, rows in columns.get(place, ()):
-                kept = shard.columns[key]
-                filling.add(key, kept.asked, rows, kept.per_sample, kept.dtype)
-            path = shard.paths[shard.taken[place]]
-            filling.end_batch(shard.batches[place], list(itertools.islice(ids, size)), path)
-        filling.draws = shard.draws
-
-
-def refuse_repeats(loader: Any, workers: Workers, settings: Settings) -> None:
+def refuse_repeats(loader: Any, workers: Workers, settings: HarvestSettings) -> None:
     """Raise for loaders that yield samples in several processes, or several times."""
     if settings.is_dealt and workers.world > 1 and settings.ids is None:
         raise InputError("sharded=True needs ids= to identify the samples of the processes")
@@ -716,7 +686,7 @@ def refuse_repeats(loader: Any, workers: Workers, settings: Settings) -> None:
                 )
 
 
-def total_of(loader: Any, workers: Workers, settings: Settings) -> int | None:
+def total_of(loader: Any, workers: Workers, settings: HarvestSettings) -> int | None:
     """Return the approximate number of samples that this process will harvest; None if unknown."""
     sampler = getattr(loader, "sampler", None)
     try:
@@ -746,17 +716,13 @@ class Workers:
         """Run a step in each process, and return the results of all of them."""
         if self.world == 1:
             return [step()]
-        error: Exception | None = None
-        given: Any = None
+        reports: list[Any] = [None] * self.world
         try:
             given = step()
-        except Exception as raised:
-            error = raised
-        failure = None if error is None else f"{type(error).__name__}: {error}"
-        reports: list[Any] = [None] * self.world
-        dist.all_gather_object(reports, (failure, given if error is None else None))
-        if error is not None:
-            raise error
+        except Exception as error:
+            dist.all_gather_object(reports, (f"{type(error).__name__}: {error}", None))
+            raise
+        dist.all_gather_object(reports, (None, given))
         failed = {rank: failure for rank, (failure, _) in enumerate(reports) if failure is not None}
         if failed:
             listed = "; ".join(f"process {rank}: {failure}" for rank, failure in failed.items())
@@ -768,7 +734,7 @@ class Workers:
         self.together(step if self.rank == 0 else lambda: None)
 
 
-class Writer:
+class ShardThread:
     """Writes one shard while the next one is filled.
 
     There are two sets of buffers, which take turns: they are all the memory that a harvest holds.
@@ -794,7 +760,7 @@ class Writer:
         if written is not None:
             written.result()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> ShardThread:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -811,37 +777,20 @@ def peak_memory() -> int | None:
     return most if sys.platform == "darwin" else most * 1024
 
 
-class Progress:
-    """A progress bar of samples, with the rate and the peak memory so far."""
+@contextmanager
+def progress_bar(shown: bool, total: int | None, done: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar of samples, with the rate and the peak memory; yield what advances it."""
+    bar = tqdm(
+        total=total, initial=done, unit=" samples", desc="harvest", smoothing=0.1, disable=not shown
+    )
 
-    def __init__(self, shown: bool, total: int | None, done: int) -> None:
-        self._bar: Any = None
-        if shown:
-            self._bar = tqdm(
-                total=total, initial=done, unit=" samples", desc="harvest", smoothing=0.1
-            )
-        self._shown_at = 0.0
-
-    def advance(self, samples: int) -> None:
-        """Advance by some samples."""
-        bar = self._bar
-        if bar is None:
-            return
+    def advance(samples: int) -> None:
         bar.update(samples)
-        now = time.monotonic()
-        if now - self._shown_at > 0.5:
-            self._shown_at = now
-            self._say_memory(False)
+        if shown and (most := peak_memory()) is not None:
+            bar.set_postfix_str(f"{most / 2**20:.0f} MiB", refresh=False)
 
-    def _say_memory(self, refresh: bool) -> None:
-        most = peak_memory()
-        if most is not None:
-            self._bar.set_postfix_str(f"{most / 2**20:.0f} MiB", refresh=refresh)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._say_memory(True)
-            self._bar.close()
+    try:
+        yield advance
+    finally:
+        advance(0)
+        bar.close()

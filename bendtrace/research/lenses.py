@@ -187,7 +187,7 @@ def logit_lens(
         torch.Size([2])
     """
     bended = bended_of(model)
-    end = _End(bended.model, unembed)
+    end = _ModelEnd(bended.model, unembed)
     with torch.no_grad():
         found, final = _site_values(bended, Call.of(inputs), sites, output)
         logits = {site: end(value, site) for site, value in found.items()}
@@ -230,7 +230,7 @@ def _check_fits(site: str, logits: Tensor, final: Tensor) -> None:
         )
 
 
-class _End:
+class _ModelEnd:
     """The end of a model, as functions that are called one after another."""
 
     def __init__(self, model: Any, unembed: Any) -> None:
@@ -338,7 +338,7 @@ class TunedLens(nn.Module):
     ) -> None:
         super().__init__()
         bended = bended_of(model)
-        end = _End(bended.model, unembed)
+        end = _ModelEnd(bended.model, unembed)
         with torch.no_grad():
             found, final = _site_values(bended, Call.of(inputs), sites, output)
             for site, value in found.items():
@@ -357,7 +357,7 @@ class TunedLens(nn.Module):
             self.translators.append(made)
 
     _bended: BendedModule
-    _end: _End
+    _end: _ModelEnd
 
     def forward(self, site: str, value: Tensor) -> Tensor:
         """Return the logits for the output of a site."""

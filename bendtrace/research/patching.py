@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 import torch
@@ -29,17 +29,17 @@ from bendtrace.research._sites import (
     At,
     Beyond,
     Columns,
-    Exchange,
     Grid,
     Key,
     Metric,
-    Missing,
+    MissingCells,
     NoPart,
     Part,
-    Row,
     Seen,
+    SiteRow,
     Sites,
     TwoRuns,
+    ValueExchange,
     aliases_of,
     as_number,
     differing,
@@ -161,7 +161,7 @@ def activation_patching(
     """
     first, patched, names = in_order(direction)
     columns = Columns.of(positions, axis, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
+    measured, missed = required_metric(metric), MissingCells(missing, "replace", HINT)
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
     items = site_list(sites)
     columns = columns.named(items, bended)
@@ -173,7 +173,7 @@ def activation_patching(
         model_sites.settle(*seen)
         rows = model_sites.rows(*seen)
         source, target = seen[first], seen[patched]
-        exchange = Exchange(source, target, names, missed)
+        exchange = ValueExchange(source, target, names, missed)
 
         def cell(number: int, part: Part) -> float:
             row = rows[number]
@@ -299,7 +299,7 @@ class CausalTrace(Grid):
         The share of the way from the metric of the corrupted runs (0) to the metric of the clean
         one (1) that restoring covers, as the mean over the samples.
         """
-        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+        return self.indirect_effect / self.total_effect
 
     @property
     def indirect_effect(self) -> Tensor:
@@ -400,7 +400,7 @@ def causal_tracing(
         tensor([[0., 1., 0.]], dtype=torch.float64)
     """
     columns = Columns.of(positions, axis, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "replace", HINT)
+    measured, missed = required_metric(metric), MissingCells(missing, "replace", HINT)
     subject = Part(position_of(subject_positions, "subject_positions"), axis)
     required_number("noise", noise)
     required_number("std", std, or_none=True)
@@ -416,9 +416,9 @@ def causal_tracing(
         key, embedding = _embedding_of(clean_seen, len(items), where)
         scale = noise * (_std(embedding) if std is None else std)
         corrupted, grids = [], []
-        rows: list[Row] = []
+        rows: list[SiteRow] = []
 
-        def cell_of(exchange: Exchange, corrupting: Act) -> Callable[[int, Part], float]:
+        def cell_of(exchange: ValueExchange, corrupting: Act) -> Callable[[int, Part], float]:
             def run(restoring: Act) -> Any:
                 def act(key: Key, number: int, value: Tensor) -> Tensor | None:
                     noisy = corrupting(key, number, value)
@@ -440,7 +440,7 @@ def causal_tracing(
             if not rows:
                 model_sites.settle(clean_seen, seen)
                 rows = model_sites.rows(clean_seen, seen)
-            exchange = Exchange(clean_seen, seen, ("clean", "corrupted"), missed)
+            exchange = ValueExchange(clean_seen, seen, ("clean", "corrupted"), missed)
             names = [row.name for row in rows]
             grids.append(columns.grid(names, clean_seen, cell_of(exchange, corrupting)))
     every = torch.stack([grid["values"] for grid in grids])
@@ -642,11 +642,11 @@ def attribution_patching(
           sin    0.596  0.596
           mul_1  0.596  0.596
     """
-    in_order(direction)
+    order = in_order(direction)
     columns = Columns.of(positions, axis, heads, head, head_axis)
     default = "nan" if sites is None else "raise"
     measured = required_metric(metric)
-    missed = Missing(default if missing is None else missing, "attribute to")
+    missed = MissingCells(default if missing is None else missing, "attribute to")
     if steps is not None:
         required_int("steps", steps, 1)
     if sites is None and at != "output":
@@ -666,7 +666,7 @@ def attribution_patching(
             columns=None if sites is None else columns,
         ) as model_sites,
     ):  # fmt: skip
-        scores = _Scores(model_sites, measured, missed, calls, direction)
+        scores = _Scores(model_sites, measured, missed, calls, *order)
         scores.run(steps, sites is None, puts)
     names = [row.name for row in scores.rows]
     grid = columns.grid(names, scores.source, scores.cell)
@@ -701,6 +701,7 @@ def _all_trainable(model: Callable[..., Any]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
+@dataclass(eq=False)
 class _Scores:
     """Differences of two runs times gradients.
 
@@ -711,29 +712,23 @@ class _Scores:
         found: the estimates for each element, by name of the site.
     """
 
-    def __init__(
-        self,
-        sites: Sites,
-        metric: Metric,
-        missing: Missing,
-        calls: tuple[Call, Call],
-        direction: str,
-    ) -> None:
-        self.rows: list[Row] = []
-        self.base = (math.nan, math.nan)
-        self.source: Seen = {}
-        self.found: dict[str, list[Tensor]] = {}
-        self._sites = sites
-        self._metric = metric
-        self._missing = missing
-        self._first, self._patched, self._names = in_order(direction)
-        self._calls = calls
-        self._target: Seen = {}
+    sites: Sites
+    metric: Metric
+    missing: MissingCells
+    calls: tuple[Call, Call]
+    first: int  # the number of the run that values would be taken from, and of the patched one
+    patched: int
+    names: tuple[str, str]
+    rows: list[SiteRow] = field(default_factory=list)
+    base: tuple[float, float] = (math.nan, math.nan)
+    source: Seen = field(default_factory=dict)
+    target: Seen = field(default_factory=dict)
+    found: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def run(self, steps: int | None, every_op: bool, puts: bool) -> None:
-        sites, patched = self._sites, self._calls[self._patched]
-        output, self.source = sites.seen(self._calls[self._first], with_gradients=True)
-        start = as_number(scalar_of(self._metric, output))
+        sites, patched = self.sites, self.calls[self.patched]
+        output, self.source = sites.seen(self.calls[self.first], with_gradients=True)
+        start = as_number(scalar_of(self.metric, output))
         edges: dict[Passes, GradientEdge] = {}
 
         def note(key: Key, number: int, value: Tensor) -> Tensor | None:
@@ -742,13 +737,13 @@ class _Scores:
                 edges[key, number] = get_gradient_edge(value)
             return value.view_as(value) if puts else None
 
-        output, self._target = sites.seen(patched, note, with_gradients=True)
-        end = scalar_of(self._metric, output)
+        output, self.target = sites.seen(patched, note, with_gradients=True)
+        end = scalar_of(self.metric, output)
         del output
         base = start, as_number(end)
-        self.base = base[self._first], base[self._patched]
-        sites.settle(self.source, self._target)
-        self.rows = sites.rows(self.source, self._target)
+        self.base = base[self.first], base[self.patched]
+        sites.settle(self.source, self.target)
+        self.rows = sites.rows(self.source, self.target)
         gradients: Gradients = {}
         if steps is None or every_op:
             if not isinstance(end, Tensor) or not end.requires_grad:
@@ -761,17 +756,17 @@ class _Scores:
             reached = {key for key, _ in gradients}
             self.rows = [row for row in self.rows if reached.issuperset(row.keys)]
         for row in self.rows:
-            pairs = ((self.source.get(key), self._target.get(key)) for key in row.keys)
-            why = next(filter(None, (differing(*pair, self._names) for pair in pairs)), "")
+            pairs = ((self.source.get(key), self.target.get(key)) for key in row.keys)
+            why = next(filter(None, (differing(*pair, self.names) for pair in pairs)), "")
             if not why and steps is not None:
                 gradients, why = self._integrated(row, patched, steps)
             elif not why and not {key for key, _ in edges}.issuperset(row.keys):
                 why = _WITHOUT
             if why:
-                self._missing.note(row.name, why)
+                self.missing.note(row.name, why)
                 continue
             self.found[row.name] = [
-                _difference(value, self._target[key][number]) * gradients[key, number]
+                _difference(value, self.target[key][number]) * gradients[key, number]
                 if (key, number) in gradients
                 else torch.zeros_like(value)  # nothing leads from there to the metric
                 for key in row.keys
@@ -786,16 +781,13 @@ class _Scores:
         if name not in self.found:
             return math.nan
         try:
-            return math.fsum(
-                _sum(score if (index := part.index(score)) is None else score[index])
-                for score in self.found[name]
-            )
+            return math.fsum(_sum(score[part.index(score)]) for score in self.found[name])
         except Beyond:
             return math.nan
         except NoPart as error:
-            return self._missing.note(name, str(error))
+            return self.missing.note(name, str(error))
 
-    def _integrated(self, row: Row, call: Call, steps: int) -> tuple[Gradients, str]:
+    def _integrated(self, row: SiteRow, call: Call, steps: int) -> tuple[Gradients, str]:
         """Return the mean gradients along the line, or why there are none."""
         sums: Gradients = {}
         for step in range(steps):
@@ -810,7 +802,7 @@ class _Scores:
                 if key not in row.keys:
                     return None
                 given = self.source[key].get(number)
-                before = self._target[key].get(number)
+                before = self.target[key].get(number)
                 if given is None or before is None or unlike(given, value):
                     flaws.append(_ELSEWHERE)
                 elif not given.is_floating_point():
@@ -821,7 +813,7 @@ class _Scores:
                     return leaf.clone()
                 return None
 
-            end = scalar_of(self._metric, self._sites.run(call, act, with_gradients=True))
+            end = scalar_of(self.metric, self.sites.run(call, act, with_gradients=True))
             expected = sum(len(self.source[key]) for key in row.keys)
             if flaws or len(leaves) != expected:
                 return {}, (flaws or [_ELSEWHERE])[0]

@@ -26,15 +26,14 @@ from bendtrace.research._sites import (
     At,
     Columns,
     Metric,
-    Missing,
+    MissingCells,
     NoPart,
     Part,
-    Row,
     Seen,
+    SiteRow,
     Sites,
-    Table,
+    TwoRunTable,
     differing,
-    effect_of,
     number_of,
     required_metric,
     site_list,
@@ -49,7 +48,7 @@ from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
 
 
 @dataclass(frozen=True)
-class Spot:
+class PassSpot:
     """One pass of a node.
 
     Attributes:
@@ -68,10 +67,10 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class End:
+class Receiver:
     """A receiver, and the changed values among its inputs."""
 
-    spot: Spot
+    spot: PassSpot
     sources: frozenset[int]
 
 
@@ -86,11 +85,11 @@ class Edges:
     """
 
     into: dict[int, set[int]] = field(default_factory=dict)
-    ends: list[End] = field(default_factory=list)
+    ends: list[Receiver] = field(default_factory=list)
     known: set[int] = field(default_factory=set)
 
 
-class Flow:
+class OpFlow:
     """The ops of a run, and their inputs."""
 
     def __init__(self, trace: Trace) -> None:
@@ -106,11 +105,11 @@ class Flow:
 
     # Nodes
 
-    def spot(self, path: str, number: int) -> Spot:
+    def spot(self, path: str, number: int) -> PassSpot:
         """Return a pass of a node."""
         if path == "output" or path.startswith("output|"):
-            values = tuple(index for _, index in self.outputs(Spot(path, number, ())))
-            return Spot(path, number, values, is_output=True)
+            values = tuple(index for _, index in self.outputs(PassSpot(path, number, ())))
+            return PassSpot(path, number, values, is_output=True)
         try:
             node = self._tree.resolve(path, leaf=False)._data
         except NodePathError as error:
@@ -124,7 +123,7 @@ class Flow:
         if node.kind == "graph":
             made = node.passes[number].index
             call = self._root if made is None else self._calls[made]
-            return Spot(path, number, tuple(_refs(call.output)), call)
+            return PassSpot(path, number, tuple(_refs(call.output)), call)
         if node.role == "input" and "." in node.path:
             raise SiteError(
                 f"{path!r} is the input of a module: name the module, or the node that "
@@ -133,10 +132,10 @@ class Flow:
             )
         return self._value(path, number, node)
 
-    def _value(self, path: str, number: int, node: TreeNode) -> Spot:
+    def _value(self, path: str, number: int, node: TreeNode) -> PassSpot:
         made = node.passes[number]
         if made.index is None and node.role != "op":
-            return Spot(path, number, ())
+            return PassSpot(path, number, ())
         # Containers have no value of their own on the tape; all in them comes from one op.
         inside = made.index
         if inside is None:
@@ -145,11 +144,11 @@ class Flow:
             )
         root = self._tree.origin(inside, made.element)
         if node.kind == "container" or not root[1]:
-            return Spot(path, number, (root[0],), index=root[0])
+            return PassSpot(path, number, (root[0],), index=root[0])
         values = [op.index for op in self.ops if self._tree.origin(op.index) == root]
-        return Spot(path, number, tuple(values), index=root[0])
+        return PassSpot(path, number, tuple(values), index=root[0])
 
-    def outputs(self, spot: Spot) -> list[tuple[str, int]]:
+    def outputs(self, spot: PassSpot) -> list[tuple[str, int]]:
         """Return the paths of the parts of the model's output, and their values."""
         wanted = spot.path.replace("|", ".")
         return [
@@ -173,7 +172,7 @@ class Flow:
 
     # Edges
 
-    def begin(self, senders: Sequence[Spot], within: bool) -> tuple[Edges, set[int]]:
+    def begin(self, senders: Sequence[PassSpot], within: bool) -> tuple[Edges, set[int]]:
         """Return the changed values at the beginning, and the values that pass them on."""
         made = Edges()
         if not within:
@@ -186,12 +185,12 @@ class Flow:
             carried |= self._through(made, {first}, spot)
         return made, carried
 
-    def direct(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
+    def direct(self, made: Edges, carried: set[int], ends: Sequence[PassSpot]) -> None:
         """Add the edges that lead to some nodes directly."""
         self._arrive(made, self._spread(made, carried, lambda op: False), ends)
 
     def every(
-        self, made: Edges, carried: set[int], ends: Sequence[Spot], frozen: Iterable[Spot]
+        self, made: Edges, carried: set[int], ends: Sequence[PassSpot], frozen: Iterable[PassSpot]
     ) -> None:
         """Add all edges on paths to some nodes that avoid frozen nodes."""
         held = _values(frozen)
@@ -204,7 +203,7 @@ class Flow:
         self._arrive(made, came, ends)
         self._require_no_memory(carried, held, ends)
 
-    def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[Spot]]) -> None:
+    def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[PassSpot]]) -> None:
         """Add the edges of a path, given as its nodes with their passes, both ends included."""
         for before, spots in pairwise(nodes[:-1]):
             came = set[int]().union(*(self._through(made, carried, spot) for spot in spots))
@@ -216,7 +215,7 @@ class Flow:
         if len(made.ends) == count:
             raise _no_edge(nodes[-2], nodes[-1])
 
-    def first_input(self, spot: Spot) -> int:
+    def first_input(self, spot: PassSpot) -> int:
         """Return the op of the first tensor among the inputs of a node."""
         given = self._input_ops(spot)
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
@@ -224,7 +223,7 @@ class Flow:
             raise SiteError(f"{spot.path!r} receives no tensor", spot.path)
         return first
 
-    def _input_ops(self, spot: Spot) -> list[int]:
+    def _input_ops(self, spot: PassSpot) -> list[int]:
         called = self.ops[spot.index] if spot.call is None else spot.call
         return _refs((called.args, called.kwargs))
 
@@ -243,7 +242,7 @@ class Flow:
                 carried.add(op.index)
         return carried
 
-    def _through(self, made: Edges, carried: set[int], spot: Spot) -> set[int]:
+    def _through(self, made: Edges, carried: set[int], spot: PassSpot) -> set[int]:
         """Carry a change through a node; return the changed values of its output."""
         self.require_own(spot)
         first, last = (
@@ -256,7 +255,7 @@ class Flow:
             made, carried, lambda op: first <= op.index < last
         )  # fmt: skip
 
-    def tensor_of(self, spot: Spot) -> int:
+    def tensor_of(self, spot: PassSpot) -> int:
         """Return the op of the one tensor that is a node's output."""
         if len(spot.values) != 1 or not isinstance(self.ops[spot.values[0]].meta, TensorMeta):
             raise SiteError(
@@ -264,12 +263,12 @@ class Flow:
             )
         return spot.values[0]
 
-    def arguments(self, spot: Spot) -> tuple[Any, Any]:
+    def arguments(self, spot: PassSpot) -> tuple[Any, Any]:
         """Return the recorded arguments of a node."""
         called = self.ops[spot.index] if spot.call is None else spot.call
         return tuple(called.args), called.kwargs
 
-    def require_own(self, spot: Spot) -> None:
+    def require_own(self, spot: PassSpot) -> None:
         """Raise for calls of modules that return their inputs."""
         call = spot.call
         if call is not None and any(not call.start <= i < call.stop for i in spot.values):
@@ -277,11 +276,11 @@ class Flow:
                 f"{spot.path!r} returns its input: name the node that computes the input", spot.path
             )
 
-    def _arrive(self, made: Edges, carried: set[int], ends: Sequence[Spot]) -> None:
+    def _arrive(self, made: Edges, carried: set[int], ends: Sequence[PassSpot]) -> None:
         for spot in ends:
             given = set(spot.values) if spot.is_output else set(self._input_ops(spot))
             if sources := given & carried:
-                made.ends.append(End(spot, frozenset(sources)))
+                made.ends.append(Receiver(spot, frozenset(sources)))
 
     # Ops that cannot run on the side
 
@@ -321,7 +320,9 @@ class Flow:
         if op.writes and not isinstance(op.meta, TensorMeta):
             raise self._refusal(index, "writes into a part of a tensor")
 
-    def _require_no_memory(self, starts: set[int], held: set[int], ends: Sequence[Spot]) -> None:
+    def _require_no_memory(
+        self, starts: set[int], held: set[int], ends: Sequence[PassSpot]
+    ) -> None:
         """Refuse changes that would reach the ends by writes in place."""
         changed = set(starts)
         for op in self.ops:
@@ -367,7 +368,7 @@ def _refs(value: Any) -> list[int]:
     return list(dict.fromkeys(ref.index for ref in refs_in(value)))
 
 
-def _values(spots: Iterable[Spot]) -> set[int]:
+def _values(spots: Iterable[PassSpot]) -> set[int]:
     return {index for spot in spots for index in spot.values}
 
 
@@ -377,7 +378,7 @@ def _is_element(op: Op) -> bool:
     return is_taken and isinstance(op.meta, tuple)  # that of a tensor is one as well
 
 
-def _no_edge(before: Sequence[Spot], after: Sequence[Spot]) -> SiteError:
+def _no_edge(before: Sequence[PassSpot], after: Sequence[PassSpot]) -> SiteError:
     first, then = before[0].path, after[0].path
     return SiteError(f"the mirror has no edge from {first!r} to {then!r}", then)
 
@@ -386,7 +387,7 @@ Places = dict[tuple[int, str], list[int]]  # the passes of nodes, by item and pa
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PathPatching(Table):
+class PathPatching(TwoRunTable):
     """The result of path patching: the metric for each sender and receiver.
 
     Attributes:
@@ -428,22 +429,11 @@ class PathPatching(Table):
     direction: Direction
     missing: dict[str, str]
 
-    @property
-    def effect(self) -> Tensor:
-        """The share by which each cell moves the metric from the patched run (0) to the other."""
-        return effect_of(self.values, self.clean, self.corrupted, self.direction)
-
     _between = ", "
 
     def _axes(self) -> dict[str, Sequence[Any]]:
         axes: dict[str, Sequence[Any]] = {"sender": self.senders, "receiver": self.receivers}
         return axes if self.heads is None else axes | {"head": self.heads}
-
-    def _title(self) -> str:
-        return (
-            f"PathPatching ({self.direction}): clean {self.clean:.4g}, corrupted "
-            f"{self.corrupted:.4g}; effect (0 none, 1 all)"
-        )
 
 
 def path_patching(
@@ -529,9 +519,9 @@ def path_patching(
     """
     first, patched, names = in_order(direction)
     columns = Columns.of(None, 1, heads, head, head_axis)
-    measured, missed = required_metric(metric), Missing(missing, "send")
+    measured, missed = required_metric(metric), MissingCells(missing, "send")
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
-    plan = _Plan(senders, receivers, paths, frozen)
+    plan = _PathRequest(senders, receivers, paths, frozen)
     columns = columns.named(plan.senders, bended)
     with Sites(
         bended, plan.senders, (calls[first], calls[patched]), at=at, noted=plan.noted,
@@ -545,10 +535,10 @@ def path_patching(
         trace = bended.trace(*(copy := own_copy(calls[patched])).args, **copy.kwargs)
         trace.output = None
         still.rewind()
-        flow = Flow(trace)
+        flow = OpFlow(trace)
         cells = _Cells(flow, plan, rows, places, (source, target), names, at == "input")
         parts = columns.parts((None,))
-        with Runs(bended, flow, cells.needed, cells.made, still, calls[patched], measured) as runs:
+        with SideRuns(bended, cells, still, calls[patched], measured) as runs:
             found = [
                 [[cells.value(runs, i, j, part, start, missed) for part in parts]
                  for j in range(len(plan.receivers))]
@@ -564,7 +554,7 @@ def path_patching(
     )  # fmt: skip
 
 
-class _Plan:
+class _PathRequest:
     """The senders, the receivers, and the paths between them, as they were given."""
 
     def __init__(self, senders: Any, receivers: Any, paths: Any, frozen: Any) -> None:
@@ -573,8 +563,8 @@ class _Plan:
         self.names = [_name(item) for item in self.receivers]
         self.paths: Any = paths
         self.noted: list[Any] = list(self.receivers)
-        self._frozen = range(0)
-        self._nodes: list[range] = []
+        self.frozen = range(0)
+        self.ways: list[range] = []
         if isinstance(paths, str):
             if paths not in ("direct", "all"):
                 raise InputError(
@@ -587,33 +577,16 @@ class _Plan:
                         "a path has to be a sequence of nodes, from a sender to a receiver, "
                         f"not {path!r}"
                     )
-                self._nodes.append(self._add(list(path)))
+                self.ways.append(self._add(list(path)))
         if frozen is not None:
             if paths != "all":
                 raise InputError('frozen= is only for paths="all": it names nodes that paths avoid')
-            self._frozen = self._add(site_list(frozen, "frozen"))
+            self.frozen = self._add(site_list(frozen, "frozen"))
 
     def _add(self, items: list[Any]) -> range:
         first = len(self.senders) + len(self.noted)
         self.noted += items
         return range(first, first + len(items))
-
-    def spots(self, flow: Flow, places: Places, number: int) -> list[Spot]:
-        """Return the nodes of a noted item, pass by pass."""
-        return [
-            flow.spot(path, one)
-            for (known, path), numbers in places.items()
-            if known == number
-            for one in numbers
-        ]
-
-    def frozen(self, flow: Flow, places: Places) -> list[Spot]:
-        """Return the nodes that no path leads through."""
-        return [spot for number in self._frozen for spot in self.spots(flow, places, number)]
-
-    def ways(self, flow: Flow, places: Places) -> list[list[list[Spot]]]:
-        """Return the nodes of the paths, each with its passes."""
-        return [[self.spots(flow, places, number) for number in path] for path in self._nodes]
 
 
 def _name(item: Any) -> str:
@@ -643,9 +616,9 @@ class _Cells:
 
     def __init__(
         self,
-        flow: Flow,
-        plan: _Plan,
-        rows: Sequence[Row],
+        flow: OpFlow,
+        plan: _PathRequest,
+        rows: Sequence[SiteRow],
         places: Places,
         seen: tuple[Seen, Seen],
         names: tuple[str, str],
@@ -660,17 +633,20 @@ class _Cells:
         self.needed: dict[tuple[int, int], list[int]] = {}
         self._flaws: dict[int, str] = {}
         self._used: set[int] = set()
-        ends = [
-            plan.spots(flow, places, len(plan.senders) + number)
-            for number in range(len(plan.receivers))
-        ]
-        for name, spots in zip(plan.names, ends, strict=True):
-            if not spots:
+        spots: dict[int, list[PassSpot]] = {}  # by the number of a noted item, pass by pass
+        for (item, path), passes in places.items():
+            spots.setdefault(item, []).extend(flow.spot(path, number) for number in passes)
+        count = len(plan.senders)
+        ends = [spots.get(count + j, []) for j in range(len(plan.receivers))]
+        for name, end in zip(plan.names, ends, strict=True):
+            if not end:
                 raise SiteError(f"the patched run did not reach {name!r}", name)
-            if len(spots) > 1 and any(spot.is_output for spot in spots):
+            if len(end) > 1 and any(spot.is_output for spot in end):
                 raise InputError("the model's output cannot be combined with other receivers")
-        frozen, ways = plan.frozen(flow, places), plan.ways(flow, places)
-        for spot in frozen:
+        self._ends = ends
+        self._frozen = [spot for item in plan.frozen for spot in spots.get(item, ())]
+        self._ways = [[spots.get(item, []) for item in way] for way in plan.ways]
+        for spot in self._frozen:
             flow.require_own(spot)
         for i, row in enumerate(rows):
             for key in row.keys:
@@ -679,18 +655,11 @@ class _Cells:
             if i not in self._flaws:
                 senders = [flow.spot(key[1], n) for key in row.keys for n in self._target[key]]
                 for j in range(len(plan.receivers)):
-                    self._connect(i, j, senders, ends[j], frozen, ways)
-        self._require_all_used(ways)
+                    self._connect(i, j, senders)
+        self._require_all_used()
 
-    def _connect(
-        self,
-        i: int,
-        j: int,
-        senders: list[Spot],
-        ends: list[Spot],
-        frozen: list[Spot],
-        ways: list[list[list[Spot]]],
-    ) -> None:
+    def _connect(self, i: int, j: int, senders: list[PassSpot]) -> None:
+        ends = self._ends[j]
         flow = self.flow
         for spot in senders:
             flow.require_own(spot)
@@ -698,9 +667,9 @@ class _Cells:
         if self._plan.paths == "direct":
             flow.direct(made, carried, ends)
         elif self._plan.paths == "all":
-            flow.every(made, carried, ends, frozen)
+            flow.every(made, carried, ends, self._frozen)
         else:
-            for number, way in enumerate(ways):
+            for number, way in enumerate(self._ways):
                 if set(way[0]) <= set(senders) and set(way[-1]) <= set(ends):
                     begun, values = flow.begin(way[0], self._within)
                     for index, sources in begun.into.items():
@@ -710,11 +679,11 @@ class _Cells:
         self.made[i, j] = made
         self.needed[i, j] = flow.needed(made)
 
-    def _require_all_used(self, ways: list[list[list[Spot]]]) -> None:
+    def _require_all_used(self) -> None:
         """Refuse paths and edges that lead nowhere."""
         if self._plan.paths == "all" or self._flaws:
             return
-        for number, way in enumerate(ways):
+        for number, way in enumerate(self._ways):
             if number not in self._used:
                 text = " to ".join(repr(spots[0].path) if spots else "nothing" for spots in way)
                 raise SiteError(
@@ -732,19 +701,15 @@ class _Cells:
 
     def edges(self) -> Tensor:
         """Return how many edges were chosen, by sender and receiver."""
-        return torch.tensor([
-            [self._count(i, j) for j in range(len(self._plan.receivers))]
-            for i in range(len(self._rows))
-        ])  # fmt: skip
+        counts = torch.zeros(len(self._rows), len(self._plan.receivers), dtype=torch.int64)
+        for cell, made in self.made.items():
+            inner = sum(len(made.into[index]) for index in self.needed[cell])
+            counts[cell] = inner + sum(len(end.sources) for end in made.ends)
+        return counts
 
-    def _count(self, i: int, j: int) -> int:
-        made = self.made.get((i, j))
-        if made is None:
-            return 0
-        inner = sum(len(made.into[index]) for index in self.needed[i, j])
-        return inner + sum(len(end.sources) for end in made.ends)
-
-    def value(self, runs: Runs, i: int, j: int, part: Part, base: float, missing: Missing) -> float:
+    def value(
+        self, runs: SideRuns, i: int, j: int, part: Part, base: float, missing: MissingCells
+    ) -> float:
         """Return the metric with a part of one sender's change sent to one receiver.
 
         Args:
@@ -755,27 +720,18 @@ class _Cells:
             base: the metric where no path leads from the one to the other.
             missing: the action at places where the runs differ.
         """
-        why = self._flaws.get(i, "")
-        if not why:
-            try:
-                known = self._changed(i, part)
-            except NoPart as error:
-                why = str(error)
-            else:
-                return runs.value(self.made[i, j], known) if self.made[i, j].ends else base
-        return missing.note(self._rows[i].name, why)
-
-    def _changed(self, i: int, part: Part) -> dict[int, Tensor]:
-        """Return the changed values that a cell begins with, by their ops."""
-        found: dict[int, Tensor] = {}
-        for key in self._rows[i].keys:
-            for number, value in self._target[key].items():
-                spot = self.flow.spot(key[1], number)
-                made = part.put(value, self._source[key][number])
-                found[
-                    self.flow.first_input(spot) if self._within else self.flow.tensor_of(spot)
-                ] = made
-        return found
+        if i in self._flaws:
+            return missing.note(self._rows[i].name, self._flaws[i])
+        begin = self.flow.first_input if self._within else self.flow.tensor_of
+        try:
+            known = {
+                begin(self.flow.spot(key[1], number)): part.put(value, self._source[key][number])
+                for key in self._rows[i].keys
+                for number, value in self._target[key].items()
+            }
+        except NoPart as error:
+            return missing.note(self._rows[i].name, str(error))
+        return runs.value(self.made[i, j], known) if self.made[i, j].ends else base
 
 
 # Ops that run a second time on the side, with changed inputs, while a model runs unchanged.
@@ -803,6 +759,7 @@ def _with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
     raise SiteError(f"a value inside a {type(given).__name__} cannot be replaced", "")
 
 
+@dataclass(eq=False, repr=False)
 class _Aside(Interjection):
     """Runs ops twice: as they are, and once more on changed inputs.
 
@@ -814,17 +771,18 @@ class _Aside(Interjection):
     self_contained = True
     label = "path_patching"
 
-    def __init__(self, ops: list[Op], places: Mapping[Pass, int]) -> None:
+    ops: list[Op]
+    places: Mapping[Pass, int]
+
+    def __post_init__(self) -> None:
         self.into: Mapping[int, set[int]] = {}
         self.values: dict[int, Any] = {}
-        self._places = places
-        self._ops = ops
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
-        index = self._places.get((at.path, at.number))
+        index = self.places.get((at.path, at.number))
         if index is None or index not in self.into or index in self.values:
             return call(*inputs, **inputs.kwargs)
-        op = self._ops[index]
+        op = self.ops[index]
         recorded = tuple(op.args), op.kwargs
         changed = {source: self.value(source) for source in self.into[index]}
         args, kwargs = _with_changed(recorded, (tuple(inputs), inputs.kwargs), changed)
@@ -848,7 +806,7 @@ class _Aside(Interjection):
     def value(self, index: int) -> Any:
         """Return the output of an op in the changed run, or an element of an output."""
         if index not in self.values:
-            op = self._ops[index]
+            op = self.ops[index]
             if op.target is not operator.getitem or not isinstance(op.args[0], Ref):
                 raise SiteError(
                     f"the run did not reach op {index} ({op.target}), as it did before with "
@@ -873,6 +831,7 @@ class _Aside(Interjection):
                 )
 
 
+@dataclass(eq=False, repr=False)
 class _InputReplacement(Interjection):
     """Gives nodes changed inputs.
 
@@ -884,10 +843,11 @@ class _InputReplacement(Interjection):
     self_contained = True
     label = "path_patching"
 
-    def __init__(self, recorded: Mapping[Pass, tuple[Any, Any]]) -> None:
+    recorded: Mapping[Pass, tuple[Any, Any]]
+
+    def __post_init__(self) -> None:
         self.changed: Mapping[Pass, Mapping[int, Any]] = {}
         self.reached: set[Pass] = set()
-        self._recorded = recorded
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         changed = self.changed.get((at.path, at.number))
@@ -895,46 +855,40 @@ class _InputReplacement(Interjection):
             return None
         self.reached.add((at.path, at.number))
         copies = {i: v.clone() if isinstance(v, Tensor) else v for i, v in changed.items()}
-        recorded = self._recorded[at.path, at.number]
+        recorded = self.recorded[at.path, at.number]
         args, kwargs = _with_changed(recorded, (tuple(inputs), inputs.kwargs), copies)
         return Inputs(tuple(args), kwargs)
 
 
-class Runs:
+@dataclass(eq=False)
+class SideRuns:
     """Runs with ops on the side, and runs whose receivers get the side results.
 
     It is also a context manager: the insertions that all cells need stay active while it lasts.
     """
 
-    def __init__(
-        self,
-        bended: BendedModule,
-        flow: Flow,
-        needed: Mapping[Any, list[int]],
-        made: Mapping[Any, Edges],
-        still: PreservedState,
-        call: Call,
-        metric: Metric,
-    ) -> None:
-        self._bended = bended
-        self._still = still
-        self._call = call
-        self._metric = metric
-        self._flow = flow
+    bended: BendedModule
+    cells: _Cells
+    still: PreservedState
+    call: Call
+    metric: Metric
+
+    def __post_init__(self) -> None:
+        cells, flow = self.cells, self.cells.flow
         aside = {
             flow.place(index): index
-            for indices in needed.values()
+            for indices in cells.needed.values()
             for index in indices
             if not _is_element(flow.ops[index])
         }
         self._aside = _Aside(flow.ops, aside)
-        ends = [end.spot for edges in made.values() for end in edges.ends]
+        ends = [end.spot for edges in cells.made.values() for end in edges.ends]
         inner = [spot for spot in ends if not spot.is_output]
         self._inputs = _InputReplacement(
             {(spot.path, spot.number): flow.arguments(spot) for spot in inner}
         )
         self._put: dict[str, Tensor] = {}
-        self._group = InsertionGroup(bended)
+        self._group = InsertionGroup(self.bended)
         for where, what in (
             (sorted({NodePath(path) for path, _ in aside}), self._aside),
             (sorted({NodePath(spot.path) for spot in inner}), self._inputs),
@@ -965,7 +919,7 @@ class Runs:
         for end in made.ends:
             values = {source: aside.value(source) for source in end.sources}
             if end.spot.is_output:
-                for path, index in self._flow.outputs(end.spot):
+                for path, index in self.cells.flow.outputs(end.spot):
                     if index in values:
                         self._put[path] = values[index]
             else:
@@ -979,13 +933,13 @@ class Runs:
         if gone := changed.keys() - given.reached:
             path = min(gone)[0]
             raise SiteError(f"with other receivers patched, the run did not reach {path!r}", path)
-        return number_of(self._metric, output)
+        return number_of(self.metric, output)
 
     def _run(self) -> Any:
-        copy = own_copy(self._call)
-        self._still.rewind()
+        copy = own_copy(self.call)
+        self.still.rewind()
         try:
-            return copy.to(self._bended)
+            return copy.to(self.bended)
         finally:
             self._aside.into = {}
 

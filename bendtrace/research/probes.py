@@ -18,8 +18,14 @@ from bendtrace.log.capture import lazily_copied
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.research.analyser import Analyser, Batch
 from bendtrace.research.spectra import Products, as_matrix, check_features, check_width, ridge
-from bendtrace.research.streaming import Moments, Statistic, decode_state, encode_state
-from bendtrace.research.values import Keep, check_keep
+from bendtrace.research.streaming import (
+    Keep,
+    Moments,
+    Statistic,
+    check_keep,
+    decode_state,
+    encode_state,
+)
 
 # So that a forgotten `train_step` ends with a message, and not with the memory.
 _MOST_WAITING = 4096
@@ -354,10 +360,7 @@ class LinearProbe(Analyser):
 
     def _make(self, state: Probe, features: Tensor, outputs: int) -> None:
         if state.linear is None:
-            state.make(
-                features.shape[1], outputs, bias=self.bias, seed=self.seed,
-                dtype=features.dtype, device=features.device,
-            )  # fmt: skip
+            state.make(features, outputs, self.bias, self.seed)
 
     def _ready(self, state: Probe) -> Optimizer | None:
         """Return the optimizer of a probe; a loaded or copied probe gets a new one."""
@@ -629,28 +632,17 @@ class Probe(Statistic):
         self.outputs = 1
         self.scores: ClassScores | ValueScores | None = None
 
-    def make(
-        self,
-        features: int,
-        outputs: int,
-        *,
-        bias: bool,
-        seed: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Create the map like `nn.Linear` after `torch.manual_seed(seed)`."""
-        linear = nn.utils.skip_init(
-            nn.Linear, features, outputs, bias=bias, dtype=dtype, device="cpu"
-        )
+    def make(self, features: Tensor, outputs: int, bias: bool, seed: int) -> None:
+        """Create the map for features like `nn.Linear` after `torch.manual_seed(seed)`."""
+        count, dtype = features.shape[1], features.dtype
         generator = torch.Generator().manual_seed(seed)
+        weight, shift = torch.empty(outputs, count, dtype=dtype), None
         # Those of nn.Linear, seen in torch 2.13 to 2.15; tests/test_analysis_probes.py compares.
-        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+        nn.init.kaiming_uniform_(weight, a=math.sqrt(5), generator=generator)
         if bias:
-            bound = 1 / math.sqrt(features)
-            nn.init.uniform_(linear.bias, -bound, bound, generator=generator)
-        self.linear = linear.to(device)
-        self.outputs = outputs
+            bound = 1 / math.sqrt(count)
+            shift = torch.empty(outputs, dtype=dtype).uniform_(-bound, bound, generator=generator)
+        self.set(weight.to(features.device), shift)
 
     def set(self, weight: Tensor, bias: Tensor | None) -> None:
         """Set the map, and create it if necessary."""

@@ -11,6 +11,7 @@ from bendtrace._trace import Trace, run_trace
 from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.flow import FlowStep, LogicalFlowStep
+from bendtrace.insert.resolver import flat
 from bendtrace.log.nodes import NodePath
 from bendtrace.python.checks import did_you_mean
 from bendtrace.python.lazy import networkx as nx
@@ -112,7 +113,10 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
         steps |= more
         new = conditions - deciding
         deciding = deciding.union(new, *(nx.ancestors(data, index) for index in new))
-    kinds = {kind: _names_of(trace, above, kind) for kind in (OpKind.INPUT, OpKind.STATE)}
+    kinds = {
+        kind: _names(trace, [index for index in above if trace.ops[index].kind is kind])
+        for kind in (OpKind.INPUT, OpKind.STATE)
+    }
     return Reach(
         of=_names(trace, found), nodes=_names(trace, above - set(found)),
         inputs=kinds[OpKind.INPUT], states=kinds[OpKind.STATE],
@@ -173,29 +177,10 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
 
 def _writes_into(trace: Trace, node: Any) -> set[int]:
     """Return the ops that wrote into parts of the output, last, through another view or index."""
-    if isinstance(node, (list, tuple, set, frozenset)):
-        return set().union(*(_writes_into(trace, item) for item in node))
-    if not _is_output(node):
-        return set()
+    named = [one for one in flat(node) if isinstance(one, str)]
+    outputs = [one for one in named if one.replace("|", ".").split(".")[0] == "output"]
     reads = trace._recording.output_reads
-    return {reads[index] for index in _ops_of(trace, node) if index in reads}
-
-
-def _is_output(node: Any) -> bool:
-    return isinstance(node, str) and node.replace("|", ".").split(".")[0] == "output"
-
-
-def _deciding(trace: Trace, target: int, reached: set[int]) -> tuple[FlowStep, ...]:
-    """Return the steps up to a value whose conditions depend on values of the inputs."""
-    guards = trace._recording.tape.guards
-    return tuple(
-        step
-        for step in trace.flow_steps
-        if step.guard is not None
-        and guards[step.guard].index in reached
-        and guards[step.guard].index <= target
-        and trace.ops[guards[step.guard].index].target not in _NO_VALUES
-    )
+    return {reads[index] for one in outputs for index in _ops_of(trace, one) if index in reads}
 
 
 def _ops_by_branch(trace: Trace) -> dict[int, set[int]]:
@@ -299,24 +284,13 @@ def _names(trace: Trace, ops: Iterable[int]) -> tuple[str, ...]:
     return tuple(trace.names[index] for index in sorted(ops))
 
 
-def _names_of(trace: Trace, ops: Iterable[int], kind: OpKind) -> tuple[str, ...]:
-    found = (trace.ops[index] for index in sorted(ops))
-    return tuple(trace.names[op.index] for op in found if op.kind is kind)
-
-
 def _outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
-    written = set(trace._recording.output_reads.values())
+    written = trace._recording.output_reads  # the ops that wrote into outputs, after those ran
     return tuple(
         path
         for path, index, _ in trace._tree.outputs
-        if index is not None and (index in ops or written & ops & _writers(trace, index))
+        if index is not None and (index in ops or written.get(index) in ops)
     )
-
-
-def _writers(trace: Trace, index: int) -> set[int]:
-    """Return the ops that wrote into an output of the model, after it was made."""
-    reads = trace._recording.output_reads
-    return {writer for read, writer in reads.items() if read == index}
 
 
 def _ops_of(trace: Trace, node: Any) -> list[int]:

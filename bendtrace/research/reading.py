@@ -1,26 +1,45 @@
-"""A harvest on disk, readable as far as it is complete."""
+"""A harvest on disk, readable as far as it is complete, and the files that it consists of."""
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import itertools
+import mmap
 import os
+import re
+import shutil
 import tempfile
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils.data import Dataset
 
 from bendtrace.errors import InputError, LoadError, NodePathError
 from bendtrace.insert.where import near_misses
+from bendtrace.log.saved_tensors import (
+    BINARY,
+    LOCK,
+    crc32,
+    header_bytes,
+    layout_of,
+    read_sealed,
+    replace_sealed,
+    sync_directory,
+    tensor_row,
+    write_all,
+    writing,
+)
 from bendtrace.python.checks import required_int, required_path, similar
 from bendtrace.python.lazy import required, required_pandas
-from bendtrace.research.filling import Path
-from bendtrace.research.formats import INDEX, SETTINGS, OpenShard, Shard, form_of, read, shards_in
+from bendtrace.research.filling import Condition, Filling, Path, Record
 
 _KEPT = "kept/"
 _SHOWN = 8
@@ -34,6 +53,11 @@ class _Batch(NamedTuple):
     place: int
     size: int
     position: int
+
+    @property
+    def path(self) -> str:
+        """The name of the path that it took."""
+        return self.shard.taken[self.place]
 
 
 class Harvest:
@@ -207,7 +231,7 @@ class Harvest:
 
     @cached_property
     def _columns(self) -> dict[str, Column]:
-        columns: dict[str, list[Piece]] = {}
+        columns: dict[str, list[BatchRows]] = {}
         facts: dict[str, tuple[torch.dtype, bool]] = {}
         starts: dict[tuple[str, int], list[tuple[str, int, torch.Size]]] = {}
         for shard in self.shards:
@@ -224,7 +248,7 @@ class Harvest:
                 own = columns.setdefault(key, [])
                 first = own[-1].first + own[-1].rows if own else 0
                 position = batch.position if facts[key][1] else at
-                own.append(Piece(batch.shard, start, shape, first, position))
+                own.append(BatchRows(batch.shard, start, shape, first, position))
         return {key: Column(key, *facts[key], own, self._open) for key, own in columns.items()}
 
     def _open(self, shard: Shard) -> OpenShard:
@@ -249,8 +273,7 @@ class Harvest:
         """The paths that batches took, in the order of the batches."""
         found: dict[str, Path] = {}
         for batch in self._batches:
-            name = batch.shard.taken[batch.place]
-            found.setdefault(name, batch.shard.paths[name])
+            found.setdefault(batch.path, batch.shard.paths[batch.path])
         return tuple(found.values())
 
     @cached_property
@@ -258,7 +281,7 @@ class Harvest:
         """The number of samples that took each path, by the path's name."""
         found = {path.name: 0 for path in self.paths}
         for batch in self._batches:
-            found[batch.shard.taken[batch.place]] += batch.size
+            found[batch.path] += batch.size
         return found
 
     def samples(self, path: Path | str) -> Taken:
@@ -313,11 +336,7 @@ class Harvest:
         return self._select(wanted)
 
     def _select(self, names: set[str]) -> Taken:
-        met = [
-            (at, batch)
-            for at, batch in enumerate(self._batches)
-            if batch.shard.taken[batch.place] in names
-        ]
+        met = [(at, batch) for at, batch in enumerate(self._batches) if batch.path in names]
         parts = [torch.arange(b.position, b.position + b.size) for _, b in met]
         positions = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
         ids = self.ids
@@ -330,7 +349,7 @@ class Harvest:
 
     # Tables
 
-    def dataset(self, *names: str) -> Rows:
+    def dataset(self, *names: str) -> SampleRows:
         """Return the samples as a torch data set, for example to train a probe.
 
         Args:
@@ -344,7 +363,7 @@ class Harvest:
             NodePathError: a name does not exist.
             InputError: a name has rows per batch, not per sample.
         """
-        return Rows(self, names)
+        return SampleRows(self, names)
 
     def to_pandas(self) -> Any:
         """Return the index: a row for each sample.
@@ -352,16 +371,14 @@ class Harvest:
         Columns: `id`, `path` (its name), `batch` (counted from 0), `batch_size`, `process` and
         `shard` (the number of the file), and for each node whether it has a value.
         """
-        rows: dict[str, list[Any]] = {"id": self.ids, "path": [], "batch": [], "batch_size": []}
-        rows |= {"process": [], "shard": []}
-        for batch in self._batches:
-            table = {
-                "path": batch.shard.taken[batch.place], "batch": batch.number,
-                "batch_size": batch.size, "process": batch.shard.rank,
-                "shard": batch.shard.number,
-            }  # fmt: skip
-            for key, value in table.items():
-                rows[key] += [value] * batch.size
+        names = ("path", "batch", "batch_size", "process", "shard")
+        table = [
+            (b.path, b.number, b.size, b.shard.rank, b.shard.number)
+            for b in self._batches
+            for _ in range(b.size)
+        ]
+        rows: dict[str, list[Any]] = {"id": self.ids}
+        rows |= {name: [row[number] for row in table] for number, name in enumerate(names)}
         for name, column in self._columns.items():
             has = torch.zeros(len(self), dtype=torch.bool)
             if column.per_sample:
@@ -392,7 +409,7 @@ class Harvest:
         return "\n".join(lines)
 
 
-class Rows(Dataset[Any]):
+class SampleRows(Dataset[Any]):
     """Samples of a harvest as a torch data set (see `Harvest.dataset`)."""
 
     def __init__(self, harvest: Harvest, names: tuple[str, ...]) -> None:
@@ -442,7 +459,7 @@ def _is_branch(text: str, file: str, line: int, branch: str | int) -> bool:
 _SHOWN_IDS = 6
 
 
-class Piece(NamedTuple):
+class BatchRows(NamedTuple):
     """The rows of one batch.
 
     Attributes:
@@ -519,6 +536,7 @@ class Taken:
         return f"<{len(self.ids)} sample{'s' * (len(self.ids) != 1)} of {batches}: {shown}>"
 
 
+@dataclass(eq=False, repr=False)
 class Column:
     """The rows of one node, as a sequence.
 
@@ -539,20 +557,14 @@ class Column:
         (<neg: float32[6, 1]>, 6, tensor([-2., -3.]))
     """
 
-    def __init__(
-        self,
-        name: str,
-        dtype: torch.dtype,
-        per_sample: bool,
-        pieces: Sequence[Piece],
-        opened: Callable[[Shard], OpenShard],
-    ) -> None:
-        self.name = name
-        self.dtype = dtype
-        self.per_sample = per_sample
-        self._pieces = pieces
-        self._opened = opened
-        self._firsts = [piece.first for piece in pieces]
+    name: str
+    dtype: torch.dtype
+    per_sample: bool
+    _pieces: Sequence[BatchRows]
+    _opened: Callable[[Shard], OpenShard]
+
+    def __post_init__(self) -> None:
+        self._firsts = [piece.first for piece in self._pieces]
         self._elements: tuple[Shard, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -649,7 +661,7 @@ class Column:
                 made[begin - rows.start : end - rows.start] = found
         return made
 
-    def _of(self, piece: Piece) -> Tensor:
+    def _of(self, piece: BatchRows) -> Tensor:
         """Return the rows of one batch, in the memory of the file, which must not be written to."""
         if self._elements is None or self._elements[0] is not piece.shard:
             elements = self._opened(piece.shard).elements(self.name, self.dtype)
@@ -674,7 +686,7 @@ class Column:
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield for each batch the positions of its samples, and their rows.
 
-        Rows of one batch have the same shape: int64 of shape (rows,), and (rows, ...).
+        SampleRows of one batch have the same shape: int64 of shape (rows,), and (rows, ...).
         """
         for piece in self._pieces:
             positions = torch.arange(piece.position, piece.position + piece.rows)
@@ -741,10 +753,9 @@ class ActivationBuffer:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        for name, number in (("batch_size", batch_size), ("rows", rows)):
-            required_int(name, number, 1)
-        if epochs is not None:
-            required_int("epochs", epochs, 1)
+        required_int("batch_size", batch_size, 1)
+        required_int("rows", rows, 1)
+        required_int("epochs", epochs, 1, or_none=True)
         if not isinstance(column, Column) or not len(column):
             raise InputError(f"a column of a harvest with rows is needed, not {column!r}")
         if mask is not None:
@@ -894,3 +905,405 @@ def _row_at(column: Column, position: Tensor) -> Tensor:
     """Return the row of a sample."""
     row: Tensor = column[int(torch.searchsorted(column.positions, position))]
     return row
+
+
+# The formats of the files of tensors: safetensors, and groups of zarr (an extra).
+
+_BLOCK = 1 << 16
+_ZARR = "3.0.8"  # earlier ones can delete data
+_CHUNK = 1 << 22  # bytes, about
+
+
+def form_of(name: str) -> ShardForm:
+    """Return the format of a name."""
+    if name not in ("safetensors", "zarr"):
+        raise InputError(f"format= has to be 'safetensors' or 'zarr', not {name!r}")
+    return SafetensorsForm() if name == "safetensors" else ZarrForm()
+
+
+class SafetensorsForm:
+    """Files of safetensors.
+
+    Written directly from the memory in which the values were collected, which belongs to this
+    process; the tensors that `bendtrace.storage` writes belong to the model, and are copied piece
+    by piece.
+    """
+
+    ending = "safetensors"
+
+    def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Write a file to the disk; return the facts needed to read it."""
+        rows, pieces, extents = {}, [], {}
+        stop = 0
+        for key, tensor in tensors.items():
+            bits = _bits(tensor)
+            start, stop = stop, stop + bits.numel()
+            rows[key] = tensor_row(layout_of(tensor), start, stop)
+            pieces.append(bits)
+            extents[key] = start, bits.numel(), checksum(bits)
+        raw = header_bytes(rows)
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | BINARY, 0o666)
+        try:
+            write_all(fd, memoryview(raw))
+            for bits in pieces:
+                if bits.numel():
+                    memory = (ctypes.c_char * bits.numel()).from_address(bits.data_ptr())
+                    write_all(fd, memoryview(memory).cast("B"))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return {
+            "header_sha256": hashlib.sha256(raw).hexdigest(),
+            "size": len(raw) + stop,
+            "tensors": {
+                key: [len(raw) + start, nbytes, crc]
+                for key, (start, nbytes, crc) in extents.items()
+            },
+        }
+
+    def open(self, path: str, about: dict[str, Any]) -> MappedFile:
+        """Open a file to read it."""
+        return MappedFile(path, about)
+
+
+class MappedFile:
+    """A memory-mapped file of tensors, read as needed."""
+
+    def __init__(self, path: str, about: dict[str, Any]) -> None:
+        self._path = path
+        self._extents: dict[str, list[int]] = about["tensors"]
+        try:
+            with open(path, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != about["size"]:
+                    raise LoadError(
+                        path, f"the file is damaged ({size} bytes instead of {about['size']})"
+                    )
+                # What is written to a tensor of it stays in this process.
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise LoadError(path, f"the file cannot be opened: {error.strerror}") from None
+        length = 8 + int.from_bytes(self._memory[:8], "little")
+        if hashlib.sha256(self._memory[:length]).hexdigest() != about["header_sha256"]:
+            raise LoadError(path, "the file is damaged: its header has changed")
+
+    def elements(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Return the elements of a tensor, as one dimension, in the mapped memory of the file."""
+        start, nbytes, _ = self._extents[key]
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        stored = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=start)
+        return stored.view(dtype)
+
+    def verify(self) -> None:
+        """Read everything, and compare it with the checksums."""
+        for key, (start, nbytes, crc) in self._extents.items():
+            if not nbytes:
+                continue
+            bits = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=start)
+            if checksum(bits) != crc:
+                raise LoadError(
+                    self._path, f"the file is damaged: the content of {key!r} has changed"
+                )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, row-major, in its own memory if it lies there so."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    # Not reshape: a single element can keep a stride of its own, which bars it from being viewed.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def checksum(bits: Tensor) -> int:
+    """Return a checksum of bytes: a CRC-32 of the sums of the words of each 64 KiB.
+
+    It is ten times as fast as a CRC-32 of everything, and detects every change within one word, and
+    every block that has moved.
+    """
+    whole = bits.numel() // _BLOCK * _BLOCK
+    sums = b""
+    if whole:
+        words = bits[:whole].view(torch.int64).view(-1, _BLOCK // 8)
+        sums = repr(words.sum(1).tolist()).encode()
+    rest = bits[whole:]
+    return zlib.crc32(sums, crc32(rest))
+
+
+class ZarrForm:
+    """Folders, each a group of zarr with an array for each tensor.
+
+    Types that numpy does not have, such as bfloat16, are stored as integers with the same bits;
+    complex numbers are stored in zarr's own way.
+
+    Raises:
+        InputError: zarr is not installed.
+    """
+
+    ending = "zarr"
+
+    def __init__(self) -> None:
+        package = f"'zarr>={_ZARR}'"
+        self._zarr = required("zarr", "format='zarr'", package, InputError)
+        if TorchVersion(self._zarr.__version__) < _ZARR:
+            raise InputError(
+                f"zarr {self._zarr.__version__} can delete data: pip install {package}"
+            )
+
+    def write(self, path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Write a folder to the disk; return the facts needed to read it."""
+        group = self._zarr.open_group(path, mode="w")
+        checksums = {}
+        for key, tensor in tensors.items():
+            plain = _as_numpy(tensor)
+            rows = max(1, min(len(plain), _CHUNK // max(1, plain.nbytes // max(1, len(plain)))))
+            array = group.create_array(
+                key, shape=plain.shape, dtype=plain.dtype,
+                chunks=(rows, *(max(1, size) for size in plain.shape[1:])),
+            )  # fmt: skip
+            if plain.size:
+                array[...] = plain
+            array.attrs["torch_dtype"] = str(tensor.dtype).removeprefix("torch.")
+            checksums[key] = zlib.crc32(plain.tobytes())
+        for folder, _, names in os.walk(path):
+            for name in (*names, ""):
+                sync_directory(os.path.join(folder, name))
+        return {"crc32": checksums}
+
+    def open(self, path: str, about: dict[str, Any]) -> _ZarrGroup:
+        """Open a folder to read it."""
+        try:
+            group = self._zarr.open_group(path, mode="r")
+        except (OSError, ValueError, KeyError) as error:
+            raise LoadError(path, f"the group cannot be opened: {error}") from None
+        return _ZarrGroup(path, group, about["crc32"])
+
+
+@dataclass(eq=False)
+class _ZarrGroup:
+    """A group that is read array by array."""
+
+    path: str
+    group: Any
+    checksums: dict[str, int]
+
+    def elements(self, key: str, dtype: torch.dtype) -> Tensor:
+        """Read an array, and return its elements as one dimension."""
+        return torch.from_numpy(self.group[key][...].reshape(-1)).view(dtype)
+
+    def verify(self) -> None:
+        for key, checksum in self.checksums.items():
+            try:
+                found = zlib.crc32(self.group[key][...].tobytes())
+            except (OSError, ValueError, KeyError, RuntimeError) as error:
+                raise LoadError(self.path, f"{key!r} cannot be read: {error}") from None
+            if found != checksum:
+                raise LoadError(self.path, f"the content of {key!r} has changed")
+
+
+ShardForm = SafetensorsForm | ZarrForm
+OpenShard = MappedFile | _ZarrGroup
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _as_numpy(tensor: Tensor) -> Any:
+    plain = tensor.detach().contiguous()
+    try:
+        return plain.numpy()
+    except TypeError:  # a type that numpy does not have
+        return plain.view(_BITS[plain.element_size()]).numpy()
+
+
+# Shards on disk: each has a file of tensors and an index; without its index it does not count.
+#
+# Both are written under another name, flushed to disk, and renamed; the index last. So at each
+# moment there are complete shards, and leftovers that are ignored.
+
+SETTINGS = "harvest.json"
+INDEX = "index.json"
+HARVEST = "bendtrace harvest"
+SHARD = "bendtrace harvest shard"
+_VERSION = 1
+_NAME = re.compile(r"shard-(\d{4})-(\d{6})(\.partial)?\.(json|safetensors|zarr)(\.tmp)?")
+
+
+def replace(path: str, kind: str, content: dict[str, Any]) -> None:
+    """Write a file of plain values, completely or not at all."""
+    draft = f"{path}.tmp"
+    _delete(draft)
+    replace_sealed(path, {"format": kind, "version": _VERSION, **content}, draft)
+
+
+def read(path: str, kind: str = HARVEST) -> dict[str, Any]:
+    """Read a file that `replace` wrote."""
+    return read_sealed(path, kind, _VERSION)
+
+
+@dataclass(frozen=True)
+class ShardColumn:
+    """The rows of a shard under one key.
+
+    Attributes:
+        dtype: dtype of the elements.
+        per_sample: whether there is a row for each sample, or one for each batch.
+        batches: the batches of the shard that have rows; None for all.
+        rest: the shape of each row, if all are the same; else a list of the row shapes of each
+            batch.
+        asked: the text that the node was requested by, if it was text.
+    """
+
+    dtype: torch.dtype
+    per_sample: bool
+    batches: list[int] | None
+    rest: tuple[int, ...] | list[tuple[int, ...]]
+    asked: str
+
+    def pieces(self, sizes: list[int]) -> Iterator[tuple[int, int, torch.Size]]:
+        """Yield the number of each batch with rows, their first element, and their shape."""
+        start = 0
+        places = range(len(sizes)) if self.batches is None else self.batches
+        for ordinal, place in enumerate(places):
+            rest = self.rest[ordinal] if isinstance(self.rest, list) else self.rest
+            shape = torch.Size((sizes[place] if self.per_sample else 1, *rest))
+            yield place, start, shape
+            start += shape.numel()
+
+
+@dataclass
+class Shard(Record):
+    """The index of a shard.
+
+    Attributes:
+        file: path of the file of tensors.
+        rank: the process that wrote it.
+        is_partial: whether a harvest stopped while writing it, so that it is not full yet.
+        about: the facts needed to read the file.
+        columns: the rows, by key.
+        ids: the ids, if they are strings.
+    """
+
+    file: str = ""
+    rank: int = 0
+    is_partial: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, ShardColumn] = field(default_factory=dict)
+    ids: list[str] | None = None
+
+    @property
+    def samples(self) -> int:
+        """The number of samples."""
+        return sum(self.sizes)
+
+    def all_ids(self, form: ShardForm) -> list[Any]:
+        """Return the ids of all samples."""
+        if self.ids is not None:
+            return self.ids
+        return form.open(self.file, self.about).elements("index/id", torch.int64).tolist()
+
+
+@dataclass(eq=False)
+class ShardFiles:
+    """The shards that the process of a rank writes to a directory, in one format."""
+
+    directory: str
+    rank: int
+    form: ShardForm
+
+    def write(self, filling: Filling, is_partial: bool = False) -> None:
+        """Write a shard, completely or not at all."""
+        name = _name(self.rank, filling.number, is_partial)
+        path = os.path.join(self.directory, f"{name}.{self.form.ending}")
+        with writing(self.directory):
+            draft = f"{path}.tmp"
+            _delete(draft)
+            about = self.form.write(draft, filling.tensors())
+            _delete(path)  # of a run that ended before it wrote the index
+            os.replace(draft, path)
+            sync_directory(self.directory)
+            row = {"file": os.path.basename(path), "about": about, **filling.row()}
+            replace(os.path.join(self.directory, f"{name}.json"), SHARD, row)
+            if not is_partial:
+                self._delete_shard(_name(self.rank, filling.number, True))
+
+    def clean(self) -> None:
+        """Delete the leftovers of a run that was interrupted."""
+        names = set(os.listdir(self.directory))
+        for name in sorted(names):
+            found = _NAME.fullmatch(name)
+            if found is None or int(found[1]) != self.rank:
+                continue
+            base = _name(self.rank, int(found[2]), bool(found[3]))
+            full = _name(self.rank, int(found[2]), False)
+            replaced = bool(found[3]) and f"{full}.json" in names
+            if found[5] or f"{base}.json" not in names:
+                _delete(os.path.join(self.directory, name))
+            elif replaced:
+                self._delete_shard(base)
+
+    def _delete_shard(self, base: str) -> None:
+        for ending in ("json", self.form.ending):  # the index first, so that none is without file
+            _delete(os.path.join(self.directory, f"{base}.{ending}"))
+
+
+def _name(rank: int, number: int, is_partial: bool) -> str:
+    return f"shard-{rank:04d}-{number:06d}{'.partial' * is_partial}"
+
+
+def _delete(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.remove(path)
+
+
+def is_ours(name: str) -> bool:
+    """Return whether a file in a directory is one that a harvest writes."""
+    known = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp", LOCK)
+    return name in known or _NAME.fullmatch(name) is not None
+
+
+def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
+    """Return the complete shards of one process, or of all, in the order of their numbers."""
+    found: dict[tuple[int, int, bool], str] = {}
+    for name in os.listdir(directory):
+        part = _NAME.fullmatch(name)
+        if part is not None and part[4] == "json" and not part[5] and rank in (None, int(part[1])):
+            found[int(part[1]), int(part[2]), bool(part[3])] = name
+    shards = []
+    last: dict[int, int] = {}
+    for (of, number, is_partial), name in sorted(found.items()):
+        if is_partial and (of, number, False) in found:
+            continue
+        path = os.path.join(directory, name)
+        if number != last.get(of, 0) + 1:
+            raise LoadError(
+                path, f"shard {last.get(of, 0) + 1} of process {of}, before it, is missing"
+            )
+        last[of] = number
+        shards.append(_shard(path, of, number, is_partial))
+    return shards
+
+
+def _shard(path: str, rank: int, number: int, is_partial: bool) -> Shard:
+    row = read(path, SHARD)
+    columns = {}
+    for key, kept in row["columns"].items():
+        rest = kept["row"]
+        columns[key] = ShardColumn(
+            getattr(torch, kept["dtype"]),
+            kept["per"] == "sample",
+            kept["batches"],
+            tuple(rest) if rest is not None else [tuple(shape) for shape in kept["rows"]],
+            kept["asked"],
+        )
+    paths = {
+        name: Path(name, tuple(map(Condition.of_row, rows))) for name, rows in row["paths"].items()
+    }
+    row |= {"paths": paths, "number": number}
+    shared = {item.name: row[item.name] for item in fields(Record)}
+    return Shard(
+        **shared, file=os.path.join(os.path.dirname(path), row["file"]), rank=rank,
+        is_partial=is_partial, about=row["about"], columns=columns, ids=row["ids"],
+    )  # fmt: skip

@@ -12,8 +12,7 @@ from torch import Tensor
 from bendtrace.errors import InputError
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.research.analyser import Analyser, Batch
-from bendtrace.research.streaming import Covariance, Statistic
-from bendtrace.research.values import Keep, check_keep, rows_of
+from bendtrace.research.streaming import Covariance, Keep, Statistic, check_keep, rows_of
 
 _MODES = ("aTa", "aaT", "a")
 
@@ -154,11 +153,7 @@ class Rank(_Spectral):
             return spectrum(
                 rows, centred=self.centred, rtol=self.rtol, atol=self.atol, eps=state.eps
             )
-        least = 0.0
-        if self.centred and len(rows):
-            mean = rows.mean(0)
-            least = centring_error(rows.shape[0], rows.shape[1], mean)
-            rows = rows - mean
+        rows, least = _centre(rows, self.centred)
         return spectrum_of_gram(
             rows @ rows.T,
             samples=rows.shape[0], features=rows.shape[1], eps=state.eps,
@@ -475,15 +470,12 @@ class Rows(Statistic):
 
     def update(self, rows: Tensor) -> None:
         """Add rows, (n, d), which are copied."""
-        self._check(rows)
-        self._add(rows.detach().clone(), epsilon(rows.dtype))
+        self._add(rows.detach(), epsilon(rows.dtype))
 
     def merge(self, other: Self) -> None:
         """Add the rows of another one."""
         if other.width is not None:
-            rows = other.result()
-            self._check(rows)
-            self._add(rows, other.eps)
+            self._add(other.result(), other.eps)
 
     def result(self) -> Tensor:
         """Return all of them, (n, d), in order."""
@@ -495,12 +487,6 @@ class Rows(Statistic):
         return torch.cat([rows.to(self.kept[0].device, dtype) for rows in self.kept])
 
     def _add(self, rows: Tensor, eps: float) -> None:
-        self.kept.append(rows)
-        self.count += len(rows)
-        self.width = rows.shape[1]
-        self.eps = max(self.eps, eps)
-
-    def _check(self, rows: Tensor) -> None:
         check_width(self.width, rows.shape[1])
         total = self.count + len(rows)
         if total > self.limit:
@@ -509,6 +495,8 @@ class Rows(Statistic):
                 f"max_samples={self.limit}: raise it, use fewer samples, or use mode='aTa', "
                 "whose memory does not grow with them"
             )
+        self.kept.append(rows.clone())
+        self.count, self.width, self.eps = total, rows.shape[1], max(self.eps, eps)
 
 
 def check_width(known: int | None, features: int) -> None:
@@ -706,14 +694,18 @@ def spectrum(
     rows = matrix.detach().to("cpu", torch.float64)
     samples, features = rows.shape
     eps = epsilon(matrix.dtype) if eps is None else eps
-    least = 0.0
-    if centred and len(rows):
-        mean = rows.mean(0)
-        rows = rows - mean
-        least = centring_error(samples, features, mean)
+    rows, least = _centre(rows, centred)
     finite = bool(rows.isfinite().all())
     values = torch.linalg.svdvals(rows) if finite else _unknown(min(samples, features))
     return _spectrum(values, samples, features, rtol, atol, eps, least)
+
+
+def _centre(rows: Tensor, centred: bool) -> tuple[Tensor, float]:
+    """Return rows, from which the mean may be subtracted, and what rounding can make of that."""
+    if not centred or not len(rows):
+        return rows, 0.0
+    mean = rows.mean(0)
+    return rows - mean, centring_error(rows.shape[0], rows.shape[1], mean)
 
 
 def spectrum_of_gram(

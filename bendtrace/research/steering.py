@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -289,22 +289,32 @@ class _Adds(Interjection):
         if self.steps is not _always and not self.steps(self.counter.number):
             return None
         if not isinstance(output, Tensor):
-            raise InterjectionError(
-                f"steer at {at.path}: the value is {describe(output)}; name the tensor in it, "
-                f"such as '{at.path}.output|sub_0'",
-                at.path,
+            raise _error(
+                at,
+                f"the value is {describe(output)}; name the tensor in it, such as "
+                f"'{at.path}.output|sub_0'",
             )
-        vector: Any = value_of(self.vector)
-        vector = vector.to(device=output.device, dtype=output.dtype)
+        vector, scale = value_of(self.vector), value_of(self.scale)
+        positions = self.positions(output) if callable(self.positions) else self.positions
+        return self._steer(output, vector, scale, positions, at, self._plus)
+
+    def _steer(
+        self,
+        value: Tensor,
+        vector: Any,
+        scale: Any,
+        positions: Any,
+        at: NodePass,
+        add: Callable[[Tensor, Tensor, NodePass], Tensor],
+    ) -> Tensor:
+        vector = vector.to(device=value.device, dtype=value.dtype)
         if self.normalise == "vector":
             vector = vector / vector.norm(dim=-1, keepdim=True)
-        added = value_of(self.scale) * vector
-        if self.positions is None:
-            return self._plus(output, added, at)
-        positions = self.positions(output) if callable(self.positions) else self.positions
-        index = _index(positions, output, at)
-        made = output.clone()
-        made[index] = self._plus(output[index], added, at)
+        if positions is None:
+            return add(value, scale * vector, at)
+        index = _index(positions, value, at)
+        made = value.clone()
+        made[index] = add(value[index], scale * vector, at)
         return made
 
     @depends_on("vector", "scale", "positions", "normalise")
@@ -314,10 +324,9 @@ class _Adds(Interjection):
             return "it depends on the step of a generation"
         if not is_constant_index(self.positions):
             return "its positions depend on more than numbers"
-        vector, scale, normalise = value_of(self.vector), value_of(self.scale), self.normalise
+        vector, scale = value_of(self.vector), value_of(self.scale)
         if not isinstance(vector, Tensor) or not vector.dim():
             return "its vector has no axis"
-        positions = self.positions
         if isinstance(scale, Tensor):
             given: tuple[Any, ...] = (vector, scale)
         elif type(scale) is float and like.dtype.is_floating_point:
@@ -326,19 +335,10 @@ class _Adds(Interjection):
             given = (vector,)
 
         def steered(value: Tensor, vector: Tensor, factor: Any = scale) -> Tensor:
-            vector = vector.to(device=value.device, dtype=value.dtype)
-            if normalise == "vector":
-                vector = vector / vector.norm(dim=-1, keepdim=True)
-            added = factor * vector
-            if positions is None:
-                return self._sum(value, added, at)
-            index = _index(positions, value, at)
-            made = value.clone()
-            made[index] = self._sum(value[index], added, at)
-            return made
+            return self._steer(value, vector, factor, self.positions, at, self._sum)
 
         plain = None if len(given) == 2 else repr(scale)
-        key = _Adds, repr(positions), normalise, plain, isinstance(scale, Tensor)
+        key = _Adds, repr(self.positions), self.normalise, plain, isinstance(scale, Tensor)
         return Effect(steered, given, key)
 
     def _plus(self, value: Tensor, added: Tensor, at: NodePass) -> Tensor:
@@ -357,11 +357,13 @@ class _Adds(Interjection):
 
 
 def _unfit(value: Tensor, added: Tensor, at: NodePass) -> InterjectionError:
-    return InterjectionError(
-        f"steer at {at.path}: a vector of shape {tuple(added.shape)} cannot be added to "
-        f"{tuple(value.shape)}",
-        at.path,
+    return _error(
+        at, f"a vector of shape {tuple(added.shape)} cannot be added to {tuple(value.shape)}"
     )
+
+
+def _error(at: NodePass, text: str) -> InterjectionError:
+    return InterjectionError(f"steer at {at.path}: {text}", at.path)
 
 
 def _always(number: int) -> bool:
@@ -371,11 +373,7 @@ def _always(number: int) -> bool:
 def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
     """Return an index of positions of the second axis."""
     if value.dim() < 2:
-        raise InterjectionError(
-            f"steer at {at.path}: {tuple(value.shape)} has no axis of positions; do not pass "
-            "positions=",
-            at.path,
-        )
+        raise _error(at, f"{tuple(value.shape)} has no axis of positions; do not pass positions=")
     if isinstance(positions, slice):
         return slice(None), positions
     if isinstance(positions, Tensor) and positions.dtype is torch.bool:
@@ -383,29 +381,27 @@ def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
             return slice(None), positions.to(value.device)
         if positions.shape == value.shape[:2]:
             return positions.to(value.device)
-        raise InterjectionError(
-            f"steer at {at.path}: a mask of shape {tuple(positions.shape)} fits neither the "
+        raise _error(
+            at,
+            f"a mask of shape {tuple(positions.shape)} fits neither the "
             f"positions nor the examples and positions of {tuple(value.shape)}",
-            at.path,
         )
     several = [positions] if isinstance(positions, int) else positions
     if isinstance(positions, Tensor):
         several = positions.flatten().tolist()
     elif any(isinstance(p, bool) for p in several):
-        raise InterjectionError(
-            f"steer at {at.path}: {positions!r} are truth values, not positions: return a mask as "
-            "a tensor",
-            at.path,
+        raise _error(
+            at, f"{positions!r} are truth values, not positions: return a mask as a tensor"
         )
     listed = [int(p) for p in several]
     length = value.shape[1]
     beyond = [p for p in listed if not -length <= p < length]
     if beyond:
-        raise InterjectionError(
-            f"steer at {at.path}: there is no position {beyond[0]}, this pass has {length}; "
+        raise _error(
+            at,
+            f"there is no position {beyond[0]}, this pass has {length}; "
             "with a cache later passes only see new tokens: pass steps='prompt', or positions "
             "from the end",
-            at.path,
         )
     return slice(None), torch.tensor(listed, device=value.device)
 
@@ -442,15 +438,13 @@ class Steering(InsertionHandle):
     def _vectors(self) -> list[Insertion]:
         return [one for one in self._group.insertions if one.what is not self._counter]
 
-    @contextmanager
-    def generation(self) -> Iterator[None]:
+    def generation(self) -> AbstractContextManager[None]:
         """Treat calls within this context as the steps of one generation, the first as the prompt.
 
         For loops written by hand: within `generate()`, and every other method of the model, steps
         are always counted.
         """
-        with self._counter.counted():
-            yield
+        return self._counter.counted()
 
     def __repr__(self) -> str:
         where = ", ".join(describe_where(insertion.where) for insertion in self._vectors)

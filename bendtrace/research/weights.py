@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -344,8 +343,9 @@ def _choose(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
         others = [w.name for w in weights if w.key == weight.key and w.name != known.name]
         first[weight.key] = replace(known, shared_with=tuple(others))
     found = []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     for weight in first.values():
-        with _without_side_effects():
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.no_grad():
             tensor = weight.read()
         if nn.parameter.is_lazy(tensor):
             raise InputError(f"{weight.name!r} is not initialized: call the model once")
@@ -451,14 +451,6 @@ def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     for factors in ("lora_A", "lora_embedding_A"):
         for adapter in getattr(module, factors, {}):
             yield adapter, partial(delta, adapter)
-
-
-@contextmanager
-def _without_side_effects() -> Iterator[None]:
-    """Compute without gradients, and leave the random numbers as they are."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def _check(weight: _Weight, tensor: Tensor) -> Tensor:
