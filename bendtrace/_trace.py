@@ -22,8 +22,8 @@ from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import Divergence
 from bendtrace.errors import DivergenceError, InputError, LayerKeyError, NotReplayableError
 from bendtrace.flow import FlowSteps
-from bendtrace.log.building import Log, writes_in_place
-from bendtrace.log.capture import Capture, SaveOptions, Selection, Spec
+from bendtrace.log.building import RunData, writes_in_place
+from bendtrace.log.capture import SaveOptions, Selection, Spec, ValueCapture
 from bendtrace.log.entries import counted
 from bendtrace.log.nodes import Registry
 from bendtrace.log.path_views import LazyRoot, Tree
@@ -355,7 +355,7 @@ class Trace(ModelHistory):
         signature: Signature,
         function: Callable[..., Any],
         program: Program | None = None,
-        capture: Capture | None = None,
+        capture: ValueCapture | None = None,
         registry: Registry | None = None,
     ) -> None:
         self._recording = recording
@@ -426,7 +426,7 @@ class Trace(ModelHistory):
         return self._run.tree
 
     @cached_property
-    def _log(self) -> Log:  # type: ignore[override]
+    def _log(self) -> RunData:  # type: ignore[override]
         log = self._run.log
         if self._capture is not None:
             self._capture.attach(log, len(self.ops))
@@ -507,7 +507,7 @@ class Trace(ModelHistory):
             for index, writer in self._recording.output_reads.items()
         }  # fmt: skip
 
-    def _settle(self, capture: Capture) -> None:
+    def _settle(self, capture: ValueCapture) -> None:
         """Resolve the requests that only the finished run can resolve."""
         wants = capture.deferred
         keys: list[tuple[int, tuple[Any, ...]]] = []
@@ -532,7 +532,7 @@ class Trace(ModelHistory):
         if wants:
             capture.choose(keys)
 
-    def _require_met(self, capture: Capture) -> None:
+    def _require_met(self, capture: ValueCapture) -> None:
         """Raise if a requested name does not exist."""
         for what, selection in (("save", capture.chosen), ("stop_after", capture.stop)):
             if not isinstance(selection, Selection) or capture.ended:

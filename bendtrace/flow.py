@@ -24,7 +24,7 @@ from bendtrace.python.checks import required_choice
 from bendtrace.python.features import is_off
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import is_installed, path_text, place_text
-from bendtrace.python.sites import Place, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span
 from bendtrace.python.statements import SourceLoop, dependent_source, subscript_text
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import (
@@ -92,7 +92,7 @@ class FlowStep:
     name: str
     value: Any
     kind: str
-    place: Place
+    place: InstructionPlace
     text: str
     module_path: str
     guard: int | None

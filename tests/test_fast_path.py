@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
-from bendtrace.log.capture import Capture
+from bendtrace.log.capture import ValueCapture
 from bendtrace.record import fast_path, recorder
 from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.run import Signature, record
@@ -264,7 +264,7 @@ def test_an_unseen_write_is_noticed_by_what_reads_it_later() -> None:
 
 
 def test_an_observer_is_shown_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Shown(Capture):
+    class Shown(ValueCapture):
         def heeds(self, function: Any) -> bool:
             super().heeds(function)
             return True

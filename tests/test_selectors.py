@@ -24,7 +24,7 @@ from bendtrace.insert.selector_algebra import ALIASES, FAMILIES, PARTS
 from bendtrace.insert.selector_source import branches_around
 from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector
 from bendtrace.log.run import Run
-from bendtrace.python.sites import Place, Span
+from bendtrace.python.sites import InstructionPlace, Span
 from tests.shares import some
 from tests.sweep.modules import MODULES
 
@@ -980,7 +980,7 @@ def branches(tmp_path: Path) -> Callable[[str, str], list[tuple[str, bool]]]:
         linecache.checkcache(file)
         before = source[: source.index(stretch)]
         line, column = before.count("\n") + 1, len(before.rpartition("\n")[2])
-        place = Place(file, "f", Span(line, column, line, column + len(stretch)), 0)
+        place = InstructionPlace(file, "f", Span(line, column, line, column + len(stretch)), 0)
         return [(branch.text, branch.side) for branch in branches_around(place)]
 
     return find

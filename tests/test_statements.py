@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bendtrace.python.sites import Place, Span
+from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.python.statements import (
     SourceLoop,
     decides,
@@ -19,7 +19,7 @@ from bendtrace.python.statements import (
     subscript_text,
 )
 
-Locate = Callable[[str, str], Place]
+Locate = Callable[[str, str], InstructionPlace]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def locate(tmp_path: Path) -> Locate:
     Where the stretch occurs several times, `@` stands before the one that is meant.
     """
 
-    def find(source: str, stretch: str) -> Place:
+    def find(source: str, stretch: str) -> InstructionPlace:
         file = str(tmp_path / f"source_{abs(hash(source))}.py")
         where = source.index("@") if "@" in source else source.index(stretch)
         source = source.replace("@", "")
@@ -42,12 +42,12 @@ def locate(tmp_path: Path) -> Locate:
         lines = stretch.split("\n")
         end = column + len(stretch.encode()) if len(lines) == 1 else len(lines[-1].encode())
         assert source[where:].startswith(stretch)
-        return Place(file, "f", Span(line, column, line + len(lines) - 1, end), 0)
+        return InstructionPlace(file, "f", Span(line, column, line + len(lines) - 1, end), 0)
 
     return find
 
 
-def texts(place: Place, spans: tuple[Span, ...]) -> list[str]:
+def texts(place: InstructionPlace, spans: tuple[Span, ...]) -> list[str]:
     return [span.text(place.file) for span in spans]
 
 
@@ -137,12 +137,12 @@ def test_a_whole_assert_stands_for_its_test(locate: Locate) -> None:
 def test_a_file_that_is_not_python_has_no_roles(tmp_path: Path) -> None:
     file = tmp_path / "cell"
     file.write_text("%magic x\nif a: b()\n")
-    role = role_of(Place(str(file), "f", Span(2, 3, 2, 4), 0))
+    role = role_of(InstructionPlace(str(file), "f", Span(2, 3, 2, 4), 0))
     assert (role.kind, role.text, role.loops) == ("", "a", ())
 
 
 def test_a_file_that_is_not_there_has_neither_roles_nor_text() -> None:
-    place = Place("<nowhere>", "f", Span(1, 0, 1, 5), 0)
+    place = InstructionPlace("<nowhere>", "f", Span(1, 0, 1, 5), 0)
     assert role_of(place).kind == ""
     assert role_of(place).text == ""
     assert dependent_source(place, True) == ()
@@ -160,7 +160,7 @@ def test_the_part_taken_of_a_shape_is_the_subscript_around_it(locate: Locate) ->
 # Loops
 
 
-def around(place: Place) -> list[tuple[str, str]]:
+def around(place: InstructionPlace) -> list[tuple[str, str]]:
     return [(loop.kind, loop.text) for loop in role_of(place).loops]
 
 

@@ -42,13 +42,6 @@ OF_OTHER_LIBRARIES = {
     "InterpolateActivation", "InterpolationFromCapture", "LinearProbe", "Op", "PerClassAnalyser",
     "PerClassVersusAnalyser", "Selector", "Variance",
 }  # fmt: skip
-# Names that several files of the other rooms still share.
-STILL_SHARED: set[str] = {
-    "Batch", "Call", "Candidate", "Capture", "Change", "Column", "End", "Event", "Flow", "Form",
-    "Gradients", "Header", "Inputs", "Layer", "Line", "Log", "Names", "Node", "Place", "Question",
-    "Row", "Rows", "Scale", "Table", "Text", "Visit", "_Builder", "_End", "_Reader", "_Search",
-    "_Site", "_Watch", "_Writer",
-}  # fmt: skip
 # A docstring is a sentence with a subject that acts, or a noun: it defines nothing by a question.
 DEFINES_BY_A_QUESTION = re.compile(r"(What|Whether|Which|How)\b")
 RETIRED_PHRASES = re.compile(
@@ -118,7 +111,7 @@ def test_each_class_has_a_name_of_its_own() -> None:
     shared = {}
     for name, paths in classes().items():
         own = [path for path in paths if not path.startswith("compat/")]
-        if len(own if name in OF_OTHER_LIBRARIES else paths) > 1 and name not in STILL_SHARED:
+        if len(own if name in OF_OTHER_LIBRARIES else paths) > 1:
             shared[name] = paths
     assert shared == {}
 

@@ -818,7 +818,7 @@ class Module(ModuleEntry):
     ops: Sequence[str] = ()
 
 
-class Layer(Entries):
+class LoggedLayer(Entries):
     """All passes of a layer, with the fields that are the same in all of them."""
 
     def __getattr__(self, name: str) -> Any:
@@ -904,7 +904,7 @@ class Log(ModelHistory):
             return self.modules[key]
         found = super().__getitem__(key)
         if type(found) is Entries:
-            found.__class__ = Layer
+            found.__class__ = LoggedLayer
         return found
 
     @property

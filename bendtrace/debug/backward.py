@@ -19,8 +19,8 @@ from torch.autograd.graph import get_gradient_edge
 from bendtrace._trace import ModelHistory
 from bendtrace.errors import InputError, LayerKeyError, NeverFiredWarning
 from bendtrace.graph import Graph
-from bendtrace.log.building import Log
-from bendtrace.log.capture import Capture, GraphMarks, aligned_copy
+from bendtrace.log.building import RunData
+from bendtrace.log.capture import GraphMarks, ValueCapture, aligned_copy
 from bendtrace.log.entries import LayerEntry, Source, Table, counted, nbytes_of
 from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode
@@ -253,10 +253,10 @@ Loss = tuple[str, int, tuple[int, ...], torch.dtype, torch.device]
 
 def build_log(
     trace: Trace, nodes: Sequence[BackwardNode], losses: Iterable[Loss]
-) -> tuple[Log, Tree, Graph, Facts]:
+) -> tuple[RunData, Tree, Graph, Facts]:
     """Return the parts of a log of a backward pass."""
     name = f"backward pass of {trace.name}"
-    log = Log(name)
+    log = RunData(name)
     arriving: dict[str, list[LayerEntry]] = {}
     for number, (label, _, shape, dtype, device) in enumerate(losses, 1):
         entry = LayerEntry("input", "loss", f"loss_{number}.grad", f"loss_{number}.grad")
@@ -313,7 +313,7 @@ def _entry(
     return entry
 
 
-def _add(log: Log, entry: LayerEntry, meta: TensorMeta, kept: Tensor | None) -> None:
+def _add(log: RunData, entry: LayerEntry, meta: TensorMeta, kept: Tensor | None) -> None:
     entry.shape, entry.dtype, entry.device = meta
     entry.nbytes = nbytes_of(meta)
     entry.saved = kept
@@ -702,7 +702,7 @@ class AutogradGraph:
     nodes: list[Any]
 
     def __init__(
-        self, trace: Trace, capture: Capture, tensors: Sequence[Tensor],
+        self, trace: Trace, capture: ValueCapture, tensors: Sequence[Tensor],
         earlier: Sequence[BackwardPass],
     ) -> None:  # fmt: skip
         self._trace = trace
@@ -726,7 +726,7 @@ class AutogradGraph:
                 for below, number in node.next_functions
             )
 
-    def _leaf_names(self, capture: Capture) -> dict[int, tuple[str, str]]:
+    def _leaf_names(self, capture: ValueCapture) -> dict[int, tuple[str, str]]:
         """Return the name of each leaf, and its label in the log of the run, by identity."""
         names: dict[int, tuple[str, str]] = {}
         held = {index: state.tensor for index, state in capture.states.items()}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bendtrace.python.sites import Place, Span
+from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.python.statements import source_file, span_of
 from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
@@ -445,7 +445,7 @@ class Value(NamedTuple):
     """An op, its place, the key of the running function, and the module call."""
 
     op: Op
-    place: Place
+    place: InstructionPlace
     running: object
     scope: ModuleCall
 
@@ -467,7 +467,7 @@ class Formula:
 
     roots: tuple[int, ...]
     truth: Callable[[Course], Margin]
-    around: tuple[tuple[Place, object], ...]
+    around: tuple[tuple[InstructionPlace, object], ...]
     path: str
     is_exact: bool
 
@@ -498,7 +498,7 @@ def formula_of(
     if reader.last is None:
         return None
     last = reader.last
-    around = ((Place(choice.file, last.place.function, choice.span, -1), last.running),)
+    around = ((InstructionPlace(choice.file, last.place.function, choice.span, -1), last.running),)
     return Formula(
         tuple(reader.roots), lambda course: course.truth(read(course)), around, last.scope.path,
         reader.is_exact,

@@ -33,7 +33,7 @@ from bendtrace.log.entries import Listing, counted
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import place_text
-from bendtrace.python.sites import PACKAGE, TORCH, Place, Site, place_at
+from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place_at
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import running_code, user_code
 from bendtrace.record.rank_sync import alone
@@ -969,7 +969,7 @@ class AskedTruth:
 
     key: Key
     guard: TruthGuard
-    around: tuple[tuple[Place, object], ...]
+    around: tuple[tuple[InstructionPlace, object], ...]
     path: str
     iteration: tuple[int, ...]
     decides: bool
@@ -1119,7 +1119,7 @@ class Subject:
             known = self._sites[id(site), scope.path] = site, taken
         run.under |= known[1]
 
-    def _under(self, place: Place, path: str) -> set[tuple[Choice, str, bool]]:
+    def _under(self, place: InstructionPlace, path: str) -> set[tuple[Choice, str, bool]]:
         function = None if is_standard(place.file) else function_of(place)
         if function is None:
             return set()

@@ -29,11 +29,11 @@ from bendtrace.flow import FlowStep
 from bendtrace.insert.resolver import describe_where, node_name_of, resolve_meaning
 from bendtrace.log.capture import aligned_copy, materialize, tensors_in
 from bendtrace.log.entries import Source
-from bendtrace.log.names import Names, call_around, holders_of, near_names, passes_of
+from bendtrace.log.names import RunNames, call_around, holders_of, near_names, passes_of
 from bendtrace.log.nodes import Pass, Registry, TreeNode
 from bendtrace.python.checks import required_int
 from bendtrace.python.places import is_file, place_text, read_place
-from bendtrace.python.sites import Place, Site
+from bendtrace.python.sites import InstructionPlace, Site
 from bendtrace.record.recorder import Recording
 from bendtrace.record.run import Signature, has_lazy_modules, record
 from bendtrace.show.viewer import step_html, viewer_frame
@@ -768,12 +768,12 @@ class SourceLine(NamedTuple):
         return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
 
 
-def places_of(event: RunEvent, tape: Tape) -> tuple[Place, ...]:
+def places_of(event: RunEvent, tape: Tape) -> tuple[InstructionPlace, ...]:
     """Return where an event is, out to the code of the model that called it."""
     records: Sequence[Any] = tape.ops if event.kind == "op" else tape.guards
     site: Site | None = records[event.index].site
     scope: ModuleCall | None = records[event.index].scope
-    places: list[Place] = []
+    places: list[InstructionPlace] = []
     while True:
         places += () if site is None else site.places
         if scope is None:
@@ -781,7 +781,7 @@ def places_of(event: RunEvent, tape: Tape) -> tuple[Place, ...]:
         site, scope = scope.site, scope.parent
 
 
-def place_of(event: RunEvent, tape: Tape) -> Place | None:
+def place_of(event: RunEvent, tape: Tape) -> InstructionPlace | None:
     """Return where an event is in the code of the model, or else in torch's; None if unknown."""
     places = places_of(event, tape)
     return next((each for each in places if not each.in_torch), places[0] if places else None)
@@ -948,7 +948,7 @@ class _SoleRun:
         self.model = model
         self._trace = trace
 
-    def names(self) -> list[Names]:
+    def names(self) -> list[RunNames]:
         """Return the names in the run."""
         return [self._trace._run.naming]
 

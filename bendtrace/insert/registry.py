@@ -35,7 +35,7 @@ from bendtrace.insert.where import (
     targets_of,
 )
 from bendtrace.log.entries import layer_type_of
-from bendtrace.log.names import Names, is_layer_name
+from bendtrace.log.names import RunNames, is_layer_name
 from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
 from bendtrace.record.recorder import Recording
@@ -475,7 +475,7 @@ class OneRun:
         names: the names in it.
     """
 
-    def __init__(self, known: Knowledge, tree: Tree, names: Names) -> None:
+    def __init__(self, known: Knowledge, tree: Tree, names: RunNames) -> None:
         self.model: Callable[..., Any] = known.model
         self.hint: Callable[[str], str] = known.hint
         self._tree = tree
@@ -485,7 +485,7 @@ class OneRun:
         """Return the tree of the run."""
         return [self._tree]
 
-    def names(self) -> Iterable[Names]:
+    def names(self) -> Iterable[RunNames]:
         """Return the names in the run."""
         return [self._names]
 
@@ -646,7 +646,7 @@ class NameLookup:
     def _resolve(self, path: str, base: str) -> list[LocatedInsertion]:
         made: list[LocatedInsertion] = []
         tree = Tree(self._root)
-        known = OneRun(self._known, tree, Names(tree, None))
+        known = OneRun(self._known, tree, RunNames(tree, None))
         for name in self._lead_to(path, base):
             try:
                 targets = targets_named(name.stem, known)

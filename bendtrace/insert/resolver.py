@@ -15,7 +15,7 @@ from bendtrace.errors import InputError, NameOrderWarning, NodePathError
 from bendtrace.insert.plan import StateTensor
 from bendtrace.insert.structure import LeafShape, describe, shape_at, take_apart
 from bendtrace.log.entries import LayerEntry, ModuleEntry
-from bendtrace.log.names import Meaning, Names, ambiguity
+from bendtrace.log.names import Meaning, RunNames, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
 from bendtrace.log.nodes import describe as describe_node
 from bendtrace.log.path_views import (
@@ -57,7 +57,7 @@ class NamedRuns(Protocol):
     def model(self) -> Callable[..., Any]:
         """The model."""
 
-    def names(self) -> Iterable[Names]:
+    def names(self) -> Iterable[RunNames]:
         """The names in the runs, those without insertions first."""
 
     def mirror_path(self, name: str) -> str:
@@ -130,7 +130,7 @@ def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
     Raises:
         NodePathError: the string matches several things.
     """
-    found: list[tuple[Names, Meaning]] = []
+    found: list[tuple[RunNames, Meaning]] = []
     for names in known.names():
         meanings = names.meanings(text)
         if len(meanings) > 1:
@@ -148,7 +148,7 @@ def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
     if any(meaning.is_exact for _, meaning in found):
         # Another run may have a node for which the path is an alias, as `fc` for `fc_1`.
         found = [row for row in found if not row[1].is_alias]
-    by_paths: dict[Any, tuple[Names, Meaning]] = {}
+    by_paths: dict[Any, tuple[RunNames, Meaning]] = {}
     for names, meaning in found:
         by_paths.setdefault("alias" if meaning.is_alias else meaning.paths, (names, meaning))
     chosen = list(by_paths.values())
@@ -241,7 +241,7 @@ def _own_part(text: str, known: NamedRuns) -> Resolution | None:
     return Resolution("module", named[0], modules[named[0]], is_owned=True)
 
 
-def _is_of(owned: Resolution, names: Names, meaning: Meaning) -> bool:
+def _is_of(owned: Resolution, names: RunNames, meaning: Meaning) -> bool:
     """Return whether the meaning of a string in a run is the module or state that it names."""
     if meaning.kind == owned.kind:
         return True
@@ -252,7 +252,7 @@ def _is_of(owned: Resolution, names: Names, meaning: Meaning) -> bool:
 
 
 def _meaning_places(
-    found: Iterable[tuple[Names, Meaning]],
+    found: Iterable[tuple[RunNames, Meaning]],
 ) -> Iterator[tuple[TreeNode, TreeNode, Chosen]]:
     seen = set()
     for names, meaning in found:
@@ -263,7 +263,7 @@ def _meaning_places(
 
 
 def _path_error(
-    text: str, meanings: list[tuple[Names, Meaning]], owned: Resolution | None = None
+    text: str, meanings: list[tuple[RunNames, Meaning]], owned: Resolution | None = None
 ) -> NodePathError:
     message, clear = ambiguity(text, meanings)
     if owned is not None and owned.module is not None:  # which no run has called
@@ -766,7 +766,7 @@ class Knowledge:
         self._inserted = inserted
         self._coverage = coverage
         self._predict = predict
-        self._of_examples: dict[int, Names] = {}  # which are kept, as the examples are
+        self._of_examples: dict[int, RunNames] = {}  # which are kept, as the examples are
         self._views: dict[int, Run] = {}  # by the identity of their recordings
 
     def trees(self) -> Iterator[Tree]:
@@ -776,14 +776,14 @@ class Knowledge:
         for recording in self.recordings():
             yield self._run(recording).tree
 
-    def names(self) -> Iterator[Names]:
+    def names(self) -> Iterator[RunNames]:
         """Yield the names in the runs, those without insertions first.
 
         Layers are counted in runs without insertions, if there are any.
         """
         self.name_nodes()
         for example in self.examples:
-            yield self._of_examples.setdefault(id(example), Names(example, None))
+            yield self._of_examples.setdefault(id(example), RunNames(example, None))
         plain = self._runs()
         for recording in self.recordings():
             run = self._run(recording)

@@ -16,7 +16,7 @@ from bendtrace.insert.selector_algebra import Selector
 from bendtrace.log.nodes import Step, TreeNode, identifier
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.places import is_file, place_text, read_place
-from bendtrace.python.sites import Place
+from bendtrace.python.sites import InstructionPlace
 from bendtrace.python.statements import (
     BRANCHES,
     COMPREHENSIONS,
@@ -287,13 +287,13 @@ class ConditionSide(NamedTuple):
     side: bool
 
 
-def _outside_places(node: Candidate) -> Iterator[Place]:
+def _outside_places(node: Candidate) -> Iterator[InstructionPlace]:
     """Yield the places outside torch that led to a node, innermost first."""
     if node.site is not None:
         yield from (place for place in node.site.places if not place.in_torch)
 
 
-def _node_at(file: SourceFile, place: Place) -> ast.AST | None:
+def _node_at(file: SourceFile, place: InstructionPlace) -> ast.AST | None:
     found = file.expressions.get(place.span)
     if found is not None:
         return found
@@ -308,7 +308,7 @@ def _node_at(file: SourceFile, place: Place) -> ast.AST | None:
 
 
 @functools.cache
-def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
+def _loops_around(place: InstructionPlace) -> tuple[tuple[str, range], ...]:
     """Return the iterables of the loops around a place, and the lines on which they begin."""
     file = source_file(place.file)
     node = _node_at(file, place)
@@ -320,7 +320,7 @@ def _loops_around(place: Place) -> tuple[tuple[str, range], ...]:
 
 
 @functools.cache
-def branches_around(place: Place) -> tuple[ConditionSide, ...]:
+def branches_around(place: InstructionPlace) -> tuple[ConditionSide, ...]:
     """Return the conditions around something in the source, innermost first."""
     file = source_file(place.file)
     node = _node_at(file, place)

@@ -41,7 +41,7 @@ PassedKey = tuple[str, str, str]
 
 
 @dataclass
-class Log:
+class RunData:
     """A run as plain data.
 
     Attributes:
@@ -77,7 +77,7 @@ class Log:
     passing: dict[tuple[int, int], list[tuple[PassedKey, LayerEntry]]] = field(default_factory=dict)
 
 
-def build_log(recording: Recording, name: str, tree: Tree, torchlens: bool = False) -> Log:
+def build_log(recording: Recording, name: str, tree: Tree, torchlens: bool = False) -> RunData:
     """Return the log of a run, without the data that only a capture has."""
     builder = _Builder(recording, name, tree, torchlens)
     builder.build()
@@ -91,7 +91,7 @@ def writes_in_place(op: Op) -> bool:
 
 class _Builder:
     def __init__(self, recording: Recording, name: str, tree: Tree, torchlens: bool) -> None:
-        self.log = Log(name, flow_steps=steps_of(recording))
+        self.log = RunData(name, flow_steps=steps_of(recording))
         self._recording = recording
         self._tape = recording.tape
         self._nodes = recording.names

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.log.building import Log
+from bendtrace.log.building import RunData
 from bendtrace.log.entries import Layer, LayerEntry, ModuleEntry, Namer, nbytes_of, tensors_of
 from bendtrace.log.names import is_layer_name
 from bendtrace.log.nodes import NodePath
@@ -78,7 +78,7 @@ class WriteRefusal(Protocol):
     reason: str
 
 
-class Capture:
+class ValueCapture:
     """An observer of a run that keeps values.
 
     Args:
@@ -465,7 +465,7 @@ class Capture:
         entry.saved = self._copy(tensor)  # the function may write to it, or give it back
         return entry
 
-    def attach(self, log: Log, end: int) -> None:
+    def attach(self, log: RunData, end: int) -> None:
         """Attach the kept data to the entries of the log of the finished run."""
         labels: dict[str, LayerEntry] = {}
         for entry in log.entries:
@@ -574,9 +574,9 @@ class SaveOptions:
             return self.save or None
         return Selection(self.save, model)
 
-    def capture(self, store: Store | None, model: Any) -> Capture:
+    def capture(self, store: Store | None, model: Any) -> ValueCapture:
         """Return an observer that keeps the requested values in a run of a model."""
-        return Capture(
+        return ValueCapture(
             self.selection(model),
             stop=None if self.stop_after is None else Selection(self.stop_after),
             convert=None if self.device is None and self.dtype is None else self._convert,

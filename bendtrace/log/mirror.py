@@ -16,7 +16,7 @@ from bendtrace.errors import ConversionError
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep, control_of, steps_of
 from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Plainer, text_of
 from bendtrace.python.checks import free_name, required_kind
-from bendtrace.python.sites import Place, Span
+from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.record.iterations import user_code
 from bendtrace.record.names import NodeRef, target_name
 from bendtrace.record.recorder import Recording
@@ -608,7 +608,7 @@ def _step_of_row(row: dict[str, Any]) -> FlowStep:
         name=row["name"],
         value=row["value"],
         kind=row["kind"],
-        place=Place(row["file"], row["function"], span, row["offset"]),
+        place=InstructionPlace(row["file"], row["function"], span, row["offset"]),
         text=row["text"],
         module_path=row["module_path"],
         guard=row["guard"],

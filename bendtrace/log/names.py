@@ -15,7 +15,7 @@ from bendtrace.log.path_views import Node, NodePath, Tree, find, is_path_only, p
 from bendtrace.python.checks import similar
 
 if TYPE_CHECKING:
-    from bendtrace.log.building import Log
+    from bendtrace.log.building import RunData
 
 Value = tuple[int, tuple[object, ...]]
 Place = tuple[TreeNode, Chosen]
@@ -74,7 +74,7 @@ class Meaning:
         )
 
 
-class Names:
+class RunNames:
     """The names of one run.
 
     Everything that accepts names as strings uses this class: the log, insertions, patches,
@@ -84,7 +84,7 @@ class Names:
     def __init__(
         self,
         tree: Tree,
-        log: Callable[[], Log] | None,
+        log: Callable[[], RunData] | None,
         layer_types: Callable[[], Container[str]] | None = None,
     ) -> None:
         self.tree = tree
@@ -109,7 +109,7 @@ class Names:
                 found.append(meaning)
         return found
 
-    def clear(self, meaning: Meaning, others: Iterable[Names] = ()) -> str:
+    def clear(self, meaning: Meaning, others: Iterable[RunNames] = ()) -> str:
         """Return a string with only this meaning, in other runs as well."""
         options = [meaning.label] if len(meaning.places) != 1 else []
         for node, chosen in meaning.places:
@@ -279,7 +279,7 @@ def layers_by_name(entries: list[LayerEntry]) -> dict[str, list[LayerEntry]]:
     return found
 
 
-def ambiguity(text: str, meanings: list[tuple[Names, Meaning]]) -> tuple[str, tuple[str, ...]]:
+def ambiguity(text: str, meanings: list[tuple[RunNames, Meaning]]) -> tuple[str, tuple[str, ...]]:
     """Return a description of an ambiguous string, and names that are not ambiguous."""
     runs = list({id(names): names for names, _ in meanings}.values())
     found = [(meaning, names.clear(meaning, runs)) for names, meaning in meanings]

@@ -11,7 +11,7 @@ from torch import nn
 
 from bendtrace.flow import FlowSteps, steps_of
 from bendtrace.log.entries import layer_type, number_type
-from bendtrace.log.names import Names
+from bendtrace.log.names import RunNames
 from bendtrace.log.nodes import Events, Registry
 from bendtrace.log.path_tree import Builder, ModuleVisit, StepSource
 from bendtrace.log.path_views import CandidateGraph, RunNodes, Tree, candidates_of
@@ -20,7 +20,7 @@ from bendtrace.record.recorder import Recording
 
 if TYPE_CHECKING:
     from bendtrace.log import building, mirror
-    from bendtrace.log.building import Log
+    from bendtrace.log.building import RunData
     from bendtrace.log.mirror import Graph
 else:
     building = LazyModule("bendtrace.log.building")
@@ -99,14 +99,14 @@ class Run:
         return RunNodes(self._builder)
 
     @cached_property
-    def log(self) -> Log:
+    def log(self) -> RunData:
         """The log, without what only a capture knows."""
         return building.build_log(
             self.recording, name_of_function(self.function), self.tree, self.torchlens
         )
 
     @cached_property
-    def naming(self) -> Names:
+    def naming(self) -> RunNames:
         """The meanings of strings; the log is built for those that look like names of layers."""
         ops = self.recording.tape.ops
 
@@ -115,12 +115,12 @@ class Run:
             found = {layer_type(op) for op in ops} | {number_type(op, ops) for op in ops}
             return frozenset({"input", "output", *filter(None, found)})
 
-        return Names(self.tree, lambda: self.log, layer_types)
+        return RunNames(self.tree, lambda: self.log, layer_types)
 
     @cached_property
-    def naming_without_log(self) -> Names:
+    def naming_without_log(self) -> RunNames:
         """The meanings of strings besides layers: those of runs with insertions differ."""
-        return Names(self.tree, None)
+        return RunNames(self.tree, None)
 
 
 def name_of_function(function: Callable[..., Any]) -> str:

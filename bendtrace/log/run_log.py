@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bendtrace.errors import InputError, LayerKeyError
 from bendtrace.flow import FlowStep, FlowSteps, LogicalFlowStep, LoopFlowStep, ShapeFlowStep
-from bendtrace.log.building import Log
+from bendtrace.log.building import RunData
 from bendtrace.log.entries import (
     LayerEntry,
     Listing,
@@ -32,7 +32,7 @@ from bendtrace.log.entries import (
     table_of,
 )
 from bendtrace.log.names import (
-    Names,
+    RunNames,
     ambiguity,
     call_around,
     holders_of,
@@ -82,7 +82,7 @@ class RunLog:
 
     def __init__(
         self,
-        log: Log,
+        log: RunData,
         tree: Tree,
         graph: Graph,
         facts: Facts,
@@ -93,7 +93,7 @@ class RunLog:
         self._guard_rows = guards or []
         self._claim(log)
 
-    _log: Log
+    _log: RunData
     _tree: Tree
     _facts: Facts
     _has_details = True  # whether the printed line of a layer has its shape and its module
@@ -102,12 +102,12 @@ class RunLog:
     tree: Node
     """The tree of node paths: `history.tree.features.sub_6.conv2d`."""
 
-    def _claim(self, log: Log) -> None:
+    def _claim(self, log: RunData) -> None:
         """Mark entries as those of this log."""
         for entry in log.entries:
             entry._belong(weakref.ref(self))
 
-    def _parts(self) -> tuple[Log, Tree, Graph, Facts, list[dict[str, Any]]]:
+    def _parts(self) -> tuple[RunData, Tree, Graph, Facts, list[dict[str, Any]]]:
         """Return the parts from which another log of the same run can be made."""
         return self._log, self._tree, self.graph, self._facts, self.guard_rows()
 
@@ -513,7 +513,7 @@ class Facts:
 
 
 def log_text(
-    log: Log, lookup: Lookup, facts: Facts, most: int | None, *, details: bool, mine: bool
+    log: RunData, lookup: Lookup, facts: Facts, most: int | None, *, details: bool, mine: bool
 ) -> str:
     """Return a log as text."""
     saved = [entry for entry in lookup.layers if entry.has_contents]
@@ -561,7 +561,7 @@ def log_text(
 _ALL = "(all of them: print(log.to_text(None)), where log is this one)"
 
 
-def flow_text(log: Log, most: int | None = None, mine: bool = False) -> str:
+def flow_text(log: RunData, most: int | None = None, mine: bool = False) -> str:
     """Return the flow steps as a table that refers to entries."""
     steps = [
         dataclasses.replace(step, name=label or step.name)
@@ -579,7 +579,7 @@ def flow_text(log: Log, most: int | None = None, mine: bool = False) -> str:
     return text.removeprefix("\n")
 
 
-def entry_text(entry: LayerEntry, log: Log, lookup: Lookup) -> str:
+def entry_text(entry: LayerEntry, log: RunData, lookup: Lookup) -> str:
     """Return a text that describes an entry in full."""
     lines = [_head(entry, lookup)]
     if entry.layer_type == "unknown":
@@ -674,7 +674,7 @@ def _corner(tensor: Tensor) -> tuple[Any, bool]:
     return corner, corner.numel() < whole.numel()
 
 
-def _outputs(entry: LayerEntry, log: Log) -> Iterator[str]:
+def _outputs(entry: LayerEntry, log: RunData) -> Iterator[str]:
     if not entry.output_of:
         return
     passes = {call.label: call for call in log.modules}
@@ -847,12 +847,12 @@ class Lookup:
     """
 
     def __init__(
-        self, log: Log, tree: Tree, select: Callable[[Any], Iterable[str]] | None = None
+        self, log: RunData, tree: Tree, select: Callable[[Any], Iterable[str]] | None = None
     ) -> None:
         self._log = log
         self._tree = tree
         self._select = select
-        self._names = Names(tree, lambda: log)
+        self._names = RunNames(tree, lambda: log)
         self.layers: list[LayerEntry] = [entry for entry in log.entries if entry.is_layer]
         self._places: dict[tuple[int, tuple[Any, ...]], LayerEntry] = {}
         for entry in log.entries:

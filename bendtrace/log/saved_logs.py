@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bendtrace
 from bendtrace.errors import BendtraceError, InputError, LoadError, SaveError
-from bendtrace.log.building import Log, PassedKey
+from bendtrace.log.building import PassedKey, RunData
 from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.log.mirror import GRAPH_CODEC, flow_rows, flow_steps_of, from_node_link, to_node_link
 from bendtrace.log.path_views import Tree
@@ -317,7 +317,7 @@ def _files(history: RunLog) -> set[str]:
     return {one.file for one in (*sources, *places, *history.flow_steps) if one is not None}
 
 
-def _write_passed(draft: Draft, log: Log) -> dict[str, Any]:
+def _write_passed(draft: Draft, log: RunData) -> dict[str, Any]:
     """Write values that modules received or returned in place of other entries."""
     own = {id(entry) for entry in log.entries}
     values: dict[str, Any] = {}
@@ -397,7 +397,7 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
     files = open_files(opened.folder, opened.headers)
     try:
         add_cells(contents.get("cells", {}))
-        log = Log(
+        log = RunData(
             decode(contents["name"]),
             LAYERS.read_all(contents["entries"]),
             MODULES.read_all(contents["modules"]),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.log.capture import Capture, EarlierTensor, aligned_copy
+from bendtrace.log.capture import EarlierTensor, ValueCapture, aligned_copy
 from bendtrace.log.entries import counted, tensors_of
 from bendtrace.python.checks import listed
 from bendtrace.python.compare import same_bits
@@ -66,7 +66,7 @@ class Validation:
         return "\n".join(lines)
 
 
-def validate(trace: Any, capture: Capture | None, seed: int) -> Validation:
+def validate(trace: Any, capture: ValueCapture | None, seed: int) -> Validation:
     """Check a trace with all its activations; see `Trace.validate`."""
     if capture is None or not capture.is_exact:
         raise InputError(

@@ -144,7 +144,7 @@ class Span(NamedTuple):
         return " ".join(b" ".join(lines).decode(errors="replace").split())
 
 
-class Place(NamedTuple):
+class InstructionPlace(NamedTuple):
     """One instruction of one function."""
 
     file: str
@@ -184,7 +184,7 @@ class Site:
     chain: tuple[tuple[CodeType, int], ...]
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[InstructionPlace, ...]:
         """The call chain as places in the source, innermost first."""
         return tuple(_place(code, offset) for code, offset in self.chain)
 
@@ -214,7 +214,7 @@ class Site:
         return next((i for i, p in enumerate(self.places) if not p.file.startswith(_HANDING)), 0)
 
     @cached_property
-    def guarded(self) -> tuple[Place, ...]:
+    def guarded(self) -> tuple[InstructionPlace, ...]:
         """The places of the model's code that are covered by the exception table of their code."""
         return tuple(
             place
@@ -223,7 +223,7 @@ class Site:
         )
 
     @property
-    def place(self) -> Place:
+    def place(self) -> InstructionPlace:
         """The innermost place outside torch, or else the innermost."""
         return self.places[self.level]
 
@@ -290,21 +290,21 @@ def _site(frame: FrameType, end: FrameType | None) -> Site:
 _positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
 
 
-def place_at(code: CodeType, offset: int) -> Place:
+def place_at(code: CodeType, offset: int) -> InstructionPlace:
     """Return the place of a frame's current instruction."""
     return _place(code, instruction_at(code, offset))
 
 
-def _place(code: CodeType, offset: int) -> Place:
+def _place(code: CodeType, offset: int) -> InstructionPlace:
     known = _positions.get(id(code))
     if known is None:
         known = _positions[id(code)] = (code, list(code.co_positions()))
     positions = known[1][offset // 2]
     line = positions[0] or code.co_firstlineno
     if is_off("places"):
-        return Place(code.co_filename, code.co_name, Span(line, 0, line, 0), offset)
+        return InstructionPlace(code.co_filename, code.co_name, Span(line, 0, line, 0), offset)
     span = Span(line, positions[2] or 0, positions[1] or line, positions[3] or 0)
-    return Place(code.co_filename, code.co_name, span, offset)
+    return InstructionPlace(code.co_filename, code.co_name, span, offset)
 
 
 def instruction_at(code: CodeType, offset: int) -> int:

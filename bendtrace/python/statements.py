@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from bendtrace.python.sites import Place, Span, place_at
+from bendtrace.python.sites import InstructionPlace, Span, place_at
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Role:
 
 
 @functools.cache
-def role_of(place: Place) -> Role:
+def role_of(place: InstructionPlace) -> Role:
     """Return the role of the expression at `place` in the statements around it."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
@@ -79,14 +79,14 @@ def _enclosing_call(file: SourceFile, node: ast.expr | None) -> ast.expr | None:
 
 
 @functools.cache
-def generator_iterable(place: Place) -> Span | None:
+def generator_iterable(place: InstructionPlace) -> Span | None:
     """Return the iterable of a generator, created at `place`, which asks for the iterator."""
     node = source_file(place.file).expressions.get(place.span)
     return span_of(node.generators[0].iter) if isinstance(node, ast.GeneratorExp) else None
 
 
 @functools.cache
-def subscript_text(place: Place) -> str:
+def subscript_text(place: InstructionPlace) -> str:
     """Return the source of the subscript around `place`: `x.shape[0]` for `x.shape`."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
@@ -96,7 +96,7 @@ def subscript_text(place: Place) -> str:
 
 
 @functools.cache
-def compares_containers(place: Place) -> bool:
+def compares_containers(place: InstructionPlace) -> bool:
     """Return whether the comparison at `place` looks like one of containers."""
     node = source_file(place.file).expressions.get(place.span)
     return isinstance(node, ast.Compare) and any(
@@ -114,7 +114,7 @@ def _gives_container(call: ast.Call) -> bool:
 
 
 @functools.cache
-def is_under_handler(place: Place) -> bool:
+def is_under_handler(place: InstructionPlace) -> bool:
     """Return whether the same function might continue after an error at `place`.
 
     Call this only for places that the exception table of their code covers. Of these, the source
@@ -124,7 +124,7 @@ def is_under_handler(place: Place) -> bool:
 
 
 @functools.cache
-def asks_for_error(place: Place) -> bool:
+def asks_for_error(place: InstructionPlace) -> bool:
     """Return whether code that continues after an error at `place` might inspect the error."""
     return any(
         not isinstance(handler, ast.ExceptHandler) or handler.name is not None
@@ -132,7 +132,7 @@ def asks_for_error(place: Place) -> bool:
     )
 
 
-def _handlers(place: Place) -> Iterator[ast.AST | None]:
+def _handlers(place: InstructionPlace) -> Iterator[ast.AST | None]:
     """Yield what might stop an error: handlers, other blocks, None where there is no source."""
     file = source_file(place.file)
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
@@ -162,7 +162,7 @@ _LET_THROUGH = (
 
 
 @functools.cache
-def decides(place: Place, outcome: bool) -> bool | None:
+def decides(place: InstructionPlace, outcome: bool) -> bool | None:
     """Return the value of a `while` test as far as the expression at `place` decides it.
 
     None if it is not part of such a test, or does not decide it alone.
@@ -178,7 +178,7 @@ def decides(place: Place, outcome: bool) -> bool | None:
 
 
 @functools.cache
-def dependent_source(place: Place, outcome: bool) -> tuple[Span, ...]:
+def dependent_source(place: InstructionPlace, outcome: bool) -> tuple[Span, ...]:
     """Return the source that runs because of the outcome of the expression at `place`.
 
     For the header of a loop, its body; for a branch, the side taken, up to the end of the block if
@@ -212,7 +212,7 @@ def dependent_source(place: Place, outcome: bool) -> tuple[Span, ...]:
 
 
 @functools.cache
-def leaves_loop(place: Place, outcome: bool) -> tuple[Span, ...]:
+def leaves_loop(place: InstructionPlace, outcome: bool) -> tuple[Span, ...]:
     """Return the rest of the innermost loop that still runs, if `outcome` ends the loop."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)

@@ -375,12 +375,12 @@ class _Operating:
                 continue
             if name == "STORE_FAST":
                 kept = stack.pop()
-                if type(kept) is _Method and kept.level:
+                if type(kept) is _StackMethod and kept.level:
                     return True
                 if type(kept) is int and self._is_variable_lost(step.value, kept):
                     return True
             elif name in CONSTANTS:
-                stack.append(_Constant(constant_of(self._code, step.name, count)))
+                stack.append(_StackConstant(constant_of(self._code, step.name, count)))
             elif name in ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF"):
                 stack.append("len" if step.value == "len" else None)
             elif name == "COPY" and count <= len(stack):
@@ -399,11 +399,11 @@ class _Operating:
                 own = taken.pop(place) if takes and name in _TAKING else None
                 if name == "CALL" and taken[0] == "len" and takes == 2 and self._may_ask(taken[1]):
                     taken.pop()
-                if name == "CALL" and type(taken[0]) is _Method:
+                if name == "CALL" and type(taken[0]) is _StackMethod:
                     own = taken.pop(0)
                 if any(map(_leads_on, taken)):
                     return True
-                if type(own) in (int, _Method) and not self._may(step, name, own):
+                if type(own) in (int, _StackMethod) and not self._may(step, name, own):
                     return True
                 if name not in _GIVING_NOTHING:
                     stack.append(self._result(step, name, own, taken))
@@ -451,13 +451,13 @@ class _Operating:
         )
 
 
-class _Constant(NamedTuple):
+class _StackConstant(NamedTuple):
     """A constant on the stack."""
 
     value: Any
 
 
-class _Method(NamedTuple):
+class _StackMethod(NamedTuple):
     """A method on the stack, of a container at some level."""
 
     name: str
@@ -478,7 +478,7 @@ class _Adding(_Operating):
         self._name, self._keys = name, keys
 
     def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
-        if type(own) is _Method:
+        if type(own) is _StackMethod:
             return True
         if own:  # what the list is in: to have its items, or its keys
             return name in _OF_HOLDERS or (_is_call(step) and step.value in _LOOKING_UP)
@@ -492,21 +492,21 @@ class _Adding(_Operating):
 
     def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
         if type(own) is int and _is_call(step):
-            return _Method(step.value, own)
+            return _StackMethod(step.value, own)
         if own == 0 and _extends(step):
             return own
-        level = own.level if type(own) is _Method else own
-        if not level or not (name == "BINARY_SUBSCR" or type(own) is _Method):
+        level = own.level if type(own) is _StackMethod else own
+        if not level or not (name == "BINARY_SUBSCR" or type(own) is _StackMethod):
             return None
         key = taken[0] if taken else None
-        if type(key) is _Constant and key.value != self._keys[len(self._keys) - level]:
+        if type(key) is _StackConstant and key.value != self._keys[len(self._keys) - level]:
             return None  # something else
         return level - 1
 
 
 def _leads_on(one: Any) -> bool:
     """Return whether what is on the stack is a container, or gives one."""
-    return type(one) is int or (type(one) is _Method and one.level > 0)
+    return type(one) is int or (type(one) is _StackMethod and one.level > 0)
 
 
 def _extends(step: InstructionStep) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 
 from bendtrace.python.bytecode import has, single_steps
-from bendtrace.python.sites import PACKAGE, Place, Site, Span, first_offset
+from bendtrace.python.sites import PACKAGE, InstructionPlace, Site, Span, first_offset
 from bendtrace.python.statements import (
     Role,
     SourceLoop,
@@ -59,7 +59,7 @@ class RecordMark:
 
     order: Order
     record: Op | Guard
-    place: Place
+    place: InstructionPlace
     role: Role
     activation: object
     outer: object
@@ -68,7 +68,7 @@ class RecordMark:
     beside: str
 
 
-def user_code(scope: ModuleCall, site: Site) -> tuple[Place, object, ModuleCall]:
+def user_code(scope: ModuleCall, site: Site) -> tuple[InstructionPlace, object, ModuleCall]:
     """Find the user's own code that led to a site, looking outwards through module calls.
 
     Returns:
@@ -116,12 +116,12 @@ def _user_site(scope: ModuleCall, site: Site) -> tuple[Site, int, ModuleCall]:
     return site, site.level, scope
 
 
-def _is_users(place: Place) -> bool:
+def _is_users(place: InstructionPlace) -> bool:
     # The tracer itself runs those of torch's functions that it looks inside of.
     return not place.in_torch and not place.file.startswith(PACKAGE)
 
 
-def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[Place, object]]:
+def running_code(scope: ModuleCall, site: Site) -> Iterator[tuple[InstructionPlace, object]]:
     """Yield the places outside torch that led to a site, innermost first.
 
     Each place comes with the key of its running function (see `user_code`). For code that the
@@ -156,7 +156,7 @@ _WALKING = ("GET_ITER",) if _walks_by_statement() else ()
 _ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL", *_WALKING)
 
 
-def _test_place(site: Site, level: int) -> Place:
+def _test_place(site: Site, level: int) -> InstructionPlace:
     """Return a place of a site; if it asks for a truth value, the place of the value."""
     place = site.places[level]
     code = site.chain[level][0]
@@ -203,7 +203,9 @@ def marks_of(tape: Tape) -> Iterator[RecordMark]:
             )  # fmt: skip
 
 
-def _once(place: Place, record: Op | Guard, tape: Tape, items: set[int]) -> Place:
+def _once(
+    place: InstructionPlace, record: Op | Guard, tape: Tape, items: set[int]
+) -> InstructionPlace:
     """Return a place with its offset in source order, even for code compiled twice.
 
     Up to Python 3.13, the test of a `while` is compiled twice. Since 3.13, a comparison may ask for

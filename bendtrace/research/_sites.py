@@ -22,7 +22,7 @@ from bendtrace.insert.registry import InsertionGroup
 from bendtrace.insert.resolver import describe_where
 from bendtrace.insert.structure import ContainerShape, LeafShape, assemble, describe, take_apart
 from bendtrace.insert.where import Alias, alias_of
-from bendtrace.log.building import Log
+from bendtrace.log.building import RunData
 from bendtrace.log.capture import aligned_copy
 from bendtrace.log.entries import LayerEntry
 from bendtrace.log.nodes import NodePath
@@ -959,7 +959,7 @@ def require_heads(
 
 
 def _require_heads_in(
-    entry: LayerEntry, log: Log, columns: Columns, at: str, alias: Alias | None, path: str
+    entry: LayerEntry, log: RunData, columns: Columns, at: str, alias: Alias | None, path: str
 ) -> None:
     heads, subject = columns.heads, f"heads={columns.heads}: the {at} of {path!r}"
     if alias is not None and alias.heads is not None:
@@ -976,7 +976,7 @@ def _require_heads_in(
         )
 
 
-def _values(log: Log, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:
+def _values(log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:
     """Yield the first value that a node is given, or that it returns, or a part of that."""
     known = {entry.label: entry for entry in log.entries}
     if node.module is not None:
@@ -990,7 +990,7 @@ def _values(log: Log, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterato
 
 
 class _Heads:
-    def __init__(self, log: Log, columns: Columns) -> None:
+    def __init__(self, log: RunData, columns: Columns) -> None:
         assert columns.heads is not None
         self._known = {entry.label: entry for entry in log.entries}
         self._count: int = columns.heads

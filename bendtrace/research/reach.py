@@ -15,7 +15,7 @@ from bendtrace.insert.resolver import flat
 from bendtrace.log.nodes import NodePath
 from bendtrace.python.checks import did_you_mean
 from bendtrace.python.lazy import networkx as nx
-from bendtrace.python.sites import Place, Span
+from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.python.statements import conclude_truth, source_file, spans_of
 from bendtrace.record.iterations import running_code, user_code
 from bendtrace.record.names import NodeRef
@@ -213,7 +213,7 @@ def _ops_by_branch(trace: Trace) -> dict[int, set[int]]:
     return kept
 
 
-def _source_after_exit(place: Place, outcome: bool) -> Iterator[Span]:
+def _source_after_exit(place: InstructionPlace, outcome: bool) -> Iterator[Span]:
     """Yield the source that would not run if a branch went the other way, and left a block."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)

@@ -20,7 +20,7 @@ from bendtrace.log.entries import Listing, counted, number_text
 from bendtrace.python.checks import required_choice
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import is_installed, place_text
-from bendtrace.python.sites import Place, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span
 from bendtrace.record.iterations import running_code
 from bendtrace.show.walks import (
     Choice,
@@ -123,7 +123,7 @@ class OutlineBranch:
     order: tuple[Any, ...]
     kind: str
     text: str
-    place: Place
+    place: InstructionPlace
     modules: dict[str, None] = field(default_factory=dict)
     taken: dict[str, BranchSide] = field(default_factory=dict)
     turns: Turns = field(default_factory=lambda: defaultdict(Counter))

@@ -16,7 +16,7 @@ from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import GuardSide, RecordedPath, RunPiece, Stretch
 from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep, ShapeFlowStep, steps_of
 from bendtrace.python.places import place_text
-from bendtrace.python.sites import Place, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span
 from bendtrace.python.statements import (
     FUNCTIONS,
     SourceFile,
@@ -71,7 +71,7 @@ class PathEvent:
     kind: str
     header: Heading
     outcome: Any
-    place: Place
+    place: InstructionPlace
     module_path: str
     when: GuardKind | None
     number: int | None
@@ -221,7 +221,9 @@ class PathEvents:
         """Return the event, among the first `before`, under one of whose sides an op ran."""
         return None if op.site is None else self._innermost(running_code(op.scope, op.site), before)
 
-    def _innermost(self, running: Iterable[tuple[Place, object]], before: int) -> int | None:
+    def _innermost(
+        self, running: Iterable[tuple[InstructionPlace, object]], before: int
+    ) -> int | None:
         for place, activation in running:
             for number, file, spans in reversed(self._deciding.get(activation, ())):
                 if number < before and file == place.file:
@@ -522,7 +524,7 @@ class Heading:
 
 
 @functools.cache
-def header_of(place: Place, kind: str, text: str) -> Heading:
+def header_of(place: InstructionPlace, kind: str, text: str) -> Heading:
     """Return the line for a flow step."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
@@ -559,7 +561,7 @@ def _before(file: SourceFile, node: ast.AST, last: ast.AST) -> str:
 
 
 @functools.cache
-def under(place: Place, outcome: bool) -> tuple[Span, ...]:
+def under(place: InstructionPlace, outcome: bool) -> tuple[Span, ...]:
     """Return the source under the side that a branch took.
 
     Unlike `dependent_source`, it leaves out the code after the statement that runs only because
@@ -573,7 +575,7 @@ def under(place: Place, outcome: bool) -> tuple[Span, ...]:
 
 
 @functools.cache
-def while_around(place: Place) -> tuple[Heading, tuple[Span, ...]] | None:
+def while_around(place: InstructionPlace) -> tuple[Heading, tuple[Span, ...]] | None:
     """Return the `while` whose test contains a place, and the source that it repeats."""
     file = source_file(place.file)
     node = _statement_around(file, place)
@@ -584,7 +586,7 @@ def while_around(place: Place) -> tuple[Heading, tuple[Span, ...]] | None:
     return header, (test, *spans_of(node.body))
 
 
-def return_under(place: Place, outcome: bool) -> ast.Return | None:
+def return_under(place: InstructionPlace, outcome: bool) -> ast.Return | None:
     """Return the `return` directly under the side that a branch took."""
     statements = source_file(place.file).statements
     for span in under(place, outcome):
@@ -595,7 +597,7 @@ def return_under(place: Place, outcome: bool) -> ast.Return | None:
 
 
 @functools.cache
-def return_at(place: Place) -> ast.Return | None:
+def return_at(place: InstructionPlace) -> ast.Return | None:
     """Return the `return` whose value contains a place, or with which its function ends."""
     file = source_file(place.file)
     around = _statement_around(file, place)
@@ -608,7 +610,7 @@ def return_at(place: Place) -> ast.Return | None:
     return last if isinstance(last, ast.Return) else None
 
 
-def _statement_around(file: SourceFile, place: Place) -> ast.stmt | None:
+def _statement_around(file: SourceFile, place: InstructionPlace) -> ast.stmt | None:
     node: ast.AST | None = file.expressions.get(place.span)
     while node is not None and not isinstance(node, ast.stmt):
         node = file.parents.get(node)
@@ -616,7 +618,7 @@ def _statement_around(file: SourceFile, place: Place) -> ast.stmt | None:
 
 
 @functools.cache
-def is_elif(place: Place) -> bool:
+def is_elif(place: InstructionPlace) -> bool:
     """Return whether the `if` around a place is written as `elif`."""
     file = source_file(place.file)
     node = _statement_around(file, place)
@@ -671,7 +673,7 @@ _KINDS: dict[type[ast.AST], str] = {
 }  # fmt: skip
 
 
-def function_of(place: Place) -> ast.AST | None:
+def function_of(place: InstructionPlace) -> ast.AST | None:
     """Return the function, or the lambda, that a place is in; None for a module's own code."""
     file = source_file(place.file)
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
@@ -698,7 +700,7 @@ def choices_in(path: str, function: ast.AST) -> tuple[Choice, ...]:
 
 
 @functools.cache
-def choices_of(place: Place, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
+def choices_of(place: InstructionPlace, outcome: bool) -> tuple[tuple[Choice, bool], ...]:
     """Return the branches that an expression decided by its truth, with the side taken.
 
     These are the `and` or `or` that it is an operand of, and everything that depends on their

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.python.sites import Place, Site
+from bendtrace.python.sites import InstructionPlace, Site
 from bendtrace.python.statements import asks_for_error, is_under_handler
 from bendtrace.tape.captured import PLAIN_TENSORS, identical
 from bendtrace.tape.contexts import Context
@@ -580,7 +580,7 @@ def describe_raised(op: Op, error: Exception) -> Raised:
     return Raised(type(error), str(error) if seen else None)
 
 
-def _covering_places(scope: ModuleCall | None, site: Site | None) -> Iterator[Place]:
+def _covering_places(scope: ModuleCall | None, site: Site | None) -> Iterator[InstructionPlace]:
     """Yield the places from one up to the model's forward that a handler might cover."""
     while site is not None:
         # Most code has no exception table at all, which allows an early exit.
