@@ -550,7 +550,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
         Example:
             >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x * float(x.numpy().mean()))
+            >>> bended = bt.BendedModule(lambda x: x * float(str(x.numpy().mean())))
             >>> _ = bended(torch.ones(2))
             >>> bended.why_live  # doctest: +ELLIPSIS
             ('numpy at ...:1 passes the content of a tensor to code that cannot be watched',)

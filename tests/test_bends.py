@@ -1150,7 +1150,7 @@ def test_bending_a_weight_never_changes_the_model_and_gradients_reach_its_own() 
 def test_a_bend_of_weights_alone_looks_at_no_node(stanley: bt.BendedModule) -> None:
     stanley.bend(Scale(2.0), r"conv_modules.\d.weight")
     (insertion,) = stanley.insertions
-    assert [type(place).__name__ for place in insertion.where] == ["State", "State"]
+    assert [type(place).__name__ for place in insertion.where] == ["StateTensor", "StateTensor"]
 
 
 def test_a_weight_that_is_trained_is_bent_as_it_is() -> None:

@@ -858,4 +858,4 @@ def test_the_report_says_why_paths_are_not_compiled() -> None:
     assert "writes to what was there before the run" in bended.compiled.reasons[0]
     assert "not compiled" in repr(bended.compiled)
     assert repr(bt.BendedModule(up_or_down).compiled).startswith("no backend")
-    assert path_module.State.USED.value == "used"
+    assert path_module.CompileState.USED.value == "used"

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bendtrace.cli import Inputs, read
+from bendtrace.cli import InputTexts, read
 from bendtrace.errors import InputError
 from bendtrace.python.compare import same_bits
 
 
 def made(*texts: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return Inputs(texts).make()
+    return InputTexts(texts).make()
 
 
 def refusal(text: str) -> str:
@@ -86,10 +86,10 @@ def test_names_make_keyword_arguments() -> None:
 
 
 def test_a_call_is_split_outside_of_strings() -> None:
-    inputs = Inputs.split("""x=ones(2); s='a;\\'b' ; t="c;"; 3;""")
+    inputs = InputTexts.split("""x=ones(2); s='a;\\'b' ; t="c;"; 3;""")
     assert inputs.texts == ("x=ones(2)", "s='a;\\'b'", 't="c;"', "3")
     assert str(inputs) == """x=ones(2); s='a;\\'b'; t="c;"; 3"""
-    assert Inputs.split("  ").make() == ((), {})
+    assert InputTexts.split("  ").make() == ((), {})
 
 
 @pytest.mark.parametrize(

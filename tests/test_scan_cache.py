@@ -116,7 +116,8 @@ class Model(nn.Module):
     def forward(self, x: Tensor, **more: Any) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        x = shifted(self.act(self.inner(x))) * self.rate + self.tagged * self.tagged.width
+        x = shifted(self.act(self.inner(x))) * self.rate * len(self.deep)
+        x = x + self.tagged * self.tagged.width
         if self.flag and "x" in self.tags and self.config.width and self.options.gain:
             x = x + cached(4) + self.kept["b"] + self.pair[2] + len(self.steps)
         return x + torch.from_numpy(self.table) + len(self.many)

@@ -431,7 +431,7 @@ def all_tensors_in(value: Any) -> list[Tensor]:
 
     Example:
         >>> import torch
-        >>> tensors_of({"a": torch.tensor(1), "b": [None, (torch.tensor(2), "text")]})
+        >>> all_tensors_in({"a": torch.tensor(1), "b": [None, (torch.tensor(2), "text")]})
         [tensor(1), tensor(2)]
     """
     found: list[Tensor] = []
