@@ -352,8 +352,8 @@ def to_numpy(x: Tensor) -> Tensor:
     return x * float(x.numpy().tobytes()[0])
 
 
-def with_numpy_noise(x: Tensor) -> Tensor:
-    return x * torch.tensor(np.random.rand(2))
+def with_a_text_by_chance(x: Tensor) -> Tensor:
+    return x * len(np.random.choice(["a", "bc"]))
 
 
 def of_unknown_origin(x: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def of_unknown_origin(x: Tensor) -> Tensor:
     ("function", "reason"),
     [
         (to_numpy, "^numpy at {file}:{line} passes the content of a tensor to code that cannot"),
-        (with_numpy_noise, r"^rand at {file}:{line} returns a ndarray"),
+        (with_a_text_by_chance, r"^choice at {file}:{line} returns a str_"),
         (of_unknown_origin, r"unknown origin is used at {file}:{line}"),
     ],
 )

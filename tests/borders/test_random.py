@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.python.operands import can_exchange_operands
 from tests.borders.border import Border, Case, Stateful
 from tests.promise import Inputs, bits
 
@@ -271,11 +272,15 @@ def draws_from_numpy(x: Tensor) -> Tensor:
     return x + torch.tensor(np.random.normal(size=4))
 
 
+def draws_a_text(x: Tensor) -> Tensor:
+    return x * len(np.random.choice(["a", "bc"]))
+
+
 @pytest.mark.parametrize(
     ("model", "live"),
     [
         (seeds_python, None), (draws_from_python, None), (seeds_numpy, None),
-        (draws_from_numpy, "ndarray"),
+        (draws_from_numpy, None if can_exchange_operands() else "ndarray"), (draws_a_text, "str_"),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )  # fmt: skip
