@@ -127,9 +127,9 @@ class BendedModule(ModuleProxy[ModelT]):
 
     Args:
         model: a module; a plain function works too.
-        max_traces: how many paths to keep; None for all. Beyond that, the least recently used
-            paths are dropped, and traced again when a call takes them. The first time, a
-            `TraceLimitWarning` says what makes the model diverge so often.
+        max_traces: how many paths to keep; None for all. Beyond that, the paths that
+            calls took least are dropped, and traced again when a call takes them. The first time,
+            a `TraceLimitWarning` says what makes the model diverge so often.
         backend: None for replays that return the same bits as the model. Otherwise the compiler
             of paths that calls take often: a name that torch.compile knows ("inductor"), or a
             function like its backends. Results are then equal within the compiler's tolerance.
@@ -263,7 +263,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     @property
     def last_mismatch(self) -> Mismatch | None:
-        """The reason why the latest call that was not a replay was none; None for the first call.
+        """Why the latest recorded call could not be replayed; None for the first call.
 
         Example:
             >>> import torch, bendtrace as bt
@@ -377,19 +377,19 @@ class BendedModule(ModuleProxy[ModelT]):
         """The known paths of the model as a networkx graph of states and the segments between them.
 
         Each access makes a new graph. `Trace.graph` is the graph of one run, with its
-                operations as nodes.
+        operations as nodes.
 
         Example:
-                    >>> import torch, bendtrace as bt
-                    >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
-                    >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(3))
-                    >>> print(bended.graph)  # doctest: +ELLIPSIS
-                    program 1: x: float32[2], 3x
-                        3x -> 1.1 (3 ops)
-                    1.1  ... if x.sum() > 0 else ... at ...:1, 3x
-                        True 2x -> 1.2 (1 op)
-                        False 1x -> 1.2 (1 op)
-                    1.2  return, 3x
+            >>> import torch, bendtrace as bt
+            >>> bended = bt.BendedModule(lambda x: x + 1 if x.sum() > 0 else x - 1)
+            >>> _ = bended(torch.ones(2)), bended(-torch.ones(2)), bended(torch.ones(3))
+            >>> print(bended.graph)  # doctest: +ELLIPSIS
+            program 1: x: float32[2], 3x
+                3x -> 1.1 (3 ops)
+            1.1  ... if x.sum() > 0 else ... at ...:1, 3x
+                True 2x -> 1.2 (1 op)
+                False 1x -> 1.2 (1 op)
+            1.2  return, 3x
         """
         return outline_graph.state_graph(self._tree, self._dispatcher.trace_of)
 

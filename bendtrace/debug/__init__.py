@@ -10,7 +10,7 @@ whose values are gradients, and so pictures, differences and storage work on it 
 
 A stepped run (`stepping.py`) is visited: each visit runs the model's Python from its start to
 some position under the recorder. A `Start` holds what the run can read (the parts of an
-`Environment`) and the random generators as they were, and leads them back. A `Visit` (both in
+`Environment`) and the random generators as they were, and leads them back. An `EventVisit` (both in
 `visit.py`) is an inserter that counts *events*, ends the run before one with `StopRun`, copies
 the variables of the frames, and puts given values and answers in. It compares each event with the
 one that an earlier visit has seen. `ValueCache` holds results of ops within a budget. The recorder

@@ -1,25 +1,41 @@
 """Serving calls from recorded runs: the graph of states, its guards and its code.
 
+`dispatcher.py` serves a call: it finds a program, and replays, resumes, records or runs live. A
+tree (`tree.py`) has the programs of one model; a program (`program.py`) has a check and a graph
+(`graph.py`); `Program._walk` goes from one exit of the graph to the next (`stretches.py`), each of
+which has generated code. `Floor` (`floor.py`) makes calls run the model itself without looking at
+anything, if paths do not repeat, or if calls have to run live. It tries again from time to time.
+What is inserted is called beside such a call, if it can only be at calls of modules: each of these
+has a `_ModuleInterceptor` (`insert/beside.py`) in place of its `__call__`, which finds the node
+path by the frames around it. Other insertions need the recorder in live calls too. `module.py` is
+the module that is called like the model, represents it in everything else
+(`record/module_proxy.py`), and has the methods that inspect and change it.
+
+`tree.py` keeps the programs of one model and finds the one whose check passes. If there are many,
+`ProgramIndex` looks them up by the sizes and numbers that they require. The tree also knows when a
+value changes on every call, so that the model has to run live. It keeps at most `max_traces` paths,
+and drops first those that calls took least, where recent calls count more. The first time, a
+`TraceLimitWarning` says what makes the model diverge so often.
+
 `analysis.py` classifies the guards. *Input guards* need only sizes and other metadata of the
 arguments. *Data guards* need values. *Implied* guards follow from metadata that is checked before
-the run: for example, the dtype of a result follows from the dtypes of the inputs. Two functions
-are generated: `check(A)` (`check.py`) tests the input guards, and `run(A, E)` (`codegen.py`)
-contains the ops in the recorded order as flat Python with the data guards in between. Which ops a
-run needs, which guards stand between them, and when each value is used for the last time, is its
-*schedule* (`schedule.py`). All code writers follow a schedule and add only text: `codegen.py` for
-whole runs and segments, `suffix.py` for the rest of a run from given values, and
-`compiled_path.py`. The state of torch around the call - modes, default dtype, settings - is
-compared as a whole (`global_state.py`). Attributes of the model are checked by the versions of
-the dicts that hold them (`python/versions.py`). `check.py` decides for which captured values this
-suffices, and `check.py` generates the checks of the others, and the checks that two names are one
-object. In CPython 3.11 all of this is checked in one step: `python/versions.py` probes where
-objects have the words of memory that differ after a change (the version of a dict, the class of
-an object, the code of a function), and numpy reads them in one go. Only if a word differs do the
-checks themselves run (`ask` in the generated code; `ask_attributes`, if a call has only assigned
-attributes). The types of parameters and buffers are checked on every call: a recording does not
-keep these tensors alive, so their memory must not be read. For torch functions that are written
-in Python, the code calls what these functions end up calling (`watch/direct_calls.py`); replay.md
-says when.
+the run: for example, the dtype of a result follows from the dtypes of the inputs. Two functions are
+generated: `check(A)` (`check.py`) tests the input guards, and `run(A, E)` (`codegen.py`) contains
+the ops in the recorded order as flat Python with the data guards in between. Which ops a run needs,
+which guards stand between them, and when each value is used for the last time, is its *schedule*
+(`schedule.py`). All code writers follow a schedule and add only text: `codegen.py` for whole runs
+and segments, `suffix.py` for the rest of a run from given values, and `compiled_path.py`. The state
+of torch around the call - modes, default dtype, settings - is compared as a whole
+(`global_state.py`). Attributes of the model are checked by the versions of the dicts that hold them
+(`python/versions.py`). `check.py` decides for which captured values this suffices, and generates
+the checks of the others, and the checks that two names are one object. In CPython 3.11 all of this
+is checked in one step: `python/versions.py` probes where objects have the words of memory that
+differ after a change (the version of a dict, the class of an object, the code of a function), and
+numpy reads them in one go. Only if a word differs do the checks themselves run (`ask` in the
+generated code; `ask_attributes`, if a call has only assigned attributes). The types of parameters
+and buffers are checked on every call: a recording does not keep these tensors alive, so their
+memory must not be read. For torch functions that are written in Python, the code calls what these
+functions end up calling (`watch/direct_calls.py`); replay.md says when.
 
 `program.py` holds the known paths for one set of input guards, as code that branches: a **graph
 of states**, into which `graph.py` joins runs at equal states (`stretches.py`).
@@ -28,14 +44,14 @@ While a run is recorded, `record/states.py` reads the state at each question: th
 (`python/stacks.py` finds the interpreter's own layout by probing, and `python/bytecode.py` says
 which variables are still read), everything that can be reached from them, everything that the run
 has changed, and the values that an insertion around them still holds. Whether an op raises is
-also a question (`Test.RAISED`), where the model could go on after the error. If a state cannot be
+also a question (`ErrorGuard`), where the model could go on after the error. If a state cannot be
 read, its key is the path that led to it, and its holes are all values so far: it equals only
 itself. `record/states.py` also says when C code in progress may hold something that no frame
 shows.
 
 `SegmentWriter` writes the ops between two states. A segment receives a list of the values that
 its state can still reach, its *holes*. It frees each value after its last use, and returns a
-`Departure` with the holes of the state at its end. Across segments, an `Hold` keeps autocast's
+`Departure` with the holes of the state at its end. Across segments, a `Hold` keeps autocast's
 cache of cast weights, which would otherwise be cleared where the model's own blocks end: a weight
 that was cast twice would have different gradients. A replay changes objects at its end. A cache
 that is extended with `torch.cat` is replaced then, and cut out of the longer one if need be
@@ -58,14 +74,14 @@ is in the script, its ops are looked up and not carried out:
     script   op  op  question  op  op  question?         an op returns its hole, or a stand-in
     Python   ----------------------------------> op op   from here on it is recorded
 
-An op whose value is a hole returns that very tensor, with its memory and its gradient function.
-Any other op returns a *stand-in*: an object of the right class without content, such as a tensor
-on the meta device. A question gets the answer that the call got. So nothing is written, drawn,
-printed or called twice. If the model, or an op behind the script, needs the content of a
-stand-in, or if the model does something that is not in the script, the call raises a
-`NondeterminismError`. `Graph.add` compares what the run did with what was known (`graph.py`), up
-to the first new answer and from the next known state on, and adds what is new. If they differ,
-the graph is given up.
+An op whose value is a hole returns that very tensor, with its memory and its gradient function. Any
+other op returns a *stand-in*: an object of the right class without content, such as a tensor on the
+meta device. A question gets the answer that the call got. So nothing is written, drawn, printed or
+called twice. If the model, or an op after the script, needs the content of a stand-in, or if the
+model does something that is not in the script, the call raises a `NondeterminismError`.
+`ProgramGraph.add` compares what the run did with what was known (`graph.py`), up to the first new
+answer and from the next known state on, and adds what is new. If they differ, the graph is given
+up.
 
 Reading a state below many frames takes as long as some hundred ops. So a resumed run reads states
 up to the first known one. From there on, as long as its answers are known, its states are those
@@ -82,21 +98,6 @@ In some programs, paths must not join: those of harvests, which need the exact p
 in which all values are kept. One of several processes never begins again: its runs read all
 states. `from_activations` follows the code of a rest (`suffix.py`), and resumes by an exact
 script: ops whose results are not held are carried out again.
-
-`dispatcher.py` serves a call: it finds a program, and replays, resumes, records or runs live.
-`Floor` (`floor.py`) makes calls run the model itself without looking at anything, if paths do not
-repeat, or if calls have to run live. It tries again from time to time. What is inserted is called
-beside such a call, if it can only be at calls of modules: each of these has a station
-(`insert/beside.py`) in place of its `__call__`, which finds the node path by the frames around
-it. Other insertions need the recorder in live calls too. `module.py` is the module that is called
-like the model, represents it in everything else (`record/module_proxy.py`), and has the methods
-that inspect and change it.
-
-`tree.py` keeps the programs of one model and finds the one whose check passes. If there are many,
-`ProgramIndex` looks them up by the sizes and numbers that they require. The tree also knows when
-a value changes on every call, so that the model has to run live. It keeps at most `max_traces`
-paths, and drops the least recently used ones first. The first time, a `TraceLimitWarning` says
-what makes the model diverge so often.
 
 `record/serving.py` handles methods such as `generate` the other way round: called through the
 `BendedModule`, they run as they are, and when they call the model, that call follows recorded
@@ -120,9 +121,9 @@ which compiles, calls, compares and measures. `compile_settings.py` holds the us
 keeps what inductor compiles for other processes.
 
 Insertions take part by *splices* (`splices.py`): functions of tensors in place of the gates of a
-path, and values that the graph returns. `insert/compiling.py` makes them. It asks each insertion
-of a path for its *effect* (`insert/interjection.py`), and `insert/purity.py` finds the effects of
-the user's functions. What was read for that is kept as `Facts` (`insert/facts.py`): as long as
-they hold, no insertion is asked again. Observers are called after the run; `insert/handing.py`
-says which values they may keep without copying them.
+path, and values that the graph returns. `insert/compiling.py` makes them. It asks each insertion of
+a path for its *effect* (`insert/interjection.py`), and `insert/purity.py` finds the effects of the
+user's functions. What was read for that is kept as `IdentityFacts` (`insert/facts.py`): as long as
+they hold, no insertion is asked again. Observers are called after the run; `insert/handing.py` says
+which values they may keep without copying them.
 """

@@ -85,7 +85,8 @@ def probe(
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
     Args:
-        recording: the path; none of its ops is Python's own or a user's (see `eligible`).
+        recording: the path; none of its ops is Python's own or a user's (see
+            `obstacle_to_compiling`).
         arguments: the bound arguments of a call, for which the input guards hold.
         splices: what is called at its gates.
 
@@ -217,7 +218,7 @@ class _Probe:
     def _actual(self, value: Any) -> Any:
         if isinstance(value, Ref):
             return self._values[value.index]
-        if isinstance(value, Instance):  # a tuple of some kind: see `eligible`
+        if isinstance(value, Instance):  # a tuple of some kind: see `obstacle_to_compiling`
             return tuple(map(self._actual, value.items))
         if isinstance(value, (tuple, list)):
             return type(value)(map(self._actual, value))

@@ -62,7 +62,8 @@ class Expressions(GeneratedSource):
         return super().constant(value)
 
     def _instance(self, instance: Instance) -> str:
-        return self.value(tuple(instance.items))  # a tuple of some kind: see `eligible`
+        # Of a tuple of some kind: see `obstacle_to_compiling`.
+        return self.value(tuple(instance.items))
 
 
 def _is_tensor_method(target: Any) -> bool:

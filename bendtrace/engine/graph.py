@@ -1,6 +1,6 @@
 """The graph of states: how runs are known to continue after each question.
 
-`nodes.py` defines the nodes (states) and their exits (answers, with the code that follows).
+`stretches.py` defines the nodes (states) and their exits (answers, with the code that follows).
 Branches join and loops close because two runs that reach the same state continue with the same
 code. So the recorded code grows with the program, and not with the number of paths through it.
 

@@ -1,13 +1,13 @@
 """Insertions: the user's code at the nodes of a model, on every path that its runs can take.
 
 Insertions in a `BendedModule` become ops of the tape, *gates* (`gates.py`): before a node, after
-it, in its place, or at a parameter. While a run is recorded, an *inserter* is asked at each
-module call and op (`tape/watchers.py` defines what it may do, and `inserter.py` is the only one).
+it, in its place, or at a parameter. While a run is recorded, an *inserter* is asked at each module
+call and op (`tape/watchers.py` defines what it may do, and `inserter.py` is the only one).
 `LiveNames` (`log/nodes.py`) gives it the node path immediately. This is the path that the tree of
 paths will have afterwards, because both use one registry by place in the source. A gate holds no
-user code: it asks the `Plan` of the call (`plan.py`) what to call, so that a trace works for any
-insertion at its places. `engine/dispatcher.py` keeps one trace tree for each set of places. For
-everything else, a gate is an opaque op: its output is guarded like any result, and a changed
+user code: it asks the `InsertionPlan` of the call (`plan.py`) what to call, so that a trace works
+for any insertion at its places. `engine/dispatcher.py` keeps one trace tree for each set of places.
+For everything else, a gate is an opaque op: its output is guarded like any result, and a changed
 value that changes a branch diverges and resumes. The script of a resumed run contains the gate's
 output, so no interjection is called twice. A gate counts its passes in the call, so one gate in a
 loop serves all iterations, and an interjection at some passes is skipped at the others.

@@ -418,7 +418,7 @@ KEEPERS.append(_insertions_of_block)
 class _UncountedInsertion:
     """Stands for an insertion in a block that is done again: its calls are not counted twice."""
 
-    changes: frozenset[str] = frozenset()  # those that are known, as its own `Tally`
+    changes: frozenset[str] = frozenset()  # those that are known, as its own `CallTally`
 
     @property
     def _tally(self) -> _UncountedInsertion:

@@ -10,7 +10,7 @@ recorder, and each of its ops is looked up in a script instead of being carried 
     Python   ----------------------------------> op op   from here on it is recorded
 
 A stand-in is an object of the right class for a value that nobody can reach any more. If Python, or
-an op behind the script, asks for what is in it, the state was read wrongly: that is an error.
+an op after the script, asks for what is in it, the state was read wrongly: that is an error.
 
 Values are known by *names*: the number of a step, a part of the arguments or the state of the
 model, or an element of something that has a name.

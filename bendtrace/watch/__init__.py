@@ -18,9 +18,9 @@ function (`torch.Tensor.view = mine`), and the replacement calls the original, t
 name of the replacement. `monkeypatches.py` knows what has been replaced. So the right op is
 recorded, and replays check whether the replacement has changed.
 
-While a run is recorded, a profiler sees each function that begins (`executed.py`). `executed.py`
-knows which functions and types of the standard library give the same each time; a run that used
-another is live.
+While a run is recorded, a profiler sees each function that begins (`executed.py`), and knows which
+functions and types of the standard library give the same each time; a run that used another is
+live.
 
 What the mode does not see is intercepted at a few entry points (`intercepts.py`). They are
 replaced while at least one run is recorded, and restored afterwards. Among them are module calls,
