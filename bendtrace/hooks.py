@@ -87,8 +87,8 @@ class HookManager:
     def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise InputError(f"a model has to be a module, not a {type(model).__name__}")
-        self._board: InsertionRegistry | None = (
-            model._board if isinstance(model, ModuleProxy) else None
+        self._insertion_registry: InsertionRegistry | None = (
+            model._insertion_registry if isinstance(model, ModuleProxy) else None
         )
         self._model = owners.module_of(model.model) if isinstance(model, ModuleProxy) else model
         self._modules: list[HookedModule] = []
@@ -551,9 +551,9 @@ class HookManager:
     def place(self, handle: HookHandle) -> Insertion | AttachedInterjection:
         """Make the module call a hook."""
         module, what = handle.module, interjection_of(handle)
-        if self._board is not None and self._model is not None:
+        if self._insertion_registry is not None and self._model is not None:
             if any(module is part for part in owners.module_tree(self._model)):
-                return self._board.make(module, what)
+                return self._insertion_registry.make(module, what)
         return AttachedInterjection(module, what, handle.module_name)
 
     def activate(self, handle: HookHandle) -> None:
@@ -562,8 +562,8 @@ class HookManager:
         if isinstance(placed, AttachedInterjection):
             placed.install()
             return
-        assert self._board is not None
-        self._board.add(placed)
+        assert self._insertion_registry is not None
+        self._insertion_registry.add(placed)
         # Of several, the one that was inserted last is given the inputs first.
         is_reversed = kind == "forward_pre_hook"
         later = [
@@ -575,8 +575,8 @@ class HookManager:
             and (one.order < handle.order) == is_reversed
         ]
         later = later[::-1] if is_reversed else later
-        self._board.remove(*later)
-        self._board.add(*later)
+        self._insertion_registry.remove(*later)
+        self._insertion_registry.add(*later)
 
     def __enter__(self) -> Self:
         return self

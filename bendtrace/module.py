@@ -227,12 +227,12 @@ class BendedModule(ModuleProxy[ModelT]):
         return self._part_on_demand("_known", make)
 
     @property
-    def _board(self) -> InsertionRegistry:
+    def _insertion_registry(self) -> InsertionRegistry:
         def make() -> InsertionRegistry:
             calls = self._dispatcher.calls
             return registry.InsertionRegistry(self._known, self._note_inserted, calls)
 
-        return self._part_on_demand("_board", make)
+        return self._part_on_demand("_insertion_registry", make)
 
     @property
     def _bending(self) -> Bending:
@@ -297,10 +297,10 @@ class BendedModule(ModuleProxy[ModelT]):
             return call_itself(self._model, args, kwargs)
         dispatcher = self._dispatcher
         if self._inserted:
-            if (plan := self._board.plan(args, kwargs)) is not None:
+            if (plan := self._insertion_registry.plan(args, kwargs)) is not None:
                 with dispatcher.calls:
                     return dispatcher.call_with(plan, args, kwargs)
-        elif (floor := dispatcher.floor).waiting and floor.takes():
+        elif (floor := dispatcher.floor).calls_to_wait and floor.take_call():
             # Decided first: a call that runs the model itself costs little more than the model.
             dispatcher.stats.live += 1
             return call_itself(self._model, args, kwargs)
@@ -365,7 +365,7 @@ class BendedModule(ModuleProxy[ModelT]):
         if fn is not None:
             trace = _trace.run_trace(_Method(self, fn), args, kwargs, None)
             return (trace, trace.output) if _return_out else trace
-        plan = self._board.plan(args, kwargs) if self._inserted else None
+        plan = self._insertion_registry.plan(args, kwargs) if self._inserted else None
         output = self._dispatcher.trace(args, kwargs, plan)
         assert self._dispatcher.latest is not None
         trace = copy.copy(self._dispatcher.latest)
@@ -614,10 +614,10 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.explain(torch.ones(1)).nearest.new
             False
         """
-        plan = self._board.plan(args, kwargs) if self._inserted else None
+        plan = self._insertion_registry.plan(args, kwargs) if self._inserted else None
         names, arguments = self._dispatcher.named_arguments(args, kwargs, plan)
         tree = self._dispatcher.serving(plan, names, arguments)
-        return self._dispatcher.explained(tree, names, arguments)
+        return self._dispatcher.explanation_of(tree, names, arguments)
 
     def _predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
         """Return the known run without insertions that inputs must repeat, if there is one.
@@ -648,7 +648,7 @@ class BendedModule(ModuleProxy[ModelT]):
         if not self._inserted:
             yield
             return
-        plan, unknown = self._board.plan_of_parts()
+        plan, unknown = self._insertion_registry.plan_of_parts()
         inserter.refuse_reading(plan, method)
         with ExitStack() as stack:
             if isinstance(model, nn.Module):
@@ -661,8 +661,8 @@ class BendedModule(ModuleProxy[ModelT]):
 
     def _call_part(self, module: nn.Module, within: Within, *args: Any, **kwargs: Any) -> Any:
         """Run a submodule that is called by itself, live."""
-        plan, unknown = self._board.plan_of_parts()
-        if not self._board or current_watcher() is not None:
+        plan, unknown = self._insertion_registry.plan_of_parts()
+        if not self._insertion_registry or current_watcher() is not None:
             return call_itself(module, args, kwargs)
         if unknown:
             raise InputError(
@@ -682,7 +682,7 @@ class BendedModule(ModuleProxy[ModelT]):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], function: Any = None
     ) -> Iterator[LiveInserter | None]:
         """Return a context in which gates call the insertions; it yields the inserter of a run."""
-        plan = self._board.plan(args, kwargs) if self._inserted else None
+        plan = self._insertion_registry.plan(args, kwargs) if self._inserted else None
         if plan is None:
             yield None
             return
@@ -750,7 +750,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended(x)
             tensor([0., 4.])
         """
-        return self._board.insert(
+        return self._insertion_registry.insert(
             where, what, passes=passes, every=every, calls=calls, allow_none=allow_none
         )
 
@@ -770,7 +770,7 @@ class BendedModule(ModuleProxy[ModelT]):
             >>> bended.insertions
             ()
         """
-        return self._board.insertions
+        return self._insertion_registry.insertions
 
     def patch(self, patches: Patches, *, rows: Rows = None) -> PatchContext:
         """Return a context in which patches apply at nodes; after it the model is as before.
@@ -796,7 +796,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
-        return patches_module.PatchContext(self._board, self._known, patches, rows)
+        return patches_module.PatchContext(self._insertion_registry, self._known, patches, rows)
 
     @functools.cached_property
     def hooks(self) -> HookManager:
@@ -889,7 +889,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ((), tensor([2.]))
         """
         self._bending.reset()
-        self._board.clear()
+        self._insertion_registry.clear()
 
     def update(self, name: str | None = None, value: Value | None = None) -> None:
         """Set a parameter of the callbacks, or match the patterns again.
@@ -1176,7 +1176,9 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         if insertions not in ("constants", "inputs"):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
-        inserted = exporting.Insertions(self._board, self._known) if self._inserted else None
+        inserted = (
+            exporting.Insertions(self._insertion_registry, self._known) if self._inserted else None
+        )
         examples = self._dispatcher.examples
         calls = [tuple(call_forms.Call.of(one)) for one in inputs] if inputs else examples.calls()
         exported = exporting.export(
@@ -1214,12 +1216,12 @@ class BendedModule(ModuleProxy[ModelT]):
             "backend": {} if speculation is None else speculation.settings.arguments,
             "registry": self._dispatcher.registry.__getstate__(),
             "bends": self._bending._copyable_state(memo),
-            "insertions": self._board.copyable_rows(memo),
+            "insertions": self._insertion_registry.copyable_rows(memo),
         }
 
     def _take_over(self, carried: dict[str, Any]) -> None:
         self._dispatcher.registry.__setstate__(carried["registry"])
-        self._board.restore(*carried["insertions"])
+        self._insertion_registry.restore(*carried["insertions"])
         self._bending._restore(carried["bends"])
         vars(self).update(carried["hooks"])
 

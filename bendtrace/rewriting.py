@@ -130,7 +130,7 @@ def replace(
         raise InputError(
             f"replace() takes a function of the node's arguments, or a module, not {function!r}"
         )
-    return bended._board.insert(
+    return bended._insertion_registry.insert(
         where, Replacement(function), passes=passes, every=every, allow_none=allow_none
     )
 
@@ -173,7 +173,7 @@ def remove(
         raise InputError(
             f"keep= has to be a position, a name or a function of the inputs, not {keep!r}"
         )
-    return bended._board.insert(
+    return bended._insertion_registry.insert(
         where, Removal(keep), passes=passes, every=every, allow_none=allow_none
     )
 
@@ -226,11 +226,11 @@ def between(
         )
     sent = OutputTracker()
     edge = EdgeInterjection(sent, inner)
-    board = bended._board
-    beginning = board.make(a, sent)
-    end = board.make(b, edge, passes=passes, every=every)
-    board.add(beginning, end)
-    return Between(board, edge, end, beginning)
+    registry = bended._insertion_registry
+    beginning = registry.make(a, sent)
+    end = registry.make(b, edge, passes=passes, every=every)
+    registry.add(beginning, end)
+    return Between(registry, edge, end, beginning)
 
 
 def splice(
@@ -287,7 +287,9 @@ def splice(
         )
     spliced = SplicedModule(module, keep_error, select)
     return Splice(
-        bended._board.insert(where, spliced, passes=passes, every=every, allow_none=allow_none),
+        bended._insertion_registry.insert(
+            where, spliced, passes=passes, every=every, allow_none=allow_none
+        ),
         spliced,
     )
 
@@ -584,9 +586,13 @@ class Between:
     """
 
     def __init__(
-        self, board: InsertionRegistry, edge: EdgeInterjection, end: Insertion, beginning: Insertion
+        self,
+        registry: InsertionRegistry,
+        edge: EdgeInterjection,
+        end: Insertion,
+        beginning: Insertion,
     ) -> None:
-        self._board = board
+        self._insertion_registry = registry
         self._edge = edge
         self.insertions: tuple[Insertion, Insertion] = end, beginning
 
@@ -602,7 +608,7 @@ class Between:
 
     def remove(self) -> None:
         """Remove it. Further calls have no effect."""
-        self._board.remove(*self.insertions)
+        self._insertion_registry.remove(*self.insertions)
 
     def report(self) -> Report:
         """Return how often a run reached the node at the end, and whether a value was changed."""

@@ -116,10 +116,10 @@ def served(floor: Floor, calls: list[bool]) -> list[str]:
     """Return how calls are served: along a known path, an unknown one, or by the model."""
     told = []
     for is_known in calls:
-        if floor.takes():
+        if floor.take_call():
             told.append("model")
             continue
-        floor.followed(is_known)
+        floor.count_path(is_known)
         told.append("known" if is_known else "unknown")
     return told
 

@@ -450,7 +450,7 @@ def test_an_error_inside_leaves_nothing_behind(pg: PatchableGraph) -> None:
 
 def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> None:
     plain, placed = pg(X)[1], []
-    pg._board.add = lambda *args, **kwargs: placed.append(args)  # type: ignore[method-assign]
+    pg._insertion_registry.add = lambda *args, **kwargs: placed.append(args)  # type: ignore[method-assign]
     with pytest.raises(NodePathError, match=r"no node 'lup.output': the model has no 'lup'; did"):
         pg.patch({"x": ZeroPatch(), "lup.output": ZeroPatch(), "relu": ZeroPatch()})
     with pytest.raises(
@@ -478,7 +478,7 @@ def test_all_paths_are_checked_before_anything_is_placed(pg: PatchableGraph) -> 
         with pytest.raises(InputError, match=message):
             pg.patch(patches)  # type: ignore[arg-type]
     assert placed == []
-    del pg._board.add
+    del pg._insertion_registry.add
     assert torch.equal(pg(X)[1], plain)
 
 
@@ -486,14 +486,14 @@ def test_nothing_is_placed_if_one_place_refuses(
     pg: PatchableGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = pg.patch({"x": ZeroPatch(), "relu": ZeroPatch()})
-    make = pg._board.make
+    make = pg._insertion_registry.make
 
     def refuses(where: Any, what: Any) -> Any:
         if where == "relu":
             raise NodePathError("no", "relu")
         return make(where, what)
 
-    monkeypatch.setattr(pg._board, "make", refuses)
+    monkeypatch.setattr(pg._insertion_registry, "make", refuses)
     with pytest.raises(NodePathError):
         context.__enter__()
     assert pg.insertions == ()

@@ -153,7 +153,7 @@ class Dispatcher:
         speculation: the compiled paths; None if there is no backend.
         calls: the calls of the model that each thread is in.
         stats: how the calls so far were served.
-        last_mismatch: why the latest call that was not a replay was not one.
+        last_mismatch: why the latest recorded call could not be replayed.
         latest: the latest trace.
         latest_run: what the latest call has repeated, or made.
         floor: which calls with nothing inserted run the model itself; asked before `call`.
@@ -196,7 +196,9 @@ class Dispatcher:
         """Serve a call with insertions."""
         guess: SpeculationResult | None = None
         # Compiled paths have no gates, which `applying` takes some time to prepare.
-        if self.speculation is not None and not (seeing_modes() or self._trees.floor(plan).waiting):
+        if self.speculation is not None and not (
+            seeing_modes() or self._trees.floor(plan).calls_to_wait
+        ):
             names, arguments = self.named_arguments(args, kwargs, plan)
             inserted = compiling.insertions_of_plan(plan)
             guess = self.speculation.guess(names, arguments, inserted)
@@ -217,6 +219,13 @@ class Dispatcher:
     ) -> Any:  # fmt: skip
         """Serve a call.
 
+        The questions stand in this order: whether a mode around the call sees the model, since
+        then nothing known may serve it; whether the model is to run itself, since that has to
+        cost nothing more; whether what is inserted can be written into plain code; whether a
+        compiled path serves it; which program does. Without a program, modules that are lazy
+        have to be called first, and a call that would be live does not have to be recorded. With
+        one, the reasons to run live come before the replay, which cannot be taken back.
+
         Args:
             args: its positional arguments.
             kwargs: its keyword arguments.
@@ -230,13 +239,17 @@ class Dispatcher:
         floor = self.floor
         if plan is not None:
             floor = self._trees.floor(plan)
-            if floor.waiting and (runner := self._beside(plan)) is not None and floor.takes():
+            if (
+                floor.calls_to_wait
+                and (runner := self._beside(plan)) is not None
+                and floor.take_call()
+            ):
                 self.stats.live += 1
                 return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, known = found
-            if known is None and self._signature.has_changed():
+            if known is None and self._signature.notice_changes():
                 return self.call(args, kwargs, plan, auditor)
             call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
@@ -251,13 +264,13 @@ class Dispatcher:
             guess = self.speculation.guess(names, arguments, inserted)
             if guess.recording is not None:
                 if plan is None:
-                    self.floor.followed(True)
+                    self.floor.count_path(True)
                 return self._guessed(guess)
         program = tree.find(names, arguments)
         if program is not None and program.ignored:
             if tree.settles(names, program, arguments, floor.has_waited):
                 program = None
-        if program is None and self._signature.has_changed():
+        if program is None and self._signature.notice_changes():
             return self.call(args, kwargs, plan, auditor)
         if program is None and has_lazy_modules(self._model):
             if plan is not None:
@@ -271,11 +284,11 @@ class Dispatcher:
             if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
                 if (runner := self._beside(plan)) is not None:
                     self._trees.plain.ran_live(plain)
-                    floor.lived()
+                    floor.count_live()
                     self.stats.live += 1
                     return runner.call(args, kwargs, plain.recording)
         if program is None:
-            floor.followed(False)
+            floor.count_path(False)
             try:
                 return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
             except Uninitialized as error:  # of modules that are not registered in the model
@@ -284,18 +297,18 @@ class Dispatcher:
             return self._initialize(args, kwargs)
         if program.live_only:
             if tree.looks_again(program):
-                floor.followed(False)
+                floor.count_path(False)
                 call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
             tree.ran_live(program)
-            floor.lived()
+            floor.count_live()
             return self._run_live(
                 _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
             )
         if plan is not None and plan.looks_at_changes(
             program.recordings(), reading.read_and_changed
         ):
-            floor.lived()
+            floor.count_live()
             return self._run_live(
                 _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
             )
@@ -315,8 +328,8 @@ class Dispatcher:
                 audit.compare(result.recording, result.output)
             if plan is not None:
                 plan.ran(result.recording)
-            if floor.counts:
-                floor.followed(True)
+            if floor.is_counting:
+                floor.count_path(True)
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
@@ -364,7 +377,7 @@ class Dispatcher:
         assert call.plan is not None
         gates.attempt().receives(call.args, call.kwargs)
         if program is None:
-            self._floor_of(call.plan).followed(False)
+            self._floor_of(call.plan).count_path(False)
             return self._record_new(call)
         if program.wants_lifting and call.tree.lifts:
             return self._record_lifted(call, program)
@@ -374,8 +387,8 @@ class Dispatcher:
             self.stats.replays += 1
             self.latest_run = result.recording
             call.plan.ran(result.recording)
-            if (floor := self._floor_of(call.plan)).counts:
-                floor.followed(True)
+            if (floor := self._floor_of(call.plan)).is_counting:
+                floor.count_path(True)
             return result.output
         with nullcontext() if result.held is not None else gates.again():
             return self._resume(call, program, result)
@@ -440,13 +453,13 @@ class Dispatcher:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None
     ) -> Any:
         """Run the model under the tracer, keep the path, and return the output."""
-        self._signature.has_changed()
+        self._signature.notice_changes()
         names, arguments = self.named_arguments(args, kwargs, plan)
         call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
         with nullcontext() if plan is None else gates.applying(plan):
             return self._record_new(call)
 
-    def explained(
+    def explanation_of(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> Explanation:
         """Say which programs of a tree could serve some arguments."""
@@ -634,12 +647,12 @@ class Dispatcher:
         known_live = was_live and not call.tree.looks_again_after(divergence)
         if known_live and call.plan is None and not divergence.has_acted:
             self.stats.live += 1
-            self.floor.lived()
+            self.floor.count_live()
             call.tree.ran_live(program, divergence)
             divergence.drop()
             with self.calls:
                 return call_itself(self._model, call.args, dict(call.kwargs))
-        self._floor_of(call.plan).followed(False)
+        self._floor_of(call.plan).count_path(False)
         mismatch = explain.explain_divergence(
             divergence.recording, divergence.number, divergence.outcome
         )

@@ -104,7 +104,8 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     step = next((step for step in steps_of(recording) if step.guard == number), None)
     recorded, new = guard.word(guard.answer), guard.word(new)
     if step is not None:
-        what, where = f"{step.kind} `{step.text}`", str(step.place)
+        what = f"{step.kind} `{step.text}`" if step.text else step.kind
+        where = str(step.place)
     else:
         what, where = _without_step(guard)
     reason = (
@@ -117,7 +118,7 @@ def _without_step(guard: Guard) -> tuple[str, str]:
     if guard.site is None:
         return "a value", "an unknown place"
     place, _, _ = user_code(guard.scope, guard.site)
-    return f"{guard.about} `{place.text}`", str(place)
+    return f"{guard.about} `{place.text}`" if place.text else guard.about, str(place)
 
 
 def _part_now(part: Captured, arguments: tuple[Any, ...]) -> Any:

@@ -19,32 +19,32 @@ class Floor:
 
     Attributes:
         unknown: calls along unknown paths so far.
-        waiting: calls until paths are tried again; 0 while they are followed.
-        counts: whether a call along a known path makes a difference.
+        calls_to_wait: calls until paths are tried again; 0 while they are followed.
+        is_counting: whether a call along a known path makes a difference.
         has_waited: whether the call that is being served is the first after a wait.
     """
 
     def __init__(self) -> None:
         self.unknown: int = 0
-        self.waiting: int = 0
-        self.counts: bool = False
+        self.calls_to_wait: int = 0
+        self.is_counting: bool = False
         self.has_waited: bool = False
         self._paths = _Account(100.0, 0.005, tuple(1 << n for n in range(9, 17)), 2.0, 1)
         self._lives = _Account(16.0, 0.25, (2, 4, 8, 16, 30, 31, 32, 29), 1.0, 4)
         self._empty: _Account | None = None
 
-    def takes(self) -> bool:
-        """Return whether the next call is for the model itself."""
-        if not self.waiting:
+    def take_call(self) -> bool:
+        """Take a call from those to wait for; return whether it is for the model itself."""
+        if not self.calls_to_wait:
             return False
-        self.waiting -= 1
-        if not self.waiting:
+        self.calls_to_wait -= 1
+        if not self.calls_to_wait:
             assert self._empty is not None
             self._empty.begin_trial()
             self.has_waited = True
         return True
 
-    def followed(self, is_known: bool) -> None:
+    def count_path(self, is_known: bool) -> None:
         """Count a call that was served along a path, or led down an unknown one.
 
         Args:
@@ -54,30 +54,30 @@ class Floor:
         if is_known:
             self._paths.earn()
             self._lives.earn()
-            self.counts = not (self._paths.is_full and self._lives.is_full)
+            self.is_counting = not (self._paths.is_full and self._lives.is_full)
             return
         self.unknown += 1
         self._pay(self._paths)
 
-    def lived(self) -> None:
+    def count_live(self) -> None:
         """Count a call that had to run live."""
         self.has_waited = False
         self._pay(self._lives)
 
     def _pay(self, account: _Account) -> None:
-        self.counts = True
+        self.is_counting = True
         wait = account.pay()
-        if wait > self.waiting:
-            self.waiting, self._empty = wait, account
+        if wait > self.calls_to_wait:
+            self.calls_to_wait, self._empty = wait, account
 
     @property
     def reason(self) -> str | None:
         """Why calls are for the model itself at present, if that is since paths do not repeat."""
-        if not self.waiting or self._empty is not self._paths:
+        if not self.calls_to_wait or self._empty is not self._paths:
             return None
         return (
             f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
-            f"known ones are tried again after {self.waiting} more calls"
+            f"known ones are tried again after {self.calls_to_wait} more calls"
         )
 
 

@@ -74,7 +74,7 @@ class Code:
     """A generated function.
 
     Attributes:
-        source: its text.
+        text: its text.
         function: the function.
         op_of_line: for each line of the text, the op that it carries out.
         emitted: how many lines stand before each op that has one.

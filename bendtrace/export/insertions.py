@@ -37,17 +37,17 @@ class Insertions:
     """The insertions of a model, for runs that record their work like the model's own code.
 
     Args:
-        board: where they are.
+        registry: where they are.
         known: the recorded runs of the model.
 
     Raises:
         ExportError: one of them only looks at values or gradients.
     """
 
-    def __init__(self, board: InsertionRegistry, known: Knowledge) -> None:
-        self._board, self._known = board, known
+    def __init__(self, registry: InsertionRegistry, known: Knowledge) -> None:
+        self._insertion_registry, self._known = registry, known
         self._names: dict[str, Any] = {}
-        for insertion in board.insertions:
+        for insertion in registry.insertions:
             what = insertion.what
             name = f"{what.label.partition('(')[0].rstrip()} at {describe_where(insertion.where)}"
             if what.observes or not what._forms() & {"before", "instead", "after"}:
@@ -70,7 +70,7 @@ class Insertions:
         Raises:
             ExportError: one of them does more than compute tensors.
         """
-        plan = self._board.plan(args, kwargs)
+        plan = self._insertion_registry.plan(args, kwargs)
         assert plan is not None
         sizes = str([getattr(leaf, "shape", None) for leaf in pytree.tree_leaves((args, kwargs))])
         if sizes not in self._sizes:  # bends draw their numbers in the first run

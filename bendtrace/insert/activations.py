@@ -234,7 +234,7 @@ def get_activations(
         >>> list(get_activations(bended, "div", (torch.tensor([4.0, -3.0]),)))
         ['div:1', 'div:2', 'div:3']
     """
-    board: InsertionRegistry = model._board
+    registry: InsertionRegistry = model._insertion_registry
     args, kwargs = required_arguments(args, kwargs)
     items = list(flat(where))
     if not items:
@@ -243,18 +243,18 @@ def get_activations(
     made: list[tuple[Any, _OutputObserver, Insertion]] = []
     for item in items:
         observer = _OutputObserver(admitted, detach, late=bended)
-        insertion = _make_observer(board, model._model, item, observer, allow_none)
+        insertion = _make_observer(registry, model._model, item, observer, allow_none)
         if passes is not None and any(target.passes is not None for target in insertion.targets):
             raise InputError(f"{item!r} names passes: give them either there or with passes=")
         made.append((item, observer, insertion))
     insertions = [insertion for _, _, insertion in made]
-    others = () if bended else board.insertions
-    board.remove(*others)
-    board.add(*insertions, *others)
+    others = () if bended else registry.insertions
+    registry.remove(*others)
+    registry.add(*insertions, *others)
     try:
         output = model(*args, **kwargs)
     finally:
-        board.remove(*insertions)
+        registry.remove(*insertions)
     if not allow_none:
         for insertion in insertions:
             insertion.warn_if_never_fired(_users_level())
@@ -310,7 +310,7 @@ def _gather_activations(made: Iterable[tuple[Any, _OutputObserver, Insertion]]) 
 
 
 def _make_observer(
-    board: InsertionRegistry,
+    registry: InsertionRegistry,
     model: Callable[..., Any],
     item: Any,
     observer: _OutputObserver,
@@ -323,4 +323,4 @@ def _make_observer(
         )
     if isinstance(item, str) and _PATTERN.search(item):
         item = NamedActivations((compile_pattern(item),), leaves_of(model))
-    return board.make(item, observer, allow_none=allow_none)
+    return registry.make(item, observer, allow_none=allow_none)

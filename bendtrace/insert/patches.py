@@ -185,7 +185,7 @@ class PatchContext(ContextDecorator):
     of the outer one. As a decorator it surrounds each call of a function.
 
     Args:
-        board: the store for the insertions.
+        registry: the store for the insertions.
         known: the recorded runs of the model.
         patches: for each path a patch, or several in the order in which they run.
         rows: the rows of the first axis that are patched; None for all.
@@ -199,16 +199,16 @@ class PatchContext(ContextDecorator):
     """
 
     def __init__(
-        self, board: InsertionRegistry, known: Knowledge, patches: Patches, rows: Rows = None
+        self, registry: InsertionRegistry, known: Knowledge, patches: Patches, rows: Rows = None
     ) -> None:
-        self._board = board
+        self._insertion_registry = registry
         self._placed: list[tuple[Where, Interjection]] = []
         self._entered: list[list[Any]] = []
         self._was_entered = True  # until it is clear that it can be
         wanted = [
             (where, list(_patches_of(where, given))) for where, given in _patch_items(patches)
         ]
-        _check_paths(board, known, [where for where, _ in wanted])
+        _check_paths(registry, known, [where for where, _ in wanted])
         for where, given in wanted:
             place = _parameter_call(known, where)
             self._placed += [
@@ -251,8 +251,8 @@ class PatchContext(ContextDecorator):
 
     def __enter__(self) -> Self:
         self._was_entered = True
-        handles = [self._board.make(where, patch) for where, patch in self._placed]
-        self._board.add(*handles)
+        handles = [self._insertion_registry.make(where, patch) for where, patch in self._placed]
+        self._insertion_registry.add(*handles)
         self._entered.append(handles)
         return self
 
@@ -263,7 +263,7 @@ class PatchContext(ContextDecorator):
                 for handle in handles:
                     handle.warn_if_never_fired(3)
         finally:  # also where warnings are errors
-            self._board.remove(*handles)
+            self._insertion_registry.remove(*handles)
 
     def __repr__(self) -> str:
         placed: dict[str, list[Interjection]] = {}
@@ -309,12 +309,12 @@ def _parameter_call(known: Knowledge, where: Where) -> Where:
     return where
 
 
-def _check_paths(board: InsertionRegistry, known: Knowledge, places: list[Where]) -> None:
+def _check_paths(registry: InsertionRegistry, known: Knowledge, places: list[Where]) -> None:
     """Raise, once for all, for paths that lead to nothing, or not to a single value."""
     errors: list[NodePathError] = []
     for where in places:
         try:
-            _check_value(board, known, where)
+            _check_value(registry, known, where)
         except NodePathError as error:
             errors.append(error)
     raise_all(errors)
@@ -336,10 +336,10 @@ def raise_all(errors: Sequence[NodePathError]) -> None:
     raise NodePathError(message, first.path, first.completions)
 
 
-def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> None:
+def _check_value(registry: InsertionRegistry, known: Knowledge, where: Where) -> None:
     """Raise if a path leads to nothing, or not to a single value."""
     if alias_of(where, known.model) is not None:
-        board.make(where, Patch())
+        registry.make(where, Patch())
         return
     text = node_name_of(where, known)
     places = _selected_nodes(known, where, text)
@@ -349,7 +349,7 @@ def _check_value(board: InsertionRegistry, known: Knowledge, where: Where) -> No
         if node.kind == "graph" and output is not None and node is not root:
             node, name = output, f"{name}.output"  # a module stands for its output
         require_leaf(root, (node, chosen), name)
-    board.make(where, Patch())
+    registry.make(where, Patch())
     has_run = any(True for _ in known.trees())
     if has_run and not places and text and text in modules_in(known.model):
         raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)

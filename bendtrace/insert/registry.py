@@ -806,7 +806,7 @@ class Bended(Protocol):
     """A model that accepts insertions: a `BendedModule`, as this package uses it."""
 
     @property
-    def _board(self) -> InsertionRegistry: ...
+    def _insertion_registry(self) -> InsertionRegistry: ...
     @property
     def _known(self) -> Knowledge: ...
 
@@ -840,7 +840,7 @@ class InsertionGroup:
 
     def __init__(self, model: Bended) -> None:
         self.insertions: list[Insertion] = []
-        self._board = model._board
+        self._insertion_registry = model._insertion_registry
         self._known = model._known
 
     def known_runs(self) -> list[Recording]:
@@ -866,37 +866,44 @@ class InsertionGroup:
         Raises:
             NodePathError: `where` matches no node.
         """
-        made = self._board.make(where, what, allow_none=allow_none)
+        made = self._insertion_registry.make(where, what, allow_none=allow_none)
         if kind is not Insertion:
             checked = made.is_checked
-            made = kind(self._board, made.where, made.targets, made.what, made.passes, allow_none)
+            made = kind(
+                self._insertion_registry,
+                made.where,
+                made.targets,
+                made.what,
+                made.passes,
+                allow_none,
+            )
             made.is_checked = checked
         self.insertions.append(made)
         return made
 
     def insert_all(self, *order: Insertion) -> None:
         """Insert all together, in the order `order` if there is one."""
-        self._board.add(*(order or self.insertions))
+        self._insertion_registry.add(*(order or self.insertions))
 
     def surround(self, first: list[Insertion], last: list[Insertion]) -> None:
         """Insert some before, and others after, all existing insertions."""
-        others = self._board.insertions
-        self._board.remove(*others)
-        self._board.add(*first, *others, *last)
+        others = self._insertion_registry.insertions
+        self._insertion_registry.remove(*others)
+        self._insertion_registry.add(*first, *others, *last)
 
     def replace(self, number: int, where: Where) -> None:
         """Move an active insertion to other nodes."""
         old = self.insertions[number]
         old.remove()
-        self.insertions[number] = self._board.insert(where, old.what, allow_none=True)
+        self.insertions[number] = self._insertion_registry.insert(where, old.what, allow_none=True)
 
     def remove(self) -> None:
         """Remove all of them. Further calls have no effect."""
-        self._board.remove(*self.insertions)
+        self._insertion_registry.remove(*self.insertions)
 
     def forget_plans(self) -> None:
         """Have the model examine all insertions again, after one of them has changed."""
-        self._board.add()
+        self._insertion_registry.add()
 
     def __enter__(self) -> Self:
         self.insert_all()

@@ -330,9 +330,9 @@ class _SuffixRun:
         return self._live()
 
     def _plan(self) -> InsertionPlan | None:
-        board = self._model._board
+        registry = self._model._insertion_registry
         if not self._bound:
-            for insertion in board.insertions:
+            for insertion in registry.insertions:
                 if insertion.passes.needs_total or not insertion.is_checked or any(
                     target.is_ahead or target.is_open for target in insertion.targets
                 ):  # fmt: skip
@@ -340,7 +340,7 @@ class _SuffixRun:
                         f"the location of {insertion!r} depends on the inputs of the model: "
                         "pass the model's arguments as well"
                     )
-        plan: InsertionPlan | None = board.plan(self._args, self._kwargs)
+        plan: InsertionPlan | None = registry.plan(self._args, self._kwargs)
         return plan
 
     def _chosen(
@@ -598,22 +598,22 @@ def call_with(
         InputError: the model did not reach a node, or reached it several times, or the value of a
             node cannot be given.
     """
-    board = model._board
-    others = () if bended else board.insertions
+    registry = model._insertion_registry
+    others = () if bended else registry.insertions
     made = []
     for text, value in given.items():
         node = node_of_name(model, text)
         where = text if node is None else node
-        insertion = board.make(where, _Replacement(text, value, bended))
+        insertion = registry.make(where, _Replacement(text, value, bended))
         if node is not None:
             _refuse_alias(text, node, insertion)
         made.append(insertion)
-    board.remove(*others)
-    board.add(*made, *others)
+    registry.remove(*others)
+    registry.add(*made, *others)
     try:
         output = model(*args, **kwargs)
     finally:
-        board.remove(*made)
+        registry.remove(*made)
     for text, insertion in zip(given, made, strict=True):
         report = insertion.report()
         if not report.rows:
@@ -915,7 +915,7 @@ class KnownRuns:
         if not (self.is_whole or self._wider):
             raise InputError(
                 "nothing has been traced yet"
-                + (" with the current insertions" if model._board else "")
+                + (" with the current insertions" if model._insertion_registry else "")
                 + ": call the module, or its trace(), first"
             )
 

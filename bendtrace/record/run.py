@@ -90,7 +90,7 @@ class Signature:
             names = self._forms[form] = (*given, *rest, *named)
         return names
 
-    def has_changed(self) -> bool:
+    def notice_changes(self) -> bool:
         """Return whether the function sees the forms of calls only now: forward was replaced."""
         if self.sees_forms:
             return False
