@@ -33,6 +33,7 @@ import threading
 import time
 import types
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -2088,6 +2089,27 @@ change(
     PUT, lambda: lambda x: x.doubled() if hasattr(x, "doubled") else x,
     lambda m, p: p.setattr(Tensor, "doubled", lambda self: self * 2, raising=False),
 )  # fmt: skip
+
+
+def test_filters_of_warnings_are_compared_by_what_they_contain() -> None:
+    """Each `catch_warnings` around a call makes the same filters again."""
+
+    def model(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            warnings.warn("positive", stacklevel=1)
+        return x * 2
+
+    bended = bt.BendedModule(model)
+    for number in range(6):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            bended(torch.full((2,), number - 2.5))
+    assert bended.stats == bt.Stats(traces=2, replays=4, retraces=1, resumes=1)
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="positive"):
+        warnings.simplefilter("error")
+        bended(torch.ones(2))
+
+
 LOGGER = logging.getLogger("of a model")
 OF_PYTHON = (
     "Python's settings: levels of loggers, filters of warnings, the precision of `decimal`, "
