@@ -31,7 +31,7 @@ def past_joins() -> Iterator[None]:
     """
     with (
         mock.patch.object(Program, "run", _led_back),
-        mock.patch.object(Floor, "takes", return_value=False),
+        mock.patch.object(Floor, "take_call", return_value=False),
     ):
         yield
 
@@ -81,7 +81,7 @@ def resumed_anywhere(seed: int, most: int = 2) -> Iterator[None]:
     with (
         mock.patch.object(Program, "run", run),
         mock.patch.object(StateReader, "read", _read_and_followed),
-        mock.patch.object(Floor, "takes", return_value=False),
+        mock.patch.object(Floor, "take_call", return_value=False),
     ):
         yield
 

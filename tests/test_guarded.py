@@ -2105,9 +2105,10 @@ def test_filters_of_warnings_are_compared_by_what_they_contain() -> None:
             warnings.simplefilter("ignore")
             bended(torch.full((2,), number - 2.5))
     assert bended.stats == bt.Stats(traces=2, replays=4, retraces=1, resumes=1)
-    with warnings.catch_warnings(), pytest.raises(UserWarning, match="positive"):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        bended(torch.ones(2))
+        with pytest.raises(UserWarning, match="positive"):
+            bended(torch.ones(2))
 
 
 LOGGER = logging.getLogger("of a model")
