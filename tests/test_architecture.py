@@ -86,6 +86,23 @@ def test_the_files_that_a_description_names_are_there(room: Path) -> None:
     assert [name for name in sorted(named) if not any((p / name).exists() for p in places)] == []
 
 
+NAMED_IN_FILE = re.compile(r"`([A-Z_]\w+)`\s+\(`([\w/]+\.py)`\)")
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
+def test_the_classes_that_a_description_names_are_in_their_files(room: Path) -> None:
+    """It writes `Floor` (`floor.py`), or with the folder for a file in another room."""
+    text = ast.get_docstring(ast.parse((room / "__init__.py").read_text("utf-8"))) or ""
+    wrong = []
+    for name, file in NAMED_IN_FILE.findall(text):
+        files = [path for path in (room / file, PACKAGE / file) if path.exists()]
+        defines = re.compile(rf"^(class {name}\b|def {name}\b|{name}\b)", re.MULTILINE)
+        if not any(defines.search(path.read_text("utf-8")) for path in files):
+            wrong.append(f"{name} in {file}")
+    assert wrong == []
+
+
 def test_there_are_twelve_rooms() -> None:
     assert len(ROOMS) <= 12
 
