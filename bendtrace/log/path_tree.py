@@ -52,14 +52,14 @@ class Builder:
     """
 
     def __init__(self, events: Events, registry: Registry) -> None:
-        self.events = events
+        self.events: Events = events
         self.where: dict[int, tuple[TreeNode, int]] = {}
         self.marks: dict[int, list[tuple[int, str]]] = {}
         self.paths: dict[int, str] = {}  # of the node that gave each value first
         self._registry = registry
         function = events.function
         root = function if isinstance(function, nn.Module) else events.root.module
-        self.holders = Holders(root)
+        self.holders: Holders = Holders(root)
         self._places: dict[int, tuple[Place, ...]] = {}
         self._sites: dict[int, tuple[int, Site]] = {}
         self._codes: dict[int, dict[str, list[int]]] = {}
