@@ -587,12 +587,12 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
     # The collector finds the lists of this function among the holders, too.
     own: list[Any] = [scalars, plain]
     while left:
-        own.append(left)
-        holders = [
-            holder
-            for holder in gc.get_referrers(*left)
-            if not any(holder is one for one in (own, *own))
-        ]
+        asked = tuple(left)  # which the collector finds as well, in Python 3.13 and newer
+        own += [left, asked]
+        # A generator here would make a cell of `holder`, in Python 3.12 and newer, which is found as
+        # a holder itself.
+        skipped = {id(one) for one in (own, *own)}
+        holders = [holder for holder in gc.get_referrers(*asked) if id(holder) not in skipped]
         for holder in holders:
             _exchange_numbers(holder, plain)
         # What cannot be changed is made again, and exchanged in what holds it, in the next round.
