@@ -589,8 +589,8 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
     while left:
         asked = tuple(left)  # which the collector finds as well, in Python 3.13 and newer
         own += [left, asked]
-        # A generator here would make a cell of `holder`, in Python 3.12 and newer, which is found as
-        # a holder itself.
+        # A generator here would make a cell of `holder` since Python 3.12, which is found as a
+        # holder itself.
         skipped = {id(one) for one in (own, *own)}
         holders = [holder for holder in gc.get_referrers(*asked) if id(holder) not in skipped]
         for holder in holders:
