@@ -33,6 +33,13 @@ class Meter:
         self.mean += (value - self.mean) / self.n
 
 
+class Lower(dict[str, Any]):
+    """Takes keys in capitals for others."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key.lower())
+
+
 class Slotted:
     __slots__ = ("value",)
 
@@ -58,6 +65,7 @@ class Holds(nn.Module):
         self.latest: Any = collections.deque(maxlen=400)
         self.metrics: dict[str, Any] = {"train": {"loss": [], "n": 0}}
         self.nested: list[Any] = [[], [1]]
+        self.lower = Lower(loss=[])
         self.history: dict[str, list[Any]] = {"sum": [], "n": []}
 
     def forward(self, x: Tensor) -> Any:
@@ -327,6 +335,8 @@ READ = {
     "by another name": "log = self.losses; log.append(1); y = y * len(log)",
     "now and then": "self.losses.append(self.step); self.step += 1\n"
     "if self.step % 5 == 0: y = y * sum(self.losses)",
+    "from the end": "self.nested[1].append(1); y = y * len(self.nested[-1])",
+    "by another key": "self.lower['loss'].append(1); y = y * len(self.lower['LOSS'])",
     "its truth": "y = y * 2 if self.losses else y\nself.losses += [1]",
     "the truth in a dict": "part = self.metrics['train']\n"
     "if part['loss']: y = y * 2\n"

@@ -337,7 +337,8 @@ def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
     Args:
         code: the code, without the functions in it.
         name: the attribute, global or variable of a function around it that leads to the list.
-        keys: the keys of the items that lie between, the outermost first.
+        keys: the keys of the items that lie between, the outermost first; None for one that code
+            may write in another way.
     """
     if name in _texts_in(code.co_consts):
         return False
@@ -499,8 +500,10 @@ class _Adding(_Operating):
         if not level or not (name == "BINARY_SUBSCR" or type(own) is _StackMethod):
             return None
         key = taken[0] if taken else None
-        if type(key) is _StackConstant and key.value != self._keys[len(self._keys) - level]:
-            return None  # something else
+        own_key = self._keys[len(self._keys) - level]
+        # Texts alone: an item of a list has two numbers, `parts[1]` and `parts[-1]`.
+        if type(key) is _StackConstant and type(key.value) is type(own_key) is str:
+            return level - 1 if key.value == own_key else None
         return level - 1
 
 

@@ -81,10 +81,13 @@ def is_read(
 
 
 def _keys_of(part: Captured) -> list[Any]:
-    """Return the keys by which code gets from what it names to a part, the outermost first."""
+    """Return the keys by which code gets from what it names to a part, the outermost first.
+
+    A class of one's own may look its keys up in another way.
+    """
     root, keys = _root_of(part), []
     while part is not root and part.parent is not None:
-        keys.append(part.key)
+        keys.append(part.key if part.parent.type in _LOOKING_UP_EXACTLY else None)
         part = part.parent
     return keys[::-1]
 
@@ -148,6 +151,7 @@ def _can_grow(part: Captured) -> bool:
     return is_list and not is_full(part.value)
 
 
+_LOOKING_UP_EXACTLY = (dict, collections.OrderedDict, collections.defaultdict)
 _LISTS = (CaptureKind.LIST, CaptureKind.LARGE, CaptureKind.GROWING)
 
 
