@@ -329,6 +329,15 @@ def rows_by_chance(x: torch.Tensor) -> Any:
 
 
 @followed(*VARIOUS)
+def a_choice_that_fails_at_times(x: torch.Tensor) -> Any:
+    try:
+        columns = np.random.choice(3, size=len(x), replace=False)
+    except ValueError as error:
+        return x * len(str(error))
+    return x[:, torch.from_numpy(columns)].sum()
+
+
+@followed(*VARIOUS)
 def a_side_by_the_greatest(x: torch.Tensor) -> Any:
     drawn = np.random.uniform(size=3)
     return x * drawn.mean() if drawn.max() > 0.8 else x * 2
