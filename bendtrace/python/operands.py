@@ -4,7 +4,9 @@ While a watch is on (`results.py`), frames report each of their instructions. Th
 the frame's value stack then, and another object may take the place of one: the instruction then
 works on that object, whose methods are called with the frame that the instruction belongs to.
 
-For CPython 3.11, where what is called is on the stack below its arguments.
+CPython 3.11 to 3.14 differ in their instructions. Here they have the names of 3.11, and one name
+for what all of them do. Of an instruction that is in no list, everything on the stack counts as an
+operand.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class Instruction(NamedTuple):
     Attributes:
         name: its name.
         value: its argument.
-        text: its argument, as `dis` shows it.
+        text: its argument, as `dis` shows it; of a comparison whose truth is asked, `bool(<)`.
         first: where its operands begin, in words from the first variable of the frame.
         size: how many there are.
     """
@@ -48,31 +50,73 @@ def instructions(code: CodeType) -> dict[int, Instruction]:
     variables = stacks.variables(code)
     begins: list[int] = []  # with what extends the argument, after which nothing is reported
     for step in dis.get_instructions(code):
-        name, argument = step.opname, step.arg or 0
         begins.append(step.offset)
-        if name == "EXTENDED_ARG":
+        if step.opname == "EXTENDED_ARG":
             continue
-        offsets, begins = begins, []
+        # CPython 3.11 reports an instruction at what extends its argument, later ones at both.
+        offsets, begins = begins if _AT_EXTENSION else [step.offset], []
+        name = _common_name(step)
         if step.offset not in depths or name in _TAKES_NOTHING:
             continue
-        # A call has two words below its arguments: NULL and the function, or a method and its
-        # object. CPython 3.11 carries it out as PRECALL and CALL, with the same operands for both,
-        # of which the first is enough.
-        if name == "PRECALL":
-            count = argument + 2
-        elif name == "CALL_FUNCTION_EX":
-            count = 3 + (argument & 1)
-        elif name in _TAKES_AS_MANY:
-            count = argument
-        elif name == "BUILD_MAP":
-            count = 2 * argument
-        else:
-            count = _COUNTS.get(name, 1)
         depth = depths[step.offset]
-        count = min(count, depth)
+        count = min(_operand_count(name, step.arg or 0, depth), depth)
         instruction = Instruction(name, step.argval, step.argrepr, variables + depth - count, count)
         found.update(dict.fromkeys(offsets, instruction))
     return found
+
+
+def _common_name(step: dis.Instruction) -> str:
+    """Return the name of what an instruction does."""
+    name, argument = step.opname, step.arg or 0
+    if name == "CALL" and _HAS_PRECALL:
+        return "SECOND_CALL"
+    if name == "LOAD_ATTR" and _HAS_PAIRS and argument & 1:
+        return "LOAD_METHOD"
+    if name == "CALL_INTRINSIC_1":
+        return step.argrepr.removeprefix("INTRINSIC_")
+    if name == "BINARY_OP" and step.argrepr == "[]":
+        return "BINARY_SUBSCR"
+    if name.startswith("POP_JUMP_"):
+        return name.replace("_FORWARD", "").replace("_BACKWARD", "")
+    return _NAMES.get(name, name)
+
+
+def _operand_count(name: str, argument: int, depth: int) -> int:
+    # A call has two words below its arguments: a function and NULL, or a method and its object.
+    if name == "CALL":
+        return argument + 2
+    if name == "CALL_KW":
+        return argument + 3
+    if name == "CALL_FUNCTION_EX":
+        return 4 if _HAS_NAMED else 3 + (argument & 1)
+    if name in _TAKES_AS_MANY:
+        return argument
+    if name == "BUILD_MAP":
+        return 2 * argument
+    return _COUNTS.get(name, 1 if name in _TAKES_ONE else depth)
+
+
+def callee_place(words: Sequence[Any]) -> int:
+    """Return which operand of a call is called.
+
+    Args:
+        words: the operands of a call, in which nothing, or None, stands for an empty word.
+    """
+    return 0 if _CALLEE_FIRST or words[0] else 1
+
+
+def arguments(instruction: Instruction, values: Sequence[Any]) -> list[Any] | None:
+    """Return what a call passes on; None if that cannot be seen."""
+    if instruction.name == "CALL_FUNCTION_EX":
+        given, named = values[2], (values[3] if len(values) > 3 else None) or {}
+        if type(given) not in (tuple, list) or type(named) is not dict:
+            return None
+        return [*given, *named.values()]
+    given = values[:-1] if instruction.name == "CALL_KW" else values
+    place = callee_place(given)
+    if place == 0 and given[1] is None:
+        return [*given[2:]]
+    return [*given[place + 1 :]]
 
 
 def addresses(frame: FrameType, instruction: Instruction, places: stacks.FrameLayout) -> list[int]:
@@ -87,24 +131,12 @@ def c_function_called_by(frame: FrameType) -> Any:
     address = None if places is None else stacks.address_of_result(frame, places)
     if address is None:
         return None
-    # A method has its object above it; another function has NULL below it, which reads as None.
-    first, second = (object_at(stacks.word_at(address + _WORD * k)) for k in range(2))
+    # A method has its object above it; another function has NULL below it, or from 3.13 on above
+    # it, which reads as None.
+    first, second = (
+        stacks.object_at(stacks.word_at(address + _WORD * k)) for k in range(2)
+    )
     return second if first is None else first
-
-
-def object_at(word: int) -> Any:
-    """Return the object that a word of the stack points to; None if there is none."""
-    return ctypes.cast(word, ctypes.py_object).value if word else None
-
-
-def put_on_stack(address: int, value: Any) -> None:
-    """Let an object take the place of another one on the stack."""
-    before = stacks.word_at(address)
-    # The old object is released last: that may run a `__del__`, which has to find a whole stack.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    ctypes.c_size_t.from_address(address).value = id(value)
-    if before:
-        ctypes.pythonapi.Py_DecRef(ctypes.cast(before, ctypes.py_object))
 
 
 def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
@@ -125,7 +157,7 @@ def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
     found = {id(old): new for old, new in zip(members, others, strict=True) if old is not new}
     for address in _set_entry_addresses(members):
         if (new := found.get(stacks.word_at(address))) is not None:
-            put_on_stack(address, new)
+            stacks.put_on_stack(address, new)
     return True
 
 
@@ -159,28 +191,59 @@ def _has_table() -> bool:
 
 
 _WORD = ctypes.sizeof(ctypes.c_void_p)
+_AT_EXTENSION = _HAS_PRECALL = sys.version_info < (3, 12)
+_HAS_PAIRS = not _HAS_PRECALL  # LOAD_ATTR loads methods as well
+_CALLEE_FIRST = sys.version_info >= (3, 13)
+_HAS_NAMED = sys.version_info >= (3, 14)  # CALL_FUNCTION_EX takes NULL for named arguments
+# CPython 3.11 carries a call out as PRECALL and CALL, with the same operands for both, of which the
+# first is enough.
+_NAMES = {
+    "PRECALL": "CALL", "FORMAT_SIMPLE": "FORMAT_VALUE", "CONVERT_VALUE": "FORMAT_VALUE",
+    "FORMAT_WITH_SPEC": "FORMAT_WITH",
+}  # fmt: skip
 _COUNTS = {
     "BINARY_OP": 2, "BINARY_SUBSCR": 2, "STORE_SUBSCR": 3, "DELETE_SUBSCR": 2, "COMPARE_OP": 2,
-    "CONTAINS_OP": 2, "STORE_ATTR": 2, "FORMAT_VALUE": 2, "MAP_ADD": 2, "MATCH_KEYS": 2,
-    "MATCH_CLASS": 3, "BEFORE_WITH": 1, "IMPORT_NAME": 2, "WITH_EXCEPT_START": 3,
+    "CONTAINS_OP": 2, "STORE_ATTR": 2, "FORMAT_WITH": 2, "MAP_ADD": 2, "MATCH_KEYS": 2,
+    "MATCH_CLASS": 3, "IMPORT_NAME": 2, "WITH_EXCEPT_START": 3, "BINARY_SLICE": 3,
+    "STORE_SLICE": 4, "CALL_INTRINSIC_2": 2, "CHECK_EG_MATCH": 2, "PREP_RERAISE_STAR": 2,
+    "END_ASYNC_FOR": 2, "LOAD_SUPER_ATTR": 3, "BUILD_TEMPLATE": 2, "CLEANUP_THROW": 3,
+    "FORMAT_VALUE": 1 if _CALLEE_FIRST else 2, "BUILD_INTERPOLATION": 3,
 }  # fmt: skip
 _TAKES_AS_MANY = frozenset({"BUILD_SET", "BUILD_STRING", "RAISE_VARARGS"})
+_TAKES_ONE = frozenset(
+    {
+        "ASYNC_GEN_WRAP", "BEFORE_ASYNC_WITH", "BEFORE_WITH", "DELETE_ATTR", "DICT_MERGE",
+        "DICT_UPDATE", "GET_AITER", "GET_ANEXT", "GET_AWAITABLE", "GET_ITER", "GET_LEN",
+        "GET_YIELD_FROM_ITER", "IMPORT_FROM", "IMPORT_STAR", "JUMP_IF_FALSE_OR_POP",
+        "JUMP_IF_TRUE_OR_POP", "LIST_EXTEND", "LOAD_ATTR", "LOAD_FROM_DICT_OR_DEREF",
+        "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_METHOD", "LOAD_SPECIAL", "MATCH_MAPPING",
+        "MATCH_SEQUENCE", "POP_JUMP_IF_FALSE", "POP_JUMP_IF_TRUE", "PRINT", "PRINT_EXPR",
+        "RETURN_VALUE", "SEND", "SET_ADD", "SET_UPDATE", "STOPITERATION_ERROR", "STORE_GLOBAL",
+        "STORE_NAME", "SUBSCRIPT_GENERIC", "TO_BOOL", "TYPEALIAS", "TYPEVAR", "TYPEVARTUPLE",
+        "PARAMSPEC", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_NOT", "UNARY_POSITIVE", "UNPACK_EX",
+        "UNPACK_SEQUENCE", "YIELD_VALUE",
+    }
+)  # fmt: skip
 # What moves values around, or keeps them where they can be read.
 _TAKES_NOTHING = frozenset(
     {
-        "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_SLICE", "BUILD_TUPLE", "CACHE", "CALL",
-        "CHECK_EXC_MATCH", "COPY", "COPY_FREE_VARS", "DELETE_DEREF", "DELETE_FAST", "FOR_ITER",
-        "IS_OP", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_FORWARD",
+        "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_SLICE", "BUILD_TUPLE", "CACHE",
+        "CHECK_EXC_MATCH", "COPY", "COPY_FREE_VARS", "DELETE_DEREF", "DELETE_FAST",
+        "DELETE_GLOBAL", "DELETE_NAME", "END_FOR", "END_SEND", "EXIT_INIT_CHECK", "FOR_ITER",
+        "INTERPRETER_EXIT", "IS_OP", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_FORWARD",
         "KW_NAMES", "LIST_APPEND", "LIST_TO_TUPLE", "LOAD_ASSERTION_ERROR", "LOAD_BUILD_CLASS",
-        "LOAD_CLASSDEREF", "LOAD_CLOSURE", "LOAD_CONST", "LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL",
-        "LOAD_NAME", "MAKE_CELL", "MAKE_FUNCTION", "NOP", "POP_EXCEPT",
-        "POP_JUMP_BACKWARD_IF_NONE", "POP_JUMP_BACKWARD_IF_NOT_NONE", "POP_JUMP_FORWARD_IF_NONE",
-        "POP_JUMP_FORWARD_IF_NOT_NONE", "POP_TOP", "PUSH_EXC_INFO", "PUSH_NULL", "RERAISE",
-        "RESUME", "RETURN_GENERATOR", "STORE_DEREF", "STORE_FAST", "SWAP",
+        "LOAD_CLASSDEREF", "LOAD_CLOSURE", "LOAD_COMMON_CONSTANT", "LOAD_CONST", "LOAD_DEREF",
+        "LOAD_FAST", "LOAD_FAST_AND_CLEAR", "LOAD_FAST_BORROW", "LOAD_FAST_BORROW_LOAD_FAST_BORROW",
+        "LOAD_FAST_CHECK", "LOAD_FAST_LOAD_FAST", "LOAD_GLOBAL", "LOAD_LOCALS", "LOAD_NAME",
+        "LOAD_SMALL_INT", "MAKE_CELL", "MAKE_FUNCTION", "NOP", "NOT_TAKEN", "POP_EXCEPT",
+        "POP_ITER", "POP_JUMP_IF_NONE", "POP_JUMP_IF_NOT_NONE", "POP_TOP", "PUSH_EXC_INFO",
+        "PUSH_NULL", "RERAISE", "RESERVED", "RESUME", "RETURN_CONST", "RETURN_GENERATOR",
+        "SECOND_CALL", "SETUP_ANNOTATIONS", "SET_FUNCTION_ATTRIBUTE", "STORE_DEREF", "STORE_FAST",
+        "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST", "SWAP",
     }
 )  # fmt: skip
 
 
 def can_exchange_operands() -> bool:
-    """Return whether this is a Python whose stack is laid out as this file expects."""
-    return sys.version_info[:2] == (3, 11) and stacks.frame_layout() is not None
+    """Return whether this is a Python whose instructions and stack this file knows."""
+    return (3, 11) <= sys.version_info < (3, 15) and stacks.frame_layout() is not None

@@ -1,12 +1,12 @@
 """Exchanging the result of a call, or an operator, that C code in progress will give to a frame.
 
 While C asks an object for its number, as `int(n)` does, the instruction that called it has no
-result yet. So the interpreter's trace function is set until the frame comes to its next
-instruction: then the result is on top of the frame's stack, and another object takes its place.
+result yet. So the frame reports its next instruction: then the result is on top of the frame's
+stack, and another object takes its place.
 
-A trace function of ctypes, unlike one of `sys.settrace`, leaves `f_locals` alone. That all of this
-works as expected is tried once (`can_exchange`), in CPython 3.11; tests/test_varying.py would
-notice a change.
+CPython 3.11 reports instructions to the interpreter's trace function. One of ctypes, unlike one of
+`sys.settrace`, leaves `f_locals` alone. From 3.12 on, `sys.monitoring` reports those of single code
+objects. That all of this works as expected is tried once (`can_exchange`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from bendtrace.python.bytecode import single_steps
-from bendtrace.python.stacks import address_of_result, frame_layout, word_at
-
-_LINE_OF_C = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+from bendtrace.python.stacks import (
+    address_of_result,
+    end_of_instruction,
+    frame_layout,
+    object_at,
+    put_on_stack,
 )
-_RAISES, _STEPS = 1, 7  # PyTrace_EXCEPTION, PyTrace_OPCODE
-_MARKS = 3
 
 
 class _PendingExchange(NamedTuple):
@@ -39,6 +39,7 @@ class _PendingExchange(NamedTuple):
     Attributes:
         frame: the frame that receives it.
         offset: the instruction that gives it.
+        after: the instruction behind that.
         address: where it will be; 0 if nothing takes its place.
         value: what takes its place.
         ended: is called then, with whether the instruction gave a result.
@@ -46,21 +47,17 @@ class _PendingExchange(NamedTuple):
 
     frame: FrameType
     offset: int
+    after: int
     address: int
     value: Any
     ended: Callable[[bool], object]
 
 
-_awaited: list[_PendingExchange] = []
+class _Watch(NamedTuple):
+    """What is called for the frames of a thread (see `watch`)."""
 
-
-class _Thread(threading.local):
-    """Keeps the watch of each thread."""
-
-    watch: Callable[[int, int], object] | None = None
-
-
-_own = _Thread()
+    starts: Callable[[FrameType], object]
+    steps: Callable[[FrameType], object]
 
 
 def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> bool:
@@ -72,101 +69,265 @@ def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> b
         ended: is called when the instruction has ended, with whether it gave a result.
 
     Returns:
-        Whether it will: not if somebody else traces the thread, or awaits another result.
+        Whether it will: not if the thread awaits another result, or something else traces it.
     """
     places = frame_layout()
-    if places is None or sys.gettrace() is not None or _awaited:
-        return False
-    address = address_of_result(frame, places)
-    if address is None:
-        return False
-    _awaited.append(_PendingExchange(frame, frame.f_lasti, address, value, ended))
-    frame.f_trace_opcodes = True
-    _set_trace(_callback, None)
-    return True
+    address = None if places is None else address_of_result(frame, places)
+    return address is not None and _await(frame, address, value, ended)
 
 
 def call_after(frame: FrameType, ended: Callable[[bool], object]) -> bool:
     """Have a function called when the instruction of a frame has ended, as `exchange` does."""
-    if sys.gettrace() is not None or _awaited:
+    return _await(frame, 0, None, ended)
+
+
+def _await(frame: FrameType, address: int, value: Any, ended: Callable[[bool], object]) -> bool:
+    end_exchange()
+    if _own.pending is not None or not _own.reporter.begin():
         return False
-    _awaited.append(_PendingExchange(frame, frame.f_lasti, 0, None, ended))
-    frame.f_trace_opcodes = True
-    _set_trace(_callback, None)
+    after = end_of_instruction(frame.f_code, frame.f_lasti)
+    _own.pending = _PendingExchange(frame, frame.f_lasti, after, address, value, ended)
+    _own.reporter.report(frame)
     return True
 
 
-def watch(each: Callable[[int, int], object]) -> bool:
-    """Have a function called for the events of the thread's frames, until `watch_no_more`.
+def watch(starts: Callable[[FrameType], object], steps: Callable[[FrameType], object]) -> bool:
+    """Have functions called for the frames of this thread, until `watch_no_more`.
 
     Args:
-        each: receives the address of a frame, and the kind of event. Frames whose
-            `f_trace_opcodes` is set report each instruction.
+        starts: receives each frame that begins.
+        steps: receives a frame before each of its instructions, if `report_steps` was called for
+            it.
 
     Returns:
-        Whether it is called: not if something else traces the thread.
+        Whether they are: not if something else traces the thread.
     """
-    if sys.gettrace() is not None or _own.watch is not None or _awaited:
+    end_exchange()
+    if _own.watch is not None or _own.pending is not None or not _own.reporter.begin():
         return False
-    _own.watch = each
-    _set_trace(_callback, None)
+    _own.watch = _Watch(starts, steps)
+    _own.reporter.watch()
     return True
+
+
+def report_steps(frame: FrameType) -> None:
+    """Report the instructions of a frame to the watch."""
+    _own.reporter.report(frame)
 
 
 def pause_watch() -> None:
     """Report nothing until `resume_watch`."""
-    if not _awaited:
-        _set_trace(None, None)
+    if _own.pending is None:
+        _own.reporter.pause()
 
 
 def resume_watch() -> None:
     """Go on reporting."""
     if _own.watch is not None:
-        _set_trace(_callback, None)
+        _own.reporter.resume()
 
 
 def watch_no_more() -> None:
     """End what `watch` has begun."""
     _own.watch = None
-    pause_watch()
+    _own.reporter.end()
+    if _own.pending is not None and _own.reporter.begin():
+        _own.reporter.report(_own.pending.frame)
 
 
 def is_awaited(frame: FrameType) -> bool:
     """Return whether the result of the instruction that a frame is at will be exchanged."""
-    return any(one.frame is frame and one.offset == frame.f_lasti for one in _awaited)
+    one = _own.pending
+    return one is not None and one.frame is frame and one.offset == frame.f_lasti
 
 
-def _on_instruction(_: object, frame: int, what: int, __: object) -> int:
-    if _awaited and frame == id(_awaited[0].frame) and what in (_RAISES, _STEPS):
-        _put_result(what)
-    if _own.watch is not None:  # it looks at what the next instruction really receives
-        _own.watch(frame, what)
-    return 0
+def end_exchange() -> None:
+    """Give up the result that is awaited, if its instruction has raised an error."""
+    one = _own.pending
+    if one is None:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not one.frame:
+        frame = frame.f_back
+    if frame is None or not is_awaited(frame):
+        _finish(one, False)
 
 
-def _put_result(what: int) -> None:
-    one = _awaited.pop()
+def _finish(one: _PendingExchange, gave: bool) -> None:
+    _own.pending = None
     if _own.watch is None:
-        one.frame.f_trace_opcodes = False
-        _set_trace(None, None)
-    if what == _STEPS and one.address:
-        # The old result is released last: that may run a `__del__`, which has to find a whole
-        # stack. Where tags (of 3.14) say that it is not counted, nothing is released.
-        before = word_at(one.address)
-        _api.Py_IncRef(ctypes.py_object(one.value))
-        ctypes.c_size_t.from_address(one.address).value = id(one.value)
-        if not before & _MARKS:
-            _api.Py_DecRef(ctypes.cast(before, ctypes.py_object))
-    one.ended(what == _STEPS)
+        _own.reporter.end(one.frame)
+    if gave and one.address:
+        put_on_stack(one.address, one.value)
+    one.ended(gave)
 
 
-_api: Any = ctypes.pythonapi
-# `PYFUNCTYPE` keeps the GIL during the call, which `PyEval_SetTrace` needs; `CFUNCTYPE` drops it.
-_set_trace: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
-    ("PyEval_SetTrace", _api)
-)
-_kept = _LINE_OF_C(_on_instruction)  # as long as C may call it
-_callback = ctypes.cast(_kept, ctypes.c_void_p)
+def _come_to_instruction(frame: FrameType, gave: bool) -> None:
+    """Exchange the result of a frame's last instruction, and let the watch look at the next one.
+
+    Args:
+        frame: the frame.
+        gave: whether the last one gave a result.
+    """
+    one = _own.pending
+    if one is not None and frame is one.frame:
+        _finish(one, gave)
+    if _own.watch is not None:  # it sees what the next instruction really receives
+        _own.watch.steps(frame)
+
+
+class _TraceFunction:
+    """Reports what a thread executes, by the interpreter's trace function (CPython 3.11)."""
+
+    _STARTS, _RAISES, _STEPS = 0, 1, 7  # PyTrace_CALL, PyTrace_EXCEPTION, PyTrace_OPCODE
+
+    def __init__(self) -> None:
+        api: Any = ctypes.pythonapi
+        # `PYFUNCTYPE` keeps the GIL during the call, which these need; `CFUNCTYPE` drops it.
+        self._set: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+            ("PyEval_SetTrace", api)
+        )
+        self._raise_later: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)(
+            ("PyThreadState_SetAsyncExc", api)
+        )
+        kind = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+        )
+        self._kept = kind(self._handle)  # as long as C may call it
+        self._callback = ctypes.cast(self._kept, ctypes.c_void_p)
+
+    def begin(self) -> bool:
+        return _own.watch is not None or sys.gettrace() is None
+
+    def report(self, frame: FrameType) -> None:
+        frame.f_trace_opcodes = True
+        if _own.pending is not None:
+            self.resume()
+
+    def watch(self) -> None:
+        self.resume()
+
+    def pause(self) -> None:
+        self._set(None, None)
+
+    def resume(self) -> None:
+        self._set(self._callback, None)
+
+    def end(self, frame: FrameType | None = None) -> None:
+        """Report no frame any more; or none but those of a watch, of which this is none."""
+        self.pause()
+        if frame is not None:
+            frame.f_trace_opcodes = False
+            return
+        frame = sys._getframe(1)
+        while frame is not None:
+            frame.f_trace_opcodes = False
+            frame = frame.f_back
+
+    def _handle(self, _: object, address: int, what: int, __: object) -> int:
+        try:
+            if what == self._STEPS:
+                frame = object_at(address)
+                if frame.f_trace_opcodes:
+                    _come_to_instruction(frame, True)
+            elif what == self._STARTS:
+                if _own.watch is not None:
+                    _own.watch.starts(object_at(address))
+            elif what == self._RAISES:
+                if _own.pending is not None and address == id(_own.pending.frame):
+                    _finish(_own.pending, False)
+        except BaseException as error:
+            # ctypes would print the error, and go on: of Ctrl-C, or of the handler of an alarm.
+            # An exception for a thread is raised at one of its next instructions; it is a class.
+            members = {"__new__": lambda kind: error}
+            kind = type(type(error).__name__, (type(error),), members)
+            self._raise_later(threading.get_ident(), kind)
+        return 0
+
+
+class _Monitor:
+    """Reports what a thread executes, by `sys.monitoring` (CPython 3.12 and newer)."""
+
+    def __init__(self) -> None:
+        self._tool: int | None = None
+        self._thread = threading.get_ident()
+        self._codes: dict[int, CodeType] = {}  # by identity: equal code is reported apart
+        self._is_paused = False
+
+    def begin(self) -> bool:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        if self._tool is None:
+            # From the last id down: 0 to 2 are for debuggers, coverage and profilers.
+            free = (number for number in range(5, -1, -1) if monitoring.get_tool(number) is None)
+            self._tool = next(free, None)
+            if self._tool is not None:
+                events = monitoring.events
+                monitoring.use_tool_id(self._tool, "bendtrace")
+                monitoring.register_callback(self._tool, events.INSTRUCTION, self._step)
+                for event in (events.PY_START, events.PY_RESUME):
+                    monitoring.register_callback(self._tool, event, self._start)
+        return self._tool is not None
+
+    def report(self, frame: FrameType) -> None:
+        code = frame.f_code
+        if id(code) not in self._codes:
+            self._codes[id(code)] = code
+            self._set_local(code, sys.monitoring.events.INSTRUCTION)  # type: ignore[attr-defined]
+
+    def _set_local(self, code: CodeType, events: int) -> None:
+        sys.monitoring.set_local_events(self._tool, code, events)  # type: ignore[attr-defined]
+
+    def watch(self) -> None:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        self._is_paused = False
+        events = monitoring.events
+        monitoring.set_events(self._tool, events.PY_START | events.PY_RESUME)
+
+    def pause(self) -> None:
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+
+    def end(self, frame: FrameType | None = None) -> None:
+        if self._tool is None:
+            return
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        for code in self._codes.values():
+            self._set_local(code, 0)
+        self._codes.clear()
+        if frame is None:
+            monitoring.set_events(self._tool, 0)
+        monitoring.free_tool_id(self._tool)
+        self._tool = None
+
+    def _start(self, code: CodeType, offset: int) -> None:
+        if _own.watch is not None and self._reports():
+            _own.watch.starts(sys._getframe(1))
+
+    def _step(self, code: CodeType, offset: int) -> None:
+        if self._reports():
+            frame, one = sys._getframe(1), _own.pending
+            gave = one is not None and offset == one.after
+            _come_to_instruction(frame, gave)
+
+    def _reports(self) -> bool:
+        # `sys.monitoring` reports what all threads do.
+        return threading.get_ident() == self._thread and (
+            not self._is_paused or _own.pending is not None
+        )
+
+
+class _Thread(threading.local):
+    """What a thread watches, and the result that it is going to exchange."""
+
+    def __init__(self) -> None:
+        self.watch: _Watch | None = None
+        self.pending: _PendingExchange | None = None
+        self.reporter = _Monitor() if sys.version_info >= (3, 12) else _TraceFunction()
+
+
+_own = _Thread()
 
 
 class _ProbeNumber:
@@ -180,15 +341,17 @@ class _ProbeNumber:
         exchange(sys._getframe(1), self.other, self.ended.append)
         return 12345
 
+    def __float__(self) -> float:
+        exchange(sys._getframe(1), self.other, self.ended.append)
+        raise ValueError
+
     __index__ = __int__
 
 
 @functools.lru_cache(maxsize=1)
 def can_exchange() -> bool:
     """Return whether results can be exchanged in this Python."""
-    if sys.version_info[:2] != (3, 11) or frame_layout() is None:
-        return False
-    if sys.gettrace() is not None:
+    if frame_layout() is None or not _own.reporter.begin():
         return False
     other = object()
     number: Any = _ProbeNumber(other)
@@ -198,9 +361,14 @@ def can_exchange() -> bool:
         int(number) + 1  # fails if the object is there before the addition
     except TypeError:
         found.append(len(number.ended))
-    fits = found[0] is other and found[1] is other and found[2:] == [1, 3]
+    try:
+        float(number)
+    except ValueError:
+        found.append(len(number.ended))
+    fits = found[0] is other and found[1] is other and found[2:] == [1, 3, 4]
     found.clear()
-    return fits and sys.getrefcount(other) == count and number.ended == [True] * 3
+    ended = [True] * 3 + [False]
+    return fits and sys.getrefcount(other) == count and number.ended == ended
 
 
 # Functions that only compute: what they return follows from what they receive.

@@ -16,7 +16,9 @@ import ctypes
 import dis
 import functools
 import gc
+import inspect
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from types import CellType, CodeType, FrameType
@@ -182,6 +184,36 @@ def word_at(address: int) -> int:
     return ctypes.c_size_t.from_address(address).value
 
 
+def pointer_at(address: int) -> int:
+    """Return the address of the object in a slot; 0 if there is none."""
+    return word_at(address) & ~_MARKS
+
+
+def object_at(word: int) -> Any:
+    """Return the object that a word of the stack points to; None if there is none."""
+    word &= ~_MARKS
+    return ctypes.cast(word, ctypes.py_object).value if word else None
+
+
+def put_on_stack(address: int, value: Any) -> None:
+    """Let an object take the place of another one on the stack."""
+    before = word_at(address)
+    # The old object is released last: that may run a `__del__`, which has to find a whole stack.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    ctypes.c_size_t.from_address(address).value = id(value)
+    if before and not before & _MARKS:  # tags (of 3.14) say that it is not counted
+        ctypes.pythonapi.Py_DecRef(ctypes.cast(before, ctypes.py_object))
+
+
+def end_of_instruction(code: CodeType, offset: int) -> int:
+    """Return where the instruction behind another one begins."""
+    raw = code.co_code
+    offset += 2
+    while offset < len(raw) and raw[offset] == _CACHE:
+        offset += 2
+    return offset
+
+
 def _pointers(first: int, instruction: _Instruction) -> frozenset[int]:
     """Return the addresses of what an instruction takes, which need not be there any more."""
     taken = range(instruction.base, instruction.depth)
@@ -244,6 +276,22 @@ def _interrupts(frame: FrameType, places: FrameLayout) -> bool:
     return False
 
 
+def is_raised_by_signal(error: BaseException) -> bool:
+    """Return whether the handler of a signal, such as an alarm, has raised an error."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = inspect.getargvalues(frame)
+        given = [values.locals.get(name) for name in values.args]
+        given += values.locals.get(values.varargs, ()) if values.varargs else ()
+        # A handler receives the number of the signal, and the frame that it interrupts.
+        if any(map(_is_signal, given, given[1:])):
+            return True
+    return False
+
+
+def _is_signal(number: Any, frame: Any) -> bool:
+    return isinstance(number, int) and type(frame) is FrameType
+
+
 # How deep the stack is
 
 _OPTIMIZED = 1  # CO_OPTIMIZED: variables are in slots, and not in a dict
@@ -260,6 +308,7 @@ _PUSHES_NONE = frozenset(
     {"STORE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR", "DELETE_ATTR", "STORE_SLICE"}
 )
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
+_CACHE = dis.opmap["CACHE"]
 _ARGUMENTS = 2  # of `f(*x)`, above the function and an empty slot
 
 

@@ -160,7 +160,7 @@ class Arrays:
             self._begin(frame)
 
     def _begin(self, frame: FrameType | None) -> None:
-        self._is_on = results.watch(self._event)
+        self._is_on = results.watch(self._start, self._step)
         while self._is_on and frame is not None:
             self._enter(frame)
             frame = frame.f_back
@@ -175,10 +175,6 @@ class Arrays:
             results.watch_no_more()
             self._is_on = False
             self._put_content_back(_HELD_HERE if is_over else 0)
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None:
-                frame.f_trace_opcodes = False
-                frame = frame.f_back
         self._has_ended = True
 
     def _put_content_back(self, most: int) -> None:
@@ -308,8 +304,8 @@ class Arrays:
     # Events
 
     def _enter(self, frame: FrameType) -> None:
-        if self._is_users(frame) and not frame.f_trace_opcodes:
-            frame.f_trace_opcodes = True
+        if self._is_users(frame):
+            results.report_steps(frame)
 
     def _is_users(self, frame: FrameType) -> bool:
         code = frame.f_code
@@ -322,21 +318,19 @@ class Arrays:
             )
         return known
 
-    def _event(self, address: int, what: int) -> None:
-        if what != _INSTRUCTION and what != _CALL:
+    def _start(self, frame: FrameType) -> None:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            self._enter(frame)
+
+    def _step(self, frame: FrameType) -> None:
+        instruction = operands.instructions(frame.f_code).get(frame.f_lasti)
+        if instruction is None:
             return
-        frame: Any = operands.object_at(address)
         try:
-            if what == _CALL:
-                if not frame.f_code.co_filename.startswith(PACKAGE):
-                    self._enter(frame)
-                return
-            if not frame.f_trace_opcodes:
-                return
-            instruction = operands.instructions(frame.f_code).get(frame.f_lasti)
-            if instruction is not None:
-                self._look(frame, instruction)
-        except Exception as error:  # there is nobody to raise it to
+            self._look(frame, instruction)
+        except Exception as error:
+            if stacks.is_raised_by_signal(error):
+                raise
             self._block(f"{self._reason} ({type(error).__name__}: {error})")
             self.end(is_over=False)
 
@@ -344,20 +338,20 @@ class Arrays:
         places = stacks.frame_layout()
         assert places is not None
         where = operands.addresses(frame, instruction, places)
-        words = [stacks.word_at(address) for address in where]
+        words = [stacks.pointer_at(address) for address in where]
         name = instruction.name
         if self._follows_classes and name in _CALLS:
-            place = 0 if words[0] else 1  # of what is called: no method has an empty word
-            called = operands.object_at(words[place])
+            place = operands.callee_place(words)
+            called = stacks.object_at(words[place])
             if type(called) is LEGACY:
-                operands.put_on_stack(where[place], ClassCall(called))
-                words[place] = stacks.word_at(where[place])
+                stacks.put_on_stack(where[place], ClassCall(called))
+                words[place] = stacks.pointer_at(where[place])
         if not self._known:
             return
         direct = not self._known.keys().isdisjoint(words)
         if not direct and name not in _LOOKS_INSIDE:
             return
-        values = [operands.object_at(word) for word in words]
+        values = [stacks.object_at(word) for word in words]
         if not direct and not self._reaches(values) and not _leaves_content_open(name, values):
             if self._adopted and any(map(self._is_view_of_known, values)):
                 self._deny()
@@ -512,6 +506,8 @@ class Arrays:
             self._deny(*args)
             return function(*args, **kwargs)
         found = self._op(function, args, kwargs, frame, writes)
+        if way == _COMPARES and id(found) in self._known:
+            return self._truth(found, frame)
         return None if way == _WRITE else found
 
     def _op(
@@ -658,17 +654,15 @@ class Arrays:
     def _handle_call(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        place = int(values[0] is None)
-        function, given = values[place], values[place + 1 :]
-        if instruction.name == "CALL_FUNCTION_EX":
-            if type(values[2]) not in (tuple, list) or type(values[-1]) not in (tuple, list, dict):
-                return self._deny(*values)
-            given = [*values[2], *(values[3].values() if len(values) > 3 else ())]
+        place = operands.callee_place([value is not None for value in values])
+        function, given = values[place], operands.arguments(instruction, values)
+        if given is None:
+            return self._deny(*values)
         way = self._way(function, given)
         if way is None:
             return self._deny(*given)
         if way != _LEAVE:
-            operands.put_on_stack(where[place], ArrayCall(self, function, way))
+            stacks.put_on_stack(where[place], ArrayCall(self, function, way))
         return None
 
     def _way(self, function: Any, given: list[Any]) -> str | None:
@@ -717,6 +711,7 @@ class Arrays:
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
         left, right = values[0], values[-1]
+        way = _COMPARES if instruction.text.startswith("bool(") else _READ
         direct = [value for value in values if id(value) in self._known]
         changes = instruction.name == "BINARY_OP" and "=" in instruction.text
         if type(left) in (list, dict) and changes:
@@ -728,11 +723,11 @@ class Arrays:
         if isinstance(left, Tensor):
             if changes or is_ndarray(right) or not is_content(right):
                 return self._deny(*values)
-            operands.put_on_stack(where[0], ArrayOperand(self, left, _TENSOR))
+            stacks.put_on_stack(where[0], ArrayOperand(self, left, _TENSOR))
         elif isinstance(right, Tensor) and is_content(left) and not is_ndarray(left):
-            operands.put_on_stack(where[0], ArrayOperand(self, left, _TENSOR))
+            stacks.put_on_stack(where[0], ArrayOperand(self, left, _TENSOR))
         elif all(map(self._is_argument, values)):
-            operands.put_on_stack(where[0], ArrayOperand(self, left, _READ))
+            stacks.put_on_stack(where[0], ArrayOperand(self, left, way))
         else:
             self._deny(*values)
         return None
@@ -740,17 +735,18 @@ class Arrays:
     def _handle_item(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        container, key = values
+        container, *keys = values
+        key = keys[0] if len(keys) == 1 else slice(*keys)
         in_key = id(key) in self._known or self._reaches([key])
         if type(container) in _SEQUENCES:
             if in_key:
-                operands.put_on_stack(where[0], ArrayOperand(self, container, _ITEM))
+                stacks.put_on_stack(where[0], ArrayOperand(self, container, _ITEM))
         elif is_content(container) and self._is_argument(container):
             if not self._is_argument(key):
                 return self._deny(*values)
-            operands.put_on_stack(where[0], ArrayOperand(self, container, _READ))
+            stacks.put_on_stack(where[0], ArrayOperand(self, container, _READ))
         elif isinstance(container, Tensor) and self._is_argument(key):
-            operands.put_on_stack(where[0], ArrayOperand(self, container, _TENSOR))
+            stacks.put_on_stack(where[0], ArrayOperand(self, container, _TENSOR))
         elif in_key or type(container) is not dict:
             self._deny(*values)
         return None
@@ -758,11 +754,12 @@ class Arrays:
     def _handle_assignment(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        value, container, key = values
+        value, container, *keys = values
+        key = keys[0] if len(keys) == 1 else slice(*keys)
         if is_ndarray(container):
             if not (self._is_argument(value) and self._is_argument(key)):
                 return self._deny(*values)
-            operands.put_on_stack(where[1], ArrayOperand(self, container, _WRITE))
+            stacks.put_on_stack(where[1], ArrayOperand(self, container, _WRITE))
         elif type(container) not in (list, dict) or self._reaches([key]):
             self._deny(*values)
         return None
@@ -771,7 +768,7 @@ class Arrays:
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
         if id(values[0]) in self._known:
-            operands.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
+            stacks.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
 
     def _handle_attribute(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
@@ -782,7 +779,7 @@ class Arrays:
             return None
         if instruction.value not in _ATTRIBUTES:
             return self._deny(*values)
-        operands.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
+        stacks.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
         return None
 
     def _handle_map(
@@ -817,6 +814,7 @@ _IN_PLACE = "in place"  # likewise, if that is an array
 _TENSOR = "tensor"  # as an op that gives a tensor of the model's
 _ITEM, _ROWS, _INDICES = "item", "rows", "indices"
 _LENGTH, _TRUTH, _CLASS, _ATTRIBUTE = "length", "truth", "class", "attribute"
+_COMPARES = "compares"  # as an op whose result's truth is asked by the same instruction
 
 _LEADS_NOWHERE = frozenset(
     {
@@ -926,8 +924,11 @@ def _is_dtype(value: Any) -> bool:
 
 def _leaves_content_open(name: str, values: list[Any]) -> bool:
     """Return whether an instruction makes an array of memory as it finds it."""
+    if name not in ("CALL", "CALL_KW"):
+        return False
     numpy: Any = sys.modules["numpy"]
-    return name == "PRECALL" and any(values[1] is one for one in (numpy.empty, numpy.empty_like))
+    called = values[operands.callee_place([value is not None for value in values])]
+    return any(called is one for one in (numpy.empty, numpy.empty_like))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -1040,14 +1041,15 @@ for _name in _OPERATORS:
     setattr(ArrayOperand, f"__i{_name}__", _operator(f"__i{_name}__", _IN_PLACE))
 setattr(ArrayOperand, "__setitem__", _operator("__setitem__", _WRITE))  # noqa: B010
 
-_CALLS = frozenset({"PRECALL", "CALL_FUNCTION_EX"})
+_CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 _HANDLERS: dict[str, Callable[..., None]] = {
-    "PRECALL": Arrays._handle_call,
-    "CALL_FUNCTION_EX": Arrays._handle_call,
+    **dict.fromkeys(_CALLS, Arrays._handle_call),
     "BINARY_OP": Arrays._handle_operator,
     "COMPARE_OP": Arrays._handle_operator,
     "BINARY_SUBSCR": Arrays._handle_item,
+    "BINARY_SLICE": Arrays._handle_item,
     "STORE_SUBSCR": Arrays._handle_assignment,
+    "STORE_SLICE": Arrays._handle_assignment,
     "RETURN_VALUE": Arrays._handle_return,
     "BUILD_MAP": Arrays._handle_map,
     "MAP_ADD": Arrays._handle_map,
@@ -1056,8 +1058,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(
         (
             "UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT", "UNARY_NOT", "GET_ITER",
-            "UNPACK_SEQUENCE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE",
-            "POP_JUMP_BACKWARD_IF_TRUE", "POP_JUMP_BACKWARD_IF_FALSE",
+            "UNPACK_SEQUENCE", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "TO_BOOL",
         ),
         Arrays._handle_one,
     ),
@@ -1065,8 +1066,9 @@ _HANDLERS: dict[str, Callable[..., None]] = {
 # Instructions that hand on what is in their operands, or keep it.
 _LOOKS_INSIDE = frozenset(
     {
-        "PRECALL", "CALL_FUNCTION_EX", "BINARY_OP", "COMPARE_OP", "BINARY_SUBSCR", "STORE_SUBSCR",
-        "RETURN_VALUE", "YIELD_VALUE", "CONTAINS_OP", "STORE_ATTR", "STORE_GLOBAL", "STORE_NAME",
-        "FORMAT_VALUE", "RAISE_VARARGS", "SEND", "BUILD_SET", "SET_ADD", "SET_UPDATE",
+        *_CALLS, "BINARY_OP", "COMPARE_OP", "BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR",
+        "STORE_SLICE", "RETURN_VALUE", "YIELD_VALUE", "CONTAINS_OP", "STORE_ATTR", "STORE_GLOBAL",
+        "STORE_NAME", "FORMAT_VALUE", "FORMAT_WITH", "RAISE_VARARGS", "SEND", "BUILD_SET",
+        "SET_ADD", "SET_UPDATE", "BUILD_INTERPOLATION",
     }
 )  # fmt: skip
