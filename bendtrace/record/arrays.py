@@ -615,7 +615,7 @@ class Arrays:
 
     def _truth(self, array: Any, frame: FrameType) -> bool:
         tensor = self._known[id(array)][1]
-        if not array.ndim or tensor.is_meta:
+        if not array.ndim:
             return bool(self._recorder.asks(Tensor.__bool__, tensor, frame))
         found = self._op(bool, (array,), {}, frame)
         return bool(found)
