@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -544,7 +543,6 @@ USES: dict[str, tuple[str, int, bool]] = {
 }
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="elsewhere less is followed")
 @pytest.mark.parametrize("text", USES)
 def test_uses_that_hand_a_container_over_are_found(text: str) -> None:
     name, level, expected = USES[text]

@@ -19,6 +19,7 @@ import operator
 import sys
 import threading
 import types
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ class _Watch(NamedTuple):
 
     starts: Callable[[FrameType], object]
     steps: Callable[[FrameType], object]
+    fails: Callable[[], object]
 
 
 def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> bool:
@@ -91,13 +93,19 @@ def _await(frame: FrameType, address: int, value: Any, ended: Callable[[bool], o
     return True
 
 
-def watch(starts: Callable[[FrameType], object], steps: Callable[[FrameType], object]) -> bool:
+def watch(
+    starts: Callable[[FrameType], object],
+    steps: Callable[[FrameType], object],
+    fails: Callable[[], object],
+) -> bool:
     """Have functions called for the frames of this thread, until `watch_no_more`.
 
     Args:
         starts: receives each frame that begins.
         steps: receives a frame before each of its instructions, if `report_steps` was called for
             it.
+        fails: is called if one of the two has raised an error, as where a signal interrupts it. The
+            error is raised in the code that is reported.
 
     Returns:
         Whether they are: not if something else traces the thread.
@@ -105,7 +113,7 @@ def watch(starts: Callable[[FrameType], object], steps: Callable[[FrameType], ob
     end_exchange()
     if _own.watch is not None or _own.pending is not None or not _own.reporter.begin():
         return False
-    _own.watch = _Watch(starts, steps)
+    _own.watch = _Watch(starts, steps, fails)
     _own.reporter.watch()
     return True
 
@@ -176,6 +184,16 @@ def _come_to_instruction(frame: FrameType, gave: bool) -> None:
         _own.watch.steps(frame)
 
 
+def _give_up() -> None:
+    """End what is watched and awaited, because of an error."""
+    pending, watch = _own.pending, _own.watch
+    watch_no_more()
+    if pending is not None:
+        _finish(pending, False)
+    if watch is not None:
+        watch.fails()
+
+
 class _TraceFunction:
     """Reports what a thread executes, by the interpreter's trace function (CPython 3.11)."""
 
@@ -187,7 +205,7 @@ class _TraceFunction:
         self._set: Any = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
             ("PyEval_SetTrace", api)
         )
-        self._raise_later: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)(
+        self._set_error: Any = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)(
             ("PyThreadState_SetAsyncExc", api)
         )
         kind = ctypes.CFUNCTYPE(
@@ -237,11 +255,16 @@ class _TraceFunction:
                 if _own.pending is not None and address == id(_own.pending.frame):
                     _finish(_own.pending, False)
         except BaseException as error:
-            # ctypes would print the error, and go on: of Ctrl-C, or of the handler of an alarm.
-            # An exception for a thread is raised at one of its next instructions; it is a class.
-            members = {"__new__": lambda kind: error}
+            _give_up()
+            # Of Ctrl-C, or of the handler of an alarm. ctypes would print it and go on, so it is
+            # set as an asynchronous one of the thread; such a one is a class, and is raised at the
+            # thread's next call or jump. That must not be here: so what sets it is no call, but the
+            # look-up of an item that is missing.
+            members = {"__new__": lambda kind, *given: found}
+            found, number = error, threading.get_ident()
             kind = type(type(error).__name__, (type(error),), members)
-            self._raise_later(threading.get_ident(), kind)
+            setting = defaultdict(functools.partial(self._set_error, number, kind))
+            setting[0]
         return 0
 
 
@@ -303,13 +326,21 @@ class _Monitor:
 
     def _start(self, code: CodeType, offset: int) -> None:
         if _own.watch is not None and self._reports():
-            _own.watch.starts(sys._getframe(1))
+            try:
+                _own.watch.starts(sys._getframe(1))
+            except BaseException:
+                _give_up()
+                raise
 
     def _step(self, code: CodeType, offset: int) -> None:
         if self._reports():
-            frame, one = sys._getframe(1), _own.pending
+            one = _own.pending
             gave = one is not None and offset == one.after
-            _come_to_instruction(frame, gave)
+            try:
+                _come_to_instruction(sys._getframe(1), gave)
+            except BaseException:
+                _give_up()
+                raise
 
     def _reports(self) -> bool:
         # `sys.monitoring` reports what all threads do.

@@ -205,6 +205,12 @@ def put_on_stack(address: int, value: Any) -> None:
         ctypes.pythonapi.Py_DecRef(ctypes.cast(before, ctypes.py_object))
 
 
+def instruction_name(code: CodeType, offset: int) -> str:
+    """Return the name of an instruction, which is `BINARY_SUBSCR` for `x[y]` in each Python."""
+    instruction = _instructions(code).get(offset)
+    return "" if instruction is None else instruction.name
+
+
 def end_of_instruction(code: CodeType, offset: int) -> int:
     """Return where the instruction behind another one begins."""
     raw = code.co_code
@@ -309,6 +315,7 @@ _PUSHES_NONE = frozenset(
 )
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
 _CACHE = dis.opmap["CACHE"]
+_ITEM = "BINARY_OP", "[]"
 _ARGUMENTS = 2  # of `f(*x)`, above the function and an empty slot
 
 
@@ -358,7 +365,9 @@ def _instructions(code: CodeType) -> dict[int, _Instruction]:
         converts = step.opname == "CALL_FUNCTION_EX" and not _has_made_tuple(
             steps[: position[step.offset] + 1], depths, base + _ARGUMENTS + 1
         )
-        instruction = _Instruction(step.opname, base, depth, asks, converts)
+        # Since 3.14, an item is looked up by what was for operators of two numbers.
+        name = "BINARY_SUBSCR" if (step.opname, step.argrepr) == _ITEM else step.opname
+        instruction = _Instruction(name, base, depth, asks, converts)
         for offset in range(step.offset, end, 2):
             found[offset] = instruction
     return found

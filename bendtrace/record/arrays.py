@@ -160,7 +160,7 @@ class Arrays:
             self._begin(frame)
 
     def _begin(self, frame: FrameType | None) -> None:
-        self._is_on = results.watch(self._start, self._step)
+        self._is_on = results.watch(self._start, self._step, self._fail)
         while self._is_on and frame is not None:
             self._enter(frame)
             frame = frame.f_back
@@ -331,8 +331,11 @@ class Arrays:
         except Exception as error:
             if stacks.is_raised_by_signal(error):
                 raise
-            self._block(f"{self._reason} ({type(error).__name__}: {error})")
-            self.end(is_over=False)
+            self._fail(f" ({type(error).__name__}: {error})")
+
+    def _fail(self, why: str = "") -> None:
+        self._block(self._reason + why)
+        self.end(is_over=False)
 
     def _look(self, frame: FrameType, instruction: operands.Instruction) -> None:
         places = stacks.frame_layout()

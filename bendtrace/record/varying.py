@@ -10,7 +10,6 @@ number.
 
 from __future__ import annotations
 
-import dis
 import functools
 import math
 import operator
@@ -73,14 +72,14 @@ def number_place(guard: Guard) -> Place | None:
         return None
     if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
         code, offset = guard.site.chain[0]
-        is_called = dis.opname[code.co_code[offset]] == "CALL"
+        is_called = stacks.instruction_name(code, offset) in ("CALL", "CALL_KW")
         return (code, offset) if is_called and not code.co_filename.startswith(TORCH) else None
     if not isinstance(guard, ValueGuard) or guard.use not in _VARYING_USES:
         return None
     if type(guard.answer) not in (int, float):
         return None
     code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
-    instruction = dis.opname[code.co_code[offset]]
+    instruction = stacks.instruction_name(code, offset)
     if code.co_filename.startswith(TORCH) or instruction not in _ASKING:
         return None
     if instruction == "STORE_SUBSCR" and guard.use is not Use.INDEX:
@@ -445,7 +444,7 @@ _FEW_ROUNDS = 4
 _MOST_STORED = 16
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
-_ASKING = frozenset({"CALL", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
+_ASKING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
 
 
 def _asking_frames() -> tuple[FrameType, FrameType]:
@@ -473,9 +472,14 @@ def _call_of(
         return set_item, (container, key, value), {}
     function, *given = (one for one in stack.operands if one is not stacks.EMPTY)
     named: dict[str, Any] = {}
+    names: tuple[str, ...] = ()
     if stack.name == "CALL_FUNCTION_EX":
         given, named = list(given[0]), dict(*given[1:])
-    elif names := _keywords(frame.f_code, instruction_at(frame.f_code, frame.f_lasti)):
+    elif stack.name == "CALL_KW":
+        names = given.pop()
+    else:
+        names = _keywords(frame.f_code, instruction_at(frame.f_code, frame.f_lasti))
+    if names:
         named = dict(zip(names, given[-len(names) :], strict=True))
         given = given[: -len(names)]
     while type(function) is functools.partial:
@@ -505,7 +509,7 @@ def _has_item(container: Any, key: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _keywords(code: CodeType, offset: int) -> tuple[str, ...]:
-    """Return the names of the arguments that an instruction passes by name."""
+    """Return the names of the arguments that an instruction passes by name, before 3.13."""
     before = [step for step in single_steps(code) if step.offset < offset]
     found = [code.co_consts[step.argument or 0] for step in before[-2:] if step.name == "KW_NAMES"]
     return found[0] if found else ()
