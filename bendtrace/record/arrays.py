@@ -65,6 +65,9 @@ class ArrayRecorder(Protocol):
     def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
         """Call a function of torch on a tensor as the code of a frame would."""
 
+    def note_compared(self, values: tuple[Any, ...]) -> None:
+        """Note which values an instruction compares."""
+
     def pause(self) -> None:
         """Note nothing of the code that runs."""
 
@@ -448,6 +451,10 @@ class Arrays:
             or _is_dtype(value)
             or (kind is type and is_installed_module(value.__module__))
         )
+
+    def note_compared(self, values: tuple[Any, ...]) -> None:
+        """Note what is on the stack while an operator is carried out."""
+        self._recorder.note_compared(values)
 
     def carry_out(
         self,
@@ -1022,6 +1029,7 @@ class ArrayOperand:
         return self._do(getattr, sys._getframe(1), (name,), _ATTRIBUTE)
 
     def _do(self, function: Any, frame: FrameType, others: tuple[Any, ...], way: str) -> Any:
+        self.arrays.note_compared((self, *others))
         return self.arrays.carry_out(function, (self.operand, *others), {}, frame, way)
 
 

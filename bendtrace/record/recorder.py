@@ -339,7 +339,7 @@ class Recorder(RecordingMode):
                 func = original_of(func, frame)
             return func(*plain_in(args), **plain_in(kwargs))
         if self._compares and len(args) == 2:
-            self._numbers.compared = frozenset(map(id, args))
+            self.note_compared(args)
         if func in _ITEMS and type(args[1]) in (slice, tuple):
             args = (args[0], index_with_numbers(args[1], self._number_of), *args[2:])
         if func is Tensor.__deepcopy__:
@@ -681,6 +681,10 @@ class Recorder(RecordingMode):
         """Call a function of torch on a tensor as the code of a frame would."""
         self.turns += 1
         return self._handle(function, (), (tensor,), {}, frame)
+
+    def note_compared(self, values: tuple[Any, ...]) -> None:
+        """Note which values an instruction compares (see `stacks.read_frame`)."""
+        self._numbers.compared = frozenset(map(id, values))
 
     def pause(self) -> None:
         """Note nothing of the code that runs (see `arrays.py`)."""
