@@ -180,17 +180,15 @@ class CheckWriter:
         They are read before it is asked, so that a thread that writes meanwhile is noticed.
         """
         end = self._end_of_model
-        source.names.update(
-            take=words.take, places=words.places, fixed=words.fixed, kept=words.kept, words=[None]
-        )
-        source.line("now = take(places).tobytes()")
+        source.names.update(read_words=words.read, fixed=words.fixed, kept=words.kept, words=[None])
+        source.line("read = read_words()")
         source.line("was = words[0]")
-        source.line("if now == was: pass")
+        source.line("if read == was: pass")
         # Only attributes have been assigned, as a model that counts its calls does in each.
-        source.line(f"elif was is not None and now[{end}:] == was[{end}:]:")
+        source.line(f"elif was is not None and read[{end}:] == was[{end}:]:")
         source.line("    number = ask_attributes(A)")
         source.line("    if number is not None: return number")
-        source.line("    words[0] = now")
+        source.line("    words[0] = read")
         source.line("else:")
         source.line("    number = ask(A)")
         source.line("    if number is not None: return number")
@@ -198,8 +196,8 @@ class CheckWriter:
             tables = [table.value for table in self._classes.tables]
             kinds = [part.type for part in self._in_tables()]
             source.names["entries"] = TableEntries(tables, kinds, self._ranks())
-            source.line("    entries.read()")
-        source.line(f"    if now[{words.begin}:] == fixed: words[0] = now")
+            source.line("    entries.read(read)")
+        source.line(f"    if read[{words.begin}:] == fixed: words[0] = read")
 
     def _ask_for_model(self, source: GeneratedSource) -> None:
         """Check what the words show of the model's parts and code."""
@@ -244,7 +242,7 @@ class CheckWriter:
         self._ask_for_missing(source)
         self._ask_for_simple(source, "in_spaces", classes.simple)
         if classes.tables and self._words is not None:
-            self._ask_in_doubt(source, "not entries.are_same()", "look()")
+            self._ask_in_doubt(source, "not entries.are_same(read)", "look()")
         elif classes.tables:
             source.names.update(
                 tables=[dict.values(table.value) for table in classes.tables],

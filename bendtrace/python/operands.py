@@ -133,9 +133,7 @@ def c_function_called_by(frame: FrameType) -> Any:
         return None
     # A method has its object above it; another function has NULL below it, or from 3.13 on above
     # it, which reads as None.
-    first, second = (
-        stacks.object_at(stacks.word_at(address + _WORD * k)) for k in range(2)
-    )
+    first, second = (stacks.object_at(stacks.word_at(address + _WORD * k)) for k in range(2))
     return second if first is None else first
 
 

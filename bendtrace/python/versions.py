@@ -11,6 +11,7 @@ import operator
 import sys
 import threading
 import types
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, contains, getitem, is_
@@ -190,9 +191,10 @@ def _cell_key(cell: types.CellType) -> Any:
 # objects are read that `Words` keeps alive.
 #
 # The places of the words do not follow from a version number: `offsets` looks for them in objects
-# that it has made and written to. If it does not find one of them (CPython 3.12 and later tell
-# otherwise that a dict was written to, and builds without the GIL write while others read), or if
-# numpy is not installed, no words are read, and everything is asked for one by one.
+# that it has made and written to. If it does not find one of them (builds without the GIL write
+# while others read), or if numpy is not installed, no words are read, and everything is asked for
+# one by one. CPython 3.13 has no version of a dict in its memory that each write changes, and 3.14
+# none at all: there, torch is asked for the versions, which takes some 0.1 us a dict.
 
 _WORD = 8
 _HEADER = object.__basicsize__
@@ -209,7 +211,7 @@ class Offsets(NamedTuple):
     Attributes:
         kind: the class of an object.
         attributes: the dict of an object's attributes.
-        version: of a dict.
+        version: of a dict; None where it is not in memory.
         size: how many entries a dict has.
         content: what a cell holds.
         bases: what a class inherits from, in the order of looking.
@@ -218,7 +220,7 @@ class Offsets(NamedTuple):
 
     kind: int
     attributes: int
-    version: int
+    version: int | None
     size: int
     content: int
     bases: int
@@ -226,26 +228,20 @@ class Offsets(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """A function that reads words of memory, and the places that it reads.
+    """A function that reads words of memory.
 
     Attributes:
-        take: returns an array of the words at some places.
-        places: the places: first of those that may change to others, then of the rest.
+        read: returns all words as they are now: first those that may change to others, such as
+            versions, then the rest.
         fixed: the words that the rest should have.
         begin: where that begins in the bytes of all.
         kept: the objects that are read, and those that the words point to.
     """
 
-    take: Callable[[Any], Any]
-    places: Any
+    read: Callable[[], bytes]
     fixed: bytes
     begin: int
     kept: tuple[Any, ...]
-
-    def read(self) -> bytes:
-        """Return all words as they are now."""
-        words: bytes = self.take(self.places).tobytes()
-        return words
 
 
 class Words:
@@ -263,13 +259,14 @@ class Words:
     def __init__(self, offsets: Offsets) -> None:
         self._offsets = offsets
         self._changing: dict[int, None] = {}
+        self._asked: dict[int, dict[Any, Any]] = {}
         self._fixed: dict[int, int] = {}
         self._kept: list[Any] = []
 
     @property
     def end_of_versions(self) -> int:
         """Where the versions that were added so far end, in the bytes that a reader reads."""
-        return _WORD * len(self._changing)
+        return _WORD * (len(self._changing) + len(self._asked))
 
     def add_version(self, table: Mapping[Any, Any]) -> None:
         """Add that nothing was written to a dict, or to the namespace of a class."""
@@ -278,8 +275,11 @@ class Words:
             (table,) = gc.get_referents(table)
         if type(table) is not dict:
             raise Unreadable
-        self._kept.append(table)
-        self._changing[id(table) + self._offsets.version] = None
+        if self._offsets.version is None:
+            self._asked[id(table)] = table
+        else:
+            self._kept.append(table)
+            self._changing[id(table) + self._offsets.version] = None
 
     def add_empty(self, table: dict[Any, Any]) -> None:
         """Add that a dict is empty."""
@@ -340,16 +340,33 @@ class Words:
             Unreadable: there are none, or numpy is not there.
         """
         numpy = sys.modules.get("numpy")  # torch has imported it, if it is there
-        addresses = [*self._changing, *self._fixed]
-        if numpy is None or not addresses:
+        addresses, asked = [*self._changing, *self._fixed], [*self._asked.values()]
+        if numpy is None or not (addresses or asked):
             raise Unreadable
-        first, last = min(addresses), max(addresses)
-        # All memory in between is described, and only the words at the places are ever read.
-        between = (ctypes.c_uint64 * ((last - first) // _WORD + 1)).from_address(first)
-        words = numpy.frombuffer(between, dtype=numpy.uint64)
-        places = numpy.array([(address - first) // _WORD for address in addresses], numpy.intp)
         fixed = numpy.array([*self._fixed.values()], numpy.uint64).tobytes()
-        return Reader(words.take, places, fixed, self.end_of_versions, tuple(self._kept))
+        read = _reader_of_words(addresses) if addresses else bytes
+
+        def ask_and_read() -> bytes:
+            return array("Q", map(version_of, asked)).tobytes() + read()
+
+        return Reader(
+            ask_and_read if asked else read, fixed, self.end_of_versions, tuple(self._kept)
+        )
+
+
+def _reader_of_words(addresses: list[int]) -> Callable[[], bytes]:
+    numpy: Any = sys.modules["numpy"]
+    first, last = min(addresses), max(addresses)
+    # All memory in between is described, and only the words at the places are ever read.
+    between = (ctypes.c_uint64 * ((last - first) // _WORD + 1)).from_address(first)
+    take = numpy.frombuffer(between, dtype=numpy.uint64).take
+    places = numpy.array([(address - first) // _WORD for address in addresses], numpy.intp)
+
+    def read() -> bytes:
+        words: bytes = take(places).tobytes()
+        return words
+
+    return read
 
 
 class TableEntries:
@@ -377,10 +394,16 @@ class TableEntries:
         self._tables, self._keys = [one for one, _, _ in ranks], [key for _, key, _ in ranks]
         self._versions = reader_of_versions(tables)
         self._seen: bytes = b""
+        self._words: bytes = b""
         self._reader: Reader | None = None  # None where words cannot be read
 
-    def read(self) -> None:
-        """Look where the entries of the tables are now."""
+    def read(self, words: bytes) -> None:
+        """Look where the entries of the tables are now.
+
+        Args:
+            words: what tells of the tables' versions among others.
+        """
+        self._words = words
         if self._versions is None:
             return
         seen = self._versions.read()
@@ -397,11 +420,16 @@ class TableEntries:
             words.add_class(entry, kind)
         self._reader = words.reader()._replace(kept=())
 
-    def are_same(self) -> bool:
-        """Return whether all entries have the classes and ranks that they have to have."""
+    def are_same(self, words: bytes) -> bool:
+        """Return whether all entries have the classes and ranks that they have to have.
+
+        Args:
+            words: as for `read`, now.
+        """
         reader, versions = self._reader, self._versions
         if reader is not None and versions is not None and threading.active_count() == 1:
-            same = versions.read() == self._seen and reader.read() == reader.fixed
+            same = words == self._words or versions.read() == self._seen
+            same = same and reader.read() == reader.fixed
         else:
             same = False
         same = same or [*map(type, itertools.chain.from_iterable(self._values))] == self._kinds
@@ -445,7 +473,7 @@ def _find_offsets() -> Offsets:
         def word(table: dict[Any, Any]) -> int:
             return _word(id(table) + offset)
 
-        return tracks_changes(word) and all(word(t) == version_of(t) for t in tables)
+        return tracks_changes(word)
 
     ordered = collections.OrderedDict[int, int]
     sized: list[dict[int, Any]] = [
@@ -469,7 +497,7 @@ def _find_offsets() -> Offsets:
             lambda at: all(_word(id(one) + at) == id(type(one)) for one in (things[0], other, at)),
         ),
         attributes=attributes,
-        version=_find_offset(within, is_version),
+        version=next(filter(is_version, within), None),
         size=_find_offset(
             within, lambda at: [_word(id(t) + at) for t in sized] == [*map(len, sized)]
         ),

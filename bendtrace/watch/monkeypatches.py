@@ -162,7 +162,7 @@ def monkeypatches() -> Monkeypatches:
     global _unchanged
     if _READER is None:
         return _by_stamps()
-    words, (before, every) = _READER.take(_READER.places).tobytes(), _unchanged
+    words, (before, every) = _READER.read(), _unchanged
     if words != before:
         every = _by_stamps()
         _unchanged = words, every
