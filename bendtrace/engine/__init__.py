@@ -28,14 +28,15 @@ and segments, `suffix.py` for the rest of a run from given values, and `compiled
 of torch around the call - modes, default dtype, settings - is compared as a whole
 (`global_state.py`). Attributes of the model are checked by the versions of the dicts that hold them
 (`python/versions.py`). `check.py` decides for which captured values this suffices, and generates
-the checks of the others, and the checks that two names are one object. In CPython 3.11 all of this
-is checked in one step: `python/versions.py` probes where objects have the words of memory that
-differ after a change (the version of a dict, the class of an object, the code of a function), and
-numpy reads them in one go. Only if a word differs do the checks themselves run (`ask` in the
-generated code; `ask_attributes`, if a call has only assigned attributes). The types of parameters
-and buffers are checked on every call: a recording does not keep these tensors alive, so their
-memory must not be read. For torch functions that are written in Python, the code calls what these
-functions end up calling (`watch/direct_calls.py`); replay.md says when.
+the checks of the others, and the checks that two names are one object. All of this is checked in
+one step: `python/versions.py` probes where objects have the words of memory that differ after a
+change (the version of a dict, the class of an object, the code of a function), and numpy reads them
+in one go. CPython 3.13 and later have no versions in memory, so torch is asked for these. Only if a
+word differs do the checks themselves run (`ask` in the generated code; `ask_attributes`, if a call
+has only assigned attributes). The types of parameters and buffers are checked on every call: a
+recording does not keep these tensors alive, so their memory must not be read once they may be gone.
+For torch functions that are written in Python, the code calls what these functions end up calling
+(`watch/direct_calls.py`); replay.md says when.
 
 `program.py` holds the known paths for one set of input guards, as code that branches: a **graph
 of states**, into which `graph.py` joins runs at equal states (`stretches.py`).
