@@ -470,6 +470,52 @@ calls_from_c("a_key_of_a_dict", lambda array: {1: 2.0}.get(array.argmax(), 3.0))
 calls_from_c("an_attribute", lambda array: vars(type("O", (), {"a": array}))["a"] * 2)
 
 
+# What Python asks of arrays within one instruction
+
+
+@followed(*LONG)
+def one_item_between_two_bounds(x: torch.Tensor) -> Any:
+    first = x.detach().numpy()[:1]
+    return x + 1 if -0.5 < first < 0.5 else x - 1
+
+
+@followed(*LONG)
+def items_that_are_compared(x: torch.Tensor) -> Any:
+    first, second = x.detach().numpy()[:1], x.detach().numpy()[1:2]
+    if first < second and not first > 1.5:
+        return x * 2
+    return x * 3 if np.sign(first) == 1 else x
+
+
+@followed(*LONG)
+def a_list_of_those_that_are_positive(x: torch.Tensor) -> Any:
+    return x.sum() + torch.tensor([float(one) for one in x.detach().numpy() if one > 0] or [0.0])
+
+
+@followed(*STREAM)
+def parts_by_computed_bounds(x: torch.Tensor) -> Any:
+    array = x.detach().numpy().copy()
+    array[int(np.argmax(array)) :] = 0.5
+    array[1:3] += array.mean()
+    return x * torch.from_numpy(array[: array.shape[0]])
+
+
+@followed(*SQUARES)
+def arguments_by_name(x: torch.Tensor) -> Any:
+    array, given, named = x.detach().numpy(), (0,), {"keepdims": True}
+    total = np.sum(array, axis=1, keepdims=True) + array.sum(axis=1, keepdims=True)
+    return x * torch.from_numpy(total + np.sum(array, *given, **named))
+
+
+@followed(*LONG)
+def an_error_where_there_is_no_item(x: torch.Tensor) -> Any:
+    try:
+        value = [0.5, 1.5][int(x.detach().numpy().argmax())]
+    except IndexError:
+        value = -1.0
+    return x * value
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
