@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TypeAlias
 from torch import nn
 
 from bendtrace.errors import InputError
-from bendtrace.insert.hooks import (
+from bendtrace.insert.hook_store import (
     Category,
     HookContext,
     HookedModule,

@@ -22,8 +22,8 @@ from bendtrace.python.internals import disable_dynamo
 from bendtrace.python.lazy import LazyMethod, LazyModule
 from bendtrace.record.effects import Effects
 from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.record.serving import call_itself, serving
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.intercepts import opaque
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from bendtrace.hooks import HookManager
     from bendtrace.insert import activations, gates, inserter, registry, resume_point  # fmt: skip
     from bendtrace.insert import bending as model_bends
-    from bendtrace.insert import patches as patches_module
+    from bendtrace.insert import patch_kinds as patches_module
     from bendtrace.insert import resolver as knowledge
     from bendtrace.insert.activations import Activations
     from bendtrace.insert.bend import Bend, Value
@@ -57,20 +57,20 @@ if TYPE_CHECKING:
     from bendtrace.insert.inserter import LiveInserter, Within
     from bendtrace.insert.insertion import Insertion, What
     from bendtrace.insert.interjection import PassNumbers
-    from bendtrace.insert.patches import PatchContext, Patches
+    from bendtrace.insert.patch_kinds import PatchContext, Patches
     from bendtrace.insert.registry import InsertionRegistry
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.where import Rows, Where
     from bendtrace.log import run as run_views
     from bendtrace.log.nodes import Text
+    from bendtrace.show import model_tree as outline_program
     from bendtrace.show import outline as outline_coverage
-    from bendtrace.show import program as outline_program
     from bendtrace.show import state_graph as outline_graph
-    from bendtrace.show.folded import bended_model as folded
+    from bendtrace.show.model_tree import Outline
     from bendtrace.show.outline import Coverage
     from bendtrace.show.picture import Format, Picture
-    from bendtrace.show.program import Outline
     from bendtrace.show.state_graph import StateGraph
+    from bendtrace.show.treescope_forms import bended_model as folded
 else:
     _trace = LazyModule("bendtrace._trace")
     activations = LazyModule("bendtrace.insert.activations")
@@ -78,13 +78,13 @@ else:
     call_forms = LazyModule("bendtrace.debug.calls")
     compiled_settings = LazyModule("bendtrace.engine.compile_settings")
     compiled_speculation = LazyModule("bendtrace.engine.speculation")
-    patches_module = LazyModule("bendtrace.insert.patches")
+    patches_module = LazyModule("bendtrace.insert.patch_kinds")
     exploring_search = LazyModule("bendtrace.debug.search")
     outline_coverage = LazyModule("bendtrace.show.outline")
     outline_graph = LazyModule("bendtrace.show.state_graph")
-    outline_program = LazyModule("bendtrace.show.program")
+    outline_program = LazyModule("bendtrace.show.model_tree")
     exporting = LazyModule("bendtrace.export.exporting")
-    folded = LazyMethod("bendtrace.show.folded", "bended_model")
+    folded = LazyMethod("bendtrace.show.treescope_forms", "bended_model")
     hooks_module = LazyModule("bendtrace.hooks")
     gates = LazyModule("bendtrace.insert.gates")
     inserter = LazyModule("bendtrace.insert.inserter")

@@ -23,11 +23,11 @@ from bendtrace.errors import InputError, InterjectionError, NeverFiredWarning
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.insertion import Insertion, Report, What, as_interjection
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, PassNumbers
+from bendtrace.insert.leaves import assemble, describe, take_apart, write_count
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import describe_where
 from bendtrace.insert.selector_naming import leaf_modules_in, outside
-from bendtrace.insert.structure import assemble, describe, take_apart, write_count
 from bendtrace.insert.where import Where, near_misses
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector

@@ -22,7 +22,7 @@ import bendtrace as bt
 from bendtrace.errors import ExportError
 from bendtrace.export.exporting import Exported, difference, rounding_errors, tensors_in
 from bendtrace.export.machine import AnalysedRun, Machine, Question
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from tests.export_models import MODELS, Example
 
 __all__ = ["KNOWN", "TARGETS", "Outcome", "outcome"]

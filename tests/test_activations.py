@@ -24,8 +24,8 @@ from bendtrace.errors import (
     NodePathError,
 )
 from bendtrace.insert.activations import get_activations, inputs_of
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.insert.resume_point import from_activations, parse_replacements
-from bendtrace.insert.structure import assemble, take_apart
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, state

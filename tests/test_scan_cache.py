@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.watch import scan_cache
 from bendtrace.watch.environment import Environment

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from bendtrace.errors import InputError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import all_tensors_in
 from bendtrace.insert.selector_algebra import Selector
-from bendtrace.insert.structure import all_tensors_in
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import pytree

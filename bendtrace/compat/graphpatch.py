@@ -21,7 +21,7 @@ from torch import nn
 
 from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.insert.patches import patched_numbers, raise_all
+from bendtrace.insert.patch_kinds import patched_numbers, raise_all
 from bendtrace.insert.where import Rows
 from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
 from bendtrace.log.path_views import Node, Tree

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bendtrace import hooks
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookFunction, HookHandle
-from bendtrace.insert.hooks import HookContext
+from bendtrace.insert.hook_store import HookContext
 from bendtrace.python.checks import free_name
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]

@@ -24,7 +24,7 @@ from bendtrace.debug.calls import Call, own_copy
 from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import ConversionError, InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.structure import assemble, take_apart
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.log.capture import EarlierTensor, SaveOptions, aligned_copy
 from bendtrace.log.entries import LayerEntry, counted, tensors_of
 from bendtrace.log.run_log import RunLog

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from bendtrace.errors import InputError
-from bendtrace.insert.structure import assemble, describe, take_apart
+from bendtrace.insert.leaves import assemble, describe, take_apart
 from bendtrace.python.checks import required_arguments
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import running_code, user_code
 from bendtrace.record.rank_sync import alone
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.show.outline import Answers, is_standard, observed_sides
 from bendtrace.show.walks import (
     Choice,

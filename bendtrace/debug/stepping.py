@@ -34,8 +34,8 @@ from bendtrace.log.nodes import Pass, Registry, TreeNode
 from bendtrace.python.checks import required_int
 from bendtrace.python.places import is_file, place_text, read_place
 from bendtrace.python.sites import InstructionPlace, Site
+from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, has_lazy_modules, record
 from bendtrace.show.viewer import step_html, viewer_frame
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch

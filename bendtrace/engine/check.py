@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import Analysis, GuardKind, tested_ops
+from bendtrace.engine.guard_kinds import Analysis, GuardKind, tested_ops
 from bendtrace.engine.source import GeneratedSource, define, dependencies_of, fails
 from bendtrace.python.versions import Reader, TableEntries, Unreadable, Words, offsets, version_of
 from bendtrace.record.recorder import Recording

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.engine.analysis import Analysis
 from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.guard_kinds import Analysis
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.splices import GateSplice, apply_step
 from bendtrace.python.internals import TorchDispatchMode

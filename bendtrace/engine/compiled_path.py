@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import write_run
 from bendtrace.engine.compile_attempts import (
     CompiledFunction,
@@ -36,6 +35,7 @@ from bendtrace.engine.compile_probing import (
 )
 from bendtrace.engine.compile_settings import CompileSettings, dynamo
 from bendtrace.engine.expressions import Expressions, wide_dtype
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, Code, GeneratedSource, dependencies_of

@@ -26,8 +26,8 @@ from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
 from bendtrace.record.rank_sync import has_other_ranks
+from bendtrace.record.recorded_call import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.serving import Calls, call_itself
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import PLAIN_TYPES
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
     from bendtrace.engine import explain
     from bendtrace.engine.explain import Mismatch
     from bendtrace.engine.speculation import Speculation, SpeculationResult
-    from bendtrace.insert import beside, compiling, gates, reading
+    from bendtrace.insert import compiling, gates, state_access
     from bendtrace.insert import splicer as splicing
-    from bendtrace.insert.beside import Beside
+    from bendtrace.insert.live_runner import Beside
     from bendtrace.insert.plan import InsertionPlan
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.splicer import Splicer
     from bendtrace.log import nodes
     from bendtrace.log.nodes import Registry
     from bendtrace.record.script import Script
-    from bendtrace.show import program as outlines
+    from bendtrace.show import model_tree as outlines
 else:
     _trace = LazyModule("bendtrace._trace")
-    beside = LazyModule("bendtrace.insert.beside")
+    beside = LazyModule("bendtrace.insert.live_runner")
     compiling = LazyModule("bendtrace.insert.compiling")
     explain = LazyModule("bendtrace.engine.explain")
     gates = LazyModule("bendtrace.insert.gates")
     nodes = LazyModule("bendtrace.log.nodes")
-    reading = LazyModule("bendtrace.insert.reading")
+    state_access = LazyModule("bendtrace.insert.state_access")
     splicing = LazyModule("bendtrace.insert.splicer")
-    outlines = LazyModule("bendtrace.show.program")
+    outlines = LazyModule("bendtrace.show.model_tree")
 
 
 class Examples:
@@ -306,7 +306,7 @@ class Dispatcher:
                 _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
             )
         if plan is not None and plan.looks_at_changes(
-            program.recordings(), reading.read_and_changed
+            program.recordings(), state_access.read_and_changed
         ):
             floor.count_live()
             return self._run_live(
@@ -358,7 +358,7 @@ class Dispatcher:
         graph = program.graph
         if graph is None or graph.is_broken:
             return None
-        if plan.looks_at_changes(program.recordings(), reading.read_and_changed):
+        if plan.looks_at_changes(program.recordings(), state_access.read_and_changed):
             return None
         splicer.goes_along(graph)
         return splicer, program
@@ -524,7 +524,7 @@ class Dispatcher:
         recording = self._traced(call, lifting=call.tree.lifting())
         is_mixed = False
         if (splicer := call.splicer) is not None and call.plan is not None:
-            looks = call.plan.looks_at_changes([recording], reading.read_and_changed)
+            looks = call.plan.looks_at_changes([recording], state_access.read_and_changed)
             if looks or splicing.has_gates(recording):
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks

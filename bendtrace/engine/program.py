@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
-from bendtrace.engine.analysis import Analysis, asks_for_slices, tested_ops
+from bendtrace.engine.cache_growth import Holes
 from bendtrace.engine.check import Check, CheckWriter
 from bendtrace.engine.global_state import GlobalState
-from bendtrace.engine.graph import ProgramGraph, ValueNames
-from bendtrace.engine.growing import Holes
+from bendtrace.engine.guard_kinds import Analysis, asks_for_slices, tested_ops
+from bendtrace.engine.program_graph import ProgramGraph, ValueNames
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import (
     Code,
@@ -127,7 +127,7 @@ class Program:
         recording: the first run.
         global_state: the global state that it ran under.
         ignored: parts that need not be as they were, for a recording that is never replayed.
-        joins: whether its paths may join (see `graph.py`).
+        joins: whether its paths may join (see `program_graph.py`).
         ties: whether calls may be given tensors that the model holds itself.
 
     Attributes:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bendtrace.engine.analysis import Analysis, GuardKind, is_read
-from bendtrace.engine.growing import Growth
+from bendtrace.engine.cache_growth import Growth
+from bendtrace.engine.guard_kinds import Analysis, GuardKind, is_read
 from bendtrace.engine.source import ValueSplice, dependencies_of, gives_nothing
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.numbers import error_of

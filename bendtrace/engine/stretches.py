@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bendtrace.engine.analysis import Analysis
+from bendtrace.engine.cache_growth import Growth, growths_of
 from bendtrace.engine.codegen import SegmentWriter
-from bendtrace.engine.growing import Growth, growths_of
+from bendtrace.engine.guard_kinds import Analysis
 from bendtrace.engine.schedule import Schedule, may_be_caught
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.python.lazy import LazyModule

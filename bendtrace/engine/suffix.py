@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import RunWriter
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.schedule import Schedule, is_droppable
 from bendtrace.engine.source import Code
 from bendtrace.record.recorder import Recording

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import Program, Splicer
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning

@@ -47,8 +47,8 @@ from bendtrace.export.writer import BODY, ProgramWriter, Unseen, Written
 from bendtrace.log.entries import counted
 from bendtrace.python.internals import TorchDispatchMode, internal, pytree
 from bendtrace.python.results import can_exchange
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.record.varying import Counter, Lifting, Place
 
 __all__ = ["Exported", "Insertions", "compare", "difference", "export", "tensors_in"]

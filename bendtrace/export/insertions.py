@@ -23,8 +23,8 @@ from bendtrace.insert.resolver import Knowledge, describe_where
 from bendtrace.insert.splicer import record_with_insertions
 from bendtrace.python.internals import pytree
 from bendtrace.python.sites import definition
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recorder, Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall

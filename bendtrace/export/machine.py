@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from bendtrace.engine.analysis import Analysis, GuardKind
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.errors import ExportError
 from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.expressions import Expressions
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.schedule import Schedule
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import Fact

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.insert.bend import Bend, Expression, Value, fit_to_tensor, value_of
-from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,
     NodePass,
@@ -24,6 +23,7 @@ from bendtrace.insert.interjection import (
     effect_of_value,
     keep_unchanged,
     number_operand,
+    takes,
 )
 from bendtrace.insert.purity import effect_of_function
 from bendtrace.python.checks import refuse_without_arguments

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from bendtrace.engine.splices import GateSplice, SpliceStep
-from bendtrace.insert.facts import IdentityFacts
 from bendtrace.insert.gates import (
     AfterGate,
     BeforeGate,
@@ -29,18 +28,17 @@ from bendtrace.insert.gates import (
     as_inputs,
     exchange_store,
 )
-from bendtrace.insert.handing import hand_over
 from bendtrace.insert.insertion import CallTally, Insertion
-from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass
-from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
-from bendtrace.insert.purity import effect_of_pure, facts_on
-from bendtrace.insert.structure import (
+from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, hand_over
+from bendtrace.insert.leaves import (
     ContainerShape,
     LeafShape,
     assemble,
     leaves_of_shape,
     shape_at,
 )
+from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
+from bendtrace.insert.purity import IdentityFacts, effect_of_pure, facts_on
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta

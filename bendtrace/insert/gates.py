@@ -24,8 +24,7 @@ from torch import Tensor
 from bendtrace.errors import InterjectionError
 from bendtrace.insert.gradients import CallGradients, ChecksGradients
 from bendtrace.insert.interjection import NO_INPUTS, Inputs, NodePass
-from bendtrace.insert.plan import Called, InsertionPlan, LocatedInsertion, Slot
-from bendtrace.insert.structure import (
+from bendtrace.insert.leaves import (
     ContainerShape,
     LeafShape,
     StructureMismatch,
@@ -42,6 +41,7 @@ from bendtrace.insert.structure import (
     take_apart,
     write_count,
 )
+from bendtrace.insert.plan import Called, InsertionPlan, LocatedInsertion, Slot
 from bendtrace.python.places import place_text
 from bendtrace.tape.blocks import KEEPERS
 from bendtrace.tape.captured import is_inference

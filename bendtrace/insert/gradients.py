@@ -35,7 +35,7 @@ from torch.autograd import Function
 
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.insert.interjection import Interjection, NodePass
-from bendtrace.insert.structure import describe
+from bendtrace.insert.leaves import describe
 from bendtrace.python.internals import internal, keeps_version
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.tape import meta_of

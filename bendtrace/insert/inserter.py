@@ -27,15 +27,15 @@ from bendtrace.insert.gates import (
 )
 from bendtrace.insert.gradients import NOT_WRITABLE
 from bendtrace.insert.interjection import NodePass
+from bendtrace.insert.leaves import LeafShape, refill_value, take_apart, with_values, write_count
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
-from bendtrace.insert.structure import LeafShape, refill_value, take_apart, with_values, write_count
-from bendtrace.insert.through import fits, is_shared, tensor_kind
+from bendtrace.insert.spliced_gate import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.places import place_text
 from bendtrace.python.sites import Site, user_place
 from bendtrace.python.usage import drops
-from bendtrace.record.names import base_name_of
+from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
@@ -268,7 +268,7 @@ class LiveInserter:
             if undo:
                 self._put_back(undo)
 
-    # Where the calls of modules are met without a recorder (see `beside.py`)
+    # Where the calls of modules are met without a recorder (see `live_runner.py`)
 
     def spot_of(self, scope: ModuleCall) -> NodeSlots:
         """Return what is inserted at a call of a module that has its name."""

@@ -189,7 +189,7 @@ class InsertionPlan:
         names_places: whether each is at nodes that were named, not at all that a selector finds.
         called_at: what the gates of traces call, as far as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
-        reaches: what their code reaches (see `reading.py`).
+        reaches: what their code reaches (see `state_access.py`).
         floor: which calls with such insertions run the model itself; None if nobody has asked.
         splicer: what puts them into known code; None if nobody has asked.
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError, NodePathError
-from bendtrace.insert import gates, through
+from bendtrace.insert import gates, spliced_gate
 from bendtrace.insert.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.insert.interjection import Interjection, Passes, PassNumbers
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Location, StateTensor, forms_of
@@ -38,8 +38,8 @@ from bendtrace.log.entries import layer_type_of
 from bendtrace.log.names import RunNames, is_layer_name
 from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
+from bendtrace.record.recorded_call import Signature
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature
 from bendtrace.record.serving import Calls
 from bendtrace.tape.scalars import TRACED
 
@@ -232,7 +232,7 @@ class InsertionRegistry:
         # call, and this is asked only where calls are nested deeply.
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not _OF_NODE:  # which calls the model's code
-            is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(through)
+            is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(spliced_gate)
             entry = frame.f_locals.get("entry") if is_gate else None
             if entry is not None and entry.insertion._owner is self:
                 raise InterjectionError(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NameOrderWarning, NodePathError
+from bendtrace.insert.leaves import LeafShape, describe, shape_at, take_apart
 from bendtrace.insert.plan import StateTensor
-from bendtrace.insert.structure import LeafShape, describe, shape_at, take_apart
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import Meaning, RunNames, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
@@ -32,7 +32,7 @@ from bendtrace.log.path_views import (
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
 from bendtrace.python.sites import users_level
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import ModuleCall, Op
 from bendtrace.watch.functions import is_gate

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.engine.analysis import Analysis
 from bendtrace.engine.check import CheckWriter
 from bendtrace.engine.explain import explain_check, explain_divergence
+from bendtrace.engine.guard_kinds import Analysis
 from bendtrace.engine.program import Program, departure_by, values_in
 from bendtrace.engine.schedule import may_be_caught
 from bendtrace.engine.source import Code, Departure, gives_nothing
@@ -38,8 +38,8 @@ from bendtrace.errors import (
 from bendtrace.insert.gates import applying
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.insert.plan import InsertionPlan
-from bendtrace.insert.reading import read_and_changed
 from bendtrace.insert.registry import Bended
 from bendtrace.insert.resolver import (
     ReplacementPoint,
@@ -52,7 +52,7 @@ from bendtrace.insert.resolver import (
     values_for,
 )
 from bendtrace.insert.splicer import record_with_insertions
-from bendtrace.insert.structure import assemble, take_apart
+from bendtrace.insert.state_access import read_and_changed
 from bendtrace.log.capture import aligned_copy
 from bendtrace.log.path_views import Node, Tree, find
 from bendtrace.python.checks import required_arguments

@@ -26,24 +26,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import Analysis, is_read
-from bendtrace.engine.graph import ProgramGraph
+from bendtrace.engine.guard_kinds import Analysis, is_read
+from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import Code, Unfit, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece
 from bendtrace.insert.gates import AfterGate, Gate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
+from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot, slots_at_node
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.structure import LeafShape
-from bendtrace.insert.through import Through
+from bendtrace.insert.spliced_gate import Through
 from bendtrace.log.path_views import Candidate, RunNodes
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import Site
 from bendtrace.record.effects import makes_anew, sets_nothing
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.record.script import Script
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.contexts import Context
@@ -52,9 +52,9 @@ from bendtrace.watch.functions import OPTIONAL, is_torchs_function
 from bendtrace.watch.writes import works_in_place
 
 if TYPE_CHECKING:
-    from bendtrace.insert import reading
+    from bendtrace.insert import state_access
 else:
-    reading = LazyModule("bendtrace.insert.reading")
+    state_access = LazyModule("bendtrace.insert.state_access")
 
 
 class Splicer:
@@ -344,7 +344,7 @@ def record_with_insertions(
         if splicer is not None:
             raise_caught()  # in a run without insertions, nothing has raised it
         plan.ran(recording)
-        if looked_at := reading.read_and_changed(plan, recording):
+        if looked_at := state_access.read_and_changed(plan, recording):
             if splicer is not None:
                 splicer.is_apart = True
             recording.tape.block(

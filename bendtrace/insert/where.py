@@ -36,7 +36,7 @@ from bendtrace.log.path_views import (
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.watch.functions import SHAPES, VALUES
 from bendtrace.watch.owners import module_of, module_tree, modules_in
 

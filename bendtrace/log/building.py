@@ -28,7 +28,7 @@ from bendtrace.log.nodes import Text
 from bendtrace.log.path_views import Tree
 from bendtrace.python.sites import Site
 from bendtrace.record.iterations import user_code
-from bendtrace.record.names import target_name
+from bendtrace.record.op_names import target_name
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Opaque

@@ -25,7 +25,7 @@ from bendtrace.log.nodes import NodePath
 from bendtrace.log.path_views import Node, NodeSelector
 from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import internal
-from bendtrace.record.names import NodeRef, target_name
+from bendtrace.record.op_names import NodeRef, target_name
 from bendtrace.tape.captured import gradient_function, is_leaf, requires_grad
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, meta_of
 from bendtrace.tape.watchers import StopRun, call_silently

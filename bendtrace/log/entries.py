@@ -41,9 +41,9 @@ from bendtrace.watch.functions import METADATA, SHAPES, is_inserted, name_of
 if TYPE_CHECKING:
     import pandas
 
-    from bendtrace.show.folded import entry as folded
+    from bendtrace.show.treescope_forms import entry as folded
 else:
-    folded = LazyMethod("bendtrace.show.folded", "entry")
+    folded = LazyMethod("bendtrace.show.treescope_forms", "entry")
 
 
 class About(Protocol):

@@ -20,8 +20,8 @@ from bendtrace.flow import steps_of
 from bendtrace.log.mirror import Graph
 from bendtrace.python.checks import required_kind
 from bendtrace.record.iterations import user_code
-from bendtrace.record.names import NodeRef, map_items
 from bendtrace.record.numbers import error_of
+from bendtrace.record.op_names import NodeRef, map_items
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,

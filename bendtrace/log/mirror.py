@@ -18,7 +18,7 @@ from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Plainer, text_of
 from bendtrace.python.checks import free_name, required_kind
 from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.record.iterations import user_code
-from bendtrace.record.names import NodeRef, target_name
+from bendtrace.record.op_names import NodeRef, target_name
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Access, Captured
 from bendtrace.tape.contexts import Autocast, Context

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bendtrace.python.places import path_text, place_text
 from bendtrace.python.sites import Site
-from bendtrace.record.names import base_name_of
+from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, Access, AttributeKey, Captured, CaptureKind
 from bendtrace.tape.contexts import Context, current_context

@@ -32,7 +32,7 @@ from bendtrace.log.nodes import (
 )
 from bendtrace.python.sites import Site
 from bendtrace.record import numbers, recorder, scopes, texts
-from bendtrace.record.names import base_name, target_name
+from bendtrace.record.op_names import base_name, target_name
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Construction, Existing, Instance, existing_in
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in

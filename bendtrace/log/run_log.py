@@ -46,7 +46,7 @@ from bendtrace.python.checks import listed, required_choice
 from bendtrace.python.lazy import imported, required, tabulate
 from bendtrace.python.lazy import networkx as nx
 from bendtrace.python.places import full_place_text, is_installed
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 
 if TYPE_CHECKING:
     import pandas

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bendtrace.python.features import is_off
+from bendtrace.python.internals import is_off
 from bendtrace.python.places import full_place_text
 
 # Where in the model a run is, judging by the frames on the stack.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.python.sites import user_place
-from bendtrace.record.writer import TapeWriter
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.blocks import Block, Passage, Portion, is_plain_context
 from bendtrace.tape.captured import EnvironmentChange
 from bendtrace.tape.structure import existing_in

@@ -23,8 +23,8 @@ from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
 from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import Encoder
+from bendtrace.record.tape_writer import KnownTensor, TapeWriter
 from bendtrace.record.values import RunValues
-from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import (
     any_autocast,

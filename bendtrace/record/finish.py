@@ -16,10 +16,10 @@ from bendtrace.python.internals import internal
 from bendtrace.python.places import full_place_text
 from bendtrace.python.results import is_computation
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.record.names import node_names
 from bendtrace.record.one_op import assigned_in
+from bendtrace.record.op_names import node_names
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.varying import Place
-from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED

@@ -45,10 +45,10 @@ from bendtrace.record.one_op import ReachableContainers
 from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.scopes import Scopes
 from bendtrace.record.states import StateReader
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.texts import Texts, goes_to_screen
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Lifting, Varying
-from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bendtrace.python.internals import internal
 from bendtrace.python.statements import callee_keys
 from bendtrace.record.encoding import Encoder
+from bendtrace.record.tape_writer import KnownTensor, TapeWriter
 from bendtrace.record.values import RunValues
-from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer

@@ -22,7 +22,7 @@ import torch
 
 from bendtrace.python.sites import outside_scalars, place_at
 from bendtrace.python.statements import FUNCTIONS, SourceFile, source_file
-from bendtrace.record.writer import TapeWriter
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED

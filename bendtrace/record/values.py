@@ -16,7 +16,7 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
 from bendtrace.python.usage import code_compares_identity, only_tests
-from bendtrace.record.writer import KnownTensor, TapeWriter
+from bendtrace.record.tape_writer import KnownTensor, TapeWriter
 from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,

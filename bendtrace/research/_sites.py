@@ -18,9 +18,9 @@ from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import ContainerShape, LeafShape, assemble, describe, take_apart
 from bendtrace.insert.registry import InsertionGroup
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import ContainerShape, LeafShape, assemble, describe, take_apart
 from bendtrace.insert.where import Alias, alias_of
 from bendtrace.log.building import RunData
 from bendtrace.log.capture import aligned_copy

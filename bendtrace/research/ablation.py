@@ -26,8 +26,8 @@ from bendtrace.insert.interjection import (
     effect_of_value,
 )
 from bendtrace.insert.purity import effect_of_function
-from bendtrace.insert.reading import is_contained
 from bendtrace.insert.resolver import describe_where
+from bendtrace.insert.state_access import is_contained
 from bendtrace.insert.where import Where
 from bendtrace.module import BendedModule, bended_of, required_bended
 from bendtrace.python.checks import required_choice, required_int

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.structure import write_count
+from bendtrace.insert.leaves import write_count
 from bendtrace.research.streaming import (
     data_frame,
     decode_state,

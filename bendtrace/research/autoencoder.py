@@ -18,6 +18,7 @@ from bendtrace.errors import InputError, InterjectionError, LoadError
 from bendtrace.insert.bend import Expression, value_of
 from bendtrace.insert.insertion import Report
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import describe
 from bendtrace.insert.purity import (
     LiftedCallable,
     build_callable,
@@ -25,10 +26,9 @@ from bendtrace.insert.purity import (
     lift_tensors,
     why_not_pure,
 )
-from bendtrace.insert.reading import is_contained
 from bendtrace.insert.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import describe
+from bendtrace.insert.state_access import is_contained
 from bendtrace.insert.where import Where
 from bendtrace.module import BendedModule, required_bended
 from bendtrace.python.lazy import imported, required

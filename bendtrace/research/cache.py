@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.insert.activations import activations_text, as_html
-from bendtrace.insert.handing import takes
 from bendtrace.insert.insertion import Insertion
-from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass, takes
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.insert.registry import InsertionGroup, is_root
-from bendtrace.insert.structure import assemble, take_apart
 from bendtrace.insert.where import (
     Alias,
     Aliases,

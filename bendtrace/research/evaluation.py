@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from bendtrace.debug.calls import Call
 from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import InputError, NeverFiredWarning
+from bendtrace.insert.leaves import take_apart
 from bendtrace.insert.native import AttachedInterjection, Counts
-from bendtrace.insert.structure import take_apart
 from bendtrace.insert.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.python.checks import several

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bendtrace.debug.calls import Call, rows_of, values_in_call
 from bendtrace.errors import InputError
-from bendtrace.insert.structure import describe
+from bendtrace.insert.leaves import describe
 from bendtrace.insert.where import Where
 from bendtrace.log.entries import counted
 from bendtrace.module import BendedModule, bended_of

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bendtrace._trace import Trace, trace
 from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, SiteError
+from bendtrace.insert.leaves import assemble, describe, take_apart
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import assemble, describe, take_apart
 from bendtrace.insert.where import Where
 from bendtrace.log.path_views import Candidate
 from bendtrace.module import bended_of

@@ -18,7 +18,7 @@ from bendtrace.python.lazy import networkx as nx
 from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.python.statements import conclude_truth, source_file, spans_of
 from bendtrace.record.iterations import running_code, user_code
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.tape.tape import OpKind, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES
 

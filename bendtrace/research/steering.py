@@ -15,10 +15,10 @@ from bendtrace.errors import InputError, InterjectionError
 from bendtrace.insert.bend import Expression, value_of
 from bendtrace.insert.insertion import Insertion, Report
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass, depends_on
-from bendtrace.insert.patches import is_constant_index
+from bendtrace.insert.leaves import describe
+from bendtrace.insert.patch_kinds import is_constant_index
 from bendtrace.insert.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import describe
 from bendtrace.insert.where import Where
 from bendtrace.log.nodes import NodePath
 from bendtrace.module import BendedModule, bended_of, required_bended

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from textwrap import shorten
 from typing import Any
 
-from bendtrace.engine.analysis import GuardKind
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree
 from bendtrace.flow import _plain_json

@@ -16,10 +16,10 @@ from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
 from bendtrace.log.entries import counted
 from bendtrace.python.places import place_text
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.record.recorder import Recording
+from bendtrace.show.model_tree import Chart, joined, selection, signature_of
 from bendtrace.show.outline import value_text
-from bendtrace.show.program import Chart, joined, selection, signature_of
 from bendtrace.show.walks import PathEnd, PathEvent, Walk, key_of_guard, walks_of
 from bendtrace.tape.tape import OpKind, Tape
 

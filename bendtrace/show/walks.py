@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bendtrace.engine.analysis import Analysis, GuardKind
-from bendtrace.engine.graph import ProgramGraph
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.program import Program
+from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.stretches import GuardSide, RecordedPath, RunPiece, Stretch
 from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep, ShapeFlowStep, steps_of
 from bendtrace.python.places import place_text

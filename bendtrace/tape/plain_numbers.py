@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from bendtrace.python.bytecode import constant_of, has, instructions_of, single_steps
-from bendtrace.python.features import is_off
+from bendtrace.python.internals import is_off
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt

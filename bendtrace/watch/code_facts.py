@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from bendtrace.python.bytecode import catches_all, computes_names, global_uses
-from bendtrace.python.features import names_off
+from bendtrace.python.internals import names_off
 from bendtrace.python.places import full_place_text
 from bendtrace.watch.draws import CHANGING
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from bendtrace.engine.analysis import GuardKind
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, PatchError
-from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,
     Inputs,
@@ -27,10 +26,11 @@ from bendtrace.insert.interjection import (
     depends_on,
     effect_of_value,
     number_operand,
+    takes,
 )
+from bendtrace.insert.leaves import write_count
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import Knowledge, describe_where, node_name_of, resolve_meaning
-from bendtrace.insert.structure import write_count
 from bendtrace.insert.where import OfRows, Rows, Where, alias_of
 from bendtrace.log.nodes import Chosen, NodePath, TreeNode
 from bendtrace.log.path_views import Node, NodeSelector, Tree, find, require_leaf

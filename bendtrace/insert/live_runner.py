@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from bendtrace.insert.gates import AfterGate
 from bendtrace.insert.inserter import LiveInserter, NodeSlots
+from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.structure import LeafShape
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, Site, SiteTable

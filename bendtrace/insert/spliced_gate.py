@@ -14,7 +14,7 @@ from torch import Tensor
 from bendtrace.engine.source import Interrupted, Unfit
 from bendtrace.insert.gates import AfterGate, attempt, gate_passes, is_repeated, of_call
 from bendtrace.insert.interjection import NO_INPUTS
-from bendtrace.insert.structure import write_count
+from bendtrace.insert.leaves import write_count
 from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import internal
 from bendtrace.record.scopes import REFERENCES_OF_LOCAL

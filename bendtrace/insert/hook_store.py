@@ -19,8 +19,8 @@ from bendtrace.errors import HookNameError, InputError
 from bendtrace.insert.gradients import ChecksGradients, Gradients
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import all_tensors_in, with_tensors
 from bendtrace.insert.native import AttachedInterjection
-from bendtrace.insert.structure import all_tensors_in, with_tensors
 from bendtrace.python.checks import similar
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.functions import ScriptModule

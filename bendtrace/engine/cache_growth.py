@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from bendtrace.engine.analysis import Analysis, GuardKind
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.record.effects import Effects, makes_anew, sets_nothing
 from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording

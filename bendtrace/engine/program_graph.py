@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import getitem
 from typing import Any
 
-from bendtrace.engine.analysis import Analysis, GuardKind
+from bendtrace.engine.cache_growth import know_states, unread_in
 from bendtrace.engine.codegen import SegmentWriter
-from bendtrace.engine.growing import know_states, unread_in
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.schedule import Schedule, Unlinked, returned_inputs
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece, StateNode, Trip
@@ -43,7 +43,7 @@ class ProgramGraph:
     Attributes:
         joins: whether paths may join.
         first: the first run, as a piece.
-        may_grow: whether caches may be replaced before the end of a call (see `growing.py`).
+        may_grow: whether caches may be replaced before the end of a call (see `cache_growth.py`).
         is_broken: whether the graph has turned out to be unusable.
         has_begun_anew: whether the graph has been started again from a later run.
         beginning: the exit that a call begins with.
