@@ -112,7 +112,7 @@ def _work_between(tape: Tape, one: int, other: int) -> int:
 
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
-Splicer: TypeAlias = Callable[[Exit], Code]
+ExitWriter: TypeAlias = Callable[[Exit], Code]
 
 _serials = itertools.count()
 # If a run is added to so many segments, counters of loops are lifted from the next call on. (It may
@@ -264,7 +264,7 @@ class Program:
         arguments: tuple[Any, ...],
         first: bool = False,
         compiled: bool = False,
-        splicer: Splicer | None = None,
+        splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay, along known paths as far as they go.
 
@@ -285,7 +285,7 @@ class Program:
         self,
         divergence: Divergence,
         arguments: tuple[Any, ...],
-        splicer: Splicer | None = None,
+        splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.held is None:  # nothing was done that cannot be done again
@@ -306,7 +306,7 @@ class Program:
         first: bool = False,
         compiled: bool = False,
         since: tuple[Divergence, Exit] | None = None,
-        splicer: Splicer | None = None,
+        splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay, in agreement with other ranks where they communicate in it (see `_walk`)."""
         model = self.recording.environment.function
@@ -326,7 +326,7 @@ class Program:
         first: bool,
         compiled: bool,
         since: tuple[Divergence, Exit] | None,
-        splicer: Splicer | None,
+        splicer: ExitWriter | None,
         joint: JointCall | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay from state to state.

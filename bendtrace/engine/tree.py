@@ -16,7 +16,7 @@ import torch
 
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.guard_kinds import GuardKind
-from bendtrace.engine.program import Program, Splicer
+from bendtrace.engine.program import ExitWriter, Program
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.results import can_exchange
@@ -550,7 +550,7 @@ class TraceTree:
 
     def replay(
         self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
-        compiled: bool = False, splicer: Splicer | None = None,
+        compiled: bool = False, splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:  # fmt: skip
         """Run a program, going over to paths that are known from other programs."""
         result = program.run(arguments, compiled=compiled, splicer=splicer)

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,9 @@ from bendtrace.watch.owners import is_leaf_module, named_modules, states_of
 from bendtrace.watch.provenance import is_torchs
 from bendtrace.watch.writes import storage_of
 
+if TYPE_CHECKING:
+    from bendtrace.insert.splicer import Splicer
+
 Run = Callable[..., Any]
 Undo = Callable[[], None]
 
@@ -67,15 +70,6 @@ Undo = Callable[[], None]
 _UNNAMED = frozenset(
     {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
 )
-
-
-class CodeSplicer(Protocol):
-    """Splices insertions into known code (see `splicer.py`)."""
-
-    is_apart: bool
-
-    def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
-        """Return the gate at a node."""
 
 
 class NodeSlots:
@@ -152,7 +146,7 @@ class LiveInserter:
         function: Callable[..., Any],
         within: Within | None = None,
         path_of: Callable[[str], str] | None = None,
-        splicer: CodeSplicer | None = None,
+        splicer: Splicer | None = None,
     ) -> None:
         self._splicer = splicer
         self._has_spliced = False

@@ -6,7 +6,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,27 +20,16 @@ from bendtrace.python.internals import internal
 from bendtrace.record.scopes import REFERENCES_OF_LOCAL
 from bendtrace.tape.captured import is_leaf, requires_grad
 
-
-class Splicing(Protocol):
-    """An object that splices gates into known code (see `splicer.py`)."""
-
-    is_apart: bool
-
-    @property
-    def writes(self) -> bool:
-        """Return whether a known run writes to tensors in place."""
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether a call may have to begin again although it went well so far."""
+if TYPE_CHECKING:
+    from bendtrace.insert.splicer import Splicer
 
 
-class Through:
+class SplicedGate:
     """Passes a value through a gate.
 
     Args:
         gate: the gate.
-        splicing: what has put it there.
+        splicer: has put it there.
         is_part: whether a tensor is a part of the model, or was one of its arguments.
         place: how many ops and guards of the run come before.
 
@@ -51,14 +40,14 @@ class Through:
     def __init__(
         self,
         gate: AfterGate,
-        splicing: Splicing,
+        splicer: Splicer,
         is_part: Callable[[Tensor], bool],
         place: tuple[int, int],
     ) -> None:
         self.gates: tuple[AfterGate, ...] = (gate,)
         self._gate = gate
         self._path = gate.at.path
-        self._splicing = splicing
+        self._splicer = splicer
         self._is_part = is_part
         self._place = place
 
@@ -96,7 +85,7 @@ class Through:
                     and not entry.what.observes
                     and self._path in entry.insertion._tally.changes
                 ):
-                    keeps, writes = self._splicing.keeps, self._splicing.writes
+                    keeps, writes = self._splicer.keeps, self._splicer.writes
                     if not writes or not (keeps or is_shared(given)):
                         entry.insertion._tally.noted.append((at, True, 1))
                         current.note(self._path, at.number, given, keeps, writes, given._version)
@@ -140,13 +129,13 @@ class Through:
             kind: what the value was like before.
             version: the version that it had.
         """
-        path, current, splicing = self._path, attempt(), self._splicing
+        path, current, splicer = self._path, attempt(), self._splicer
         if given is not value:
             is_known = is_held and (current.has_met(given) or self._is_part(given))
-            may_change = splicing.writes
+            may_change = splicer.writes
             if not is_known and fits(kind, given, may_change):
-                if not may_change or is_held or not splicing.keeps:
-                    current.note(path, number, given, splicing.keeps, may_change)
+                if not may_change or is_held or not splicer.keeps:
+                    current.note(path, number, given, splicer.keeps, may_change)
                 else:
                     current.meets(given)
                     current.note(path, number, given.clone(), True, False)
@@ -161,12 +150,12 @@ class Through:
             elif is_shared(value):
                 current.refuse(path, number)
             elif is_fit:
-                current.note(path, number, value, splicing.keeps, splicing.writes)
+                current.note(path, number, value, splicer.keeps, splicer.writes)
             else:
                 current.note(path, number, value, True, False)
             if is_fit:
                 return value
-        splicing.is_apart = True
+        splicer.is_apart = True
         unfit = None
         if current.can_begin_again():
             unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")

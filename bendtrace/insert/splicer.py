@@ -37,7 +37,7 @@ from bendtrace.insert.interjection import NodePass
 from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot, slots_at_node
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.spliced_gate import Through
+from bendtrace.insert.spliced_gate import SplicedGate
 from bendtrace.log.path_views import Candidate, RunNodes
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import Site
@@ -224,8 +224,8 @@ class _Places:
         found.sort(key=lambda item: item[:3])
         for before, after in itertools.pairwise(found):
             earlier, later = before[-1].function, after[-1].function
-            assert isinstance(earlier, Through)
-            assert isinstance(later, Through)
+            assert isinstance(earlier, SplicedGate)
+            assert isinstance(later, SplicedGate)
             if before[:2] == after[:2]:
                 later.gates = (*earlier.gates, *later.gates)
         return tuple(splice for *_, splice in found)
@@ -261,8 +261,8 @@ class _Places:
             and index not in self._piece.growths
             and not is_read(self._tape.ops[index])
         )
-        through = Through(gate, self._splicer, self._is_part, (position, guards))
-        return ValueSplice(index, position, guards, context, through, gate.at.path, is_fit)
+        inserted = SplicedGate(gate, self._splicer, self._is_part, (position, guards))
+        return ValueSplice(index, position, guards, context, inserted, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, and compare it with others."""
