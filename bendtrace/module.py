@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from bendtrace.insert.bend import Bend, Value
     from bendtrace.insert.bend_catalogue import BendHandle, Filter
     from bendtrace.insert.bending import Bending, Out
-    from bendtrace.insert.inserter import LiveInserter, Within
+    from bendtrace.insert.inserter import LiveInserter, PartPosition
     from bendtrace.insert.insertion import Insertion, What
     from bendtrace.insert.interjection import PassNumbers
     from bendtrace.insert.patch_kinds import PatchContext, Patches
@@ -653,24 +653,26 @@ class BendedModule(ModuleProxy[ModelT]):
         with ExitStack() as stack:
             if isinstance(model, nn.Module):
                 for name, module in named_modules(model):
-                    within = inserter.Within(model, name, self._known.path_of(name))
-                    if name and (unknown or inserter.may_apply_within(plan, module, within)):
-                        part = functools.partial(self._call_part, module, within)
+                    position = inserter.PartPosition(model, name, self._known.path_of(name))
+                    if name and (unknown or inserter.may_apply_in(plan, module, position)):
+                        part = functools.partial(self._call_part, module, position)
                         stack.enter_context(serving(module, part))
             yield
 
-    def _call_part(self, module: nn.Module, within: Within, *args: Any, **kwargs: Any) -> Any:
+    def _call_part(
+        self, module: nn.Module, position: PartPosition, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a submodule that is called by itself, live."""
         plan, unknown = self._insertion_registry.plan_of_parts()
         if not self._insertion_registry or current_watcher() is not None:
             return call_itself(module, args, kwargs)
         if unknown:
             raise InputError(
-                f"{within.name} is called by itself, by a method of the model, and where something "
-                "is inserted has to be found out in a call of the whole model: call that once "
+                f"{position.name} is called by itself, by a method of the model, and where "
+                "something is inserted has to be found out in a call of the whole model: call that once "
                 "first, or give places that do not look ahead, nor passes from the end"
             )
-        live = inserter.LiveInserter(plan, self._dispatcher.registry, module, within)
+        live = inserter.LiveInserter(plan, self._dispatcher.registry, module, position)
         with gates.applying(plan):
             recording = record(module, args, kwargs, Signature(module), inserter=live)
             plan.ran(recording)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from bendtrace.engine.speculation import Speculation, SpeculationResult
     from bendtrace.insert import compiling, gates, state_access
     from bendtrace.insert import splicer as splicing
-    from bendtrace.insert.live_runner import Beside
+    from bendtrace.insert.live_runner import LiveRunner
     from bendtrace.insert.plan import InsertionPlan
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.splicer import Splicer
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from bendtrace.show import model_tree as outlines
 else:
     _trace = LazyModule("bendtrace._trace")
-    beside = LazyModule("bendtrace.insert.live_runner")
+    live_runner = LazyModule("bendtrace.insert.live_runner")
     compiling = LazyModule("bendtrace.insert.compiling")
     explain = LazyModule("bendtrace.engine.explain")
     gates = LazyModule("bendtrace.insert.gates")
@@ -190,7 +190,7 @@ class Dispatcher:
         self.examples: Examples = Examples()
         self._has_blocks = False
         # The latest insertions, what calls them without the tracer, and how many traces there were.
-        self._latest_beside: tuple[InsertionPlan, Beside | None, int] | None = None
+        self._latest_runner: tuple[InsertionPlan, LiveRunner | None, int] | None = None
 
     def call_with(self, plan: InsertionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call with insertions."""
@@ -241,7 +241,7 @@ class Dispatcher:
             floor = self._trees.floor(plan)
             if (
                 floor.calls_to_wait
-                and (runner := self._beside(plan)) is not None
+                and (runner := self._runner_of(plan)) is not None
                 and floor.take_call()
             ):
                 self.stats.live += 1
@@ -282,7 +282,7 @@ class Dispatcher:
         if program is None and plan is not None:
             plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
             if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
-                if (runner := self._beside(plan)) is not None:
+                if (runner := self._runner_of(plan)) is not None:
                     self._trees.plain.ran_live(plain)
                     floor.count_live()
                     self.stats.live += 1
@@ -409,7 +409,7 @@ class Dispatcher:
         if call.plan is None:
             with self.calls:
                 return call_itself(self._model, call.args, call.kwargs)
-        runner = self._beside(call.plan)
+        runner = self._runner_of(call.plan)
         if runner is None:
             return self._recorded(call).result
         return runner.call(call.args, call.kwargs, program.recording)
@@ -420,7 +420,7 @@ class Dispatcher:
         if plan is None:
             with self.calls:
                 return call_itself(self._model, args, kwargs)
-        runner = self._beside(plan)
+        runner = self._runner_of(plan)
         if runner is not None:
             return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
@@ -430,13 +430,13 @@ class Dispatcher:
         output, recording.result = recording.result, None
         return output
 
-    def _beside(self, plan: InsertionPlan) -> Beside | None:
+    def _runner_of(self, plan: InsertionPlan) -> LiveRunner | None:
         """Return an object that calls insertions without the tracer; None if that is impossible."""
         if self._has_blocks and torch.is_grad_enabled():
             return None  # what is inserted in a checkpointed block has to be done again with it
-        known, traces = self._latest_beside, self.stats.traces
+        known, traces = self._latest_runner, self.stats.traces
         if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
-            known = self._latest_beside = plan, beside.beside(self._known(), plan), traces
+            known = self._latest_runner = plan, live_runner.runner_of(self._known(), plan), traces
         return known[1]
 
     def named_arguments(
@@ -447,7 +447,7 @@ class Dispatcher:
 
     def forget_insertions(self) -> None:
         """Keep nothing of the insertions of earlier calls."""
-        self._latest_beside = None
+        self._latest_runner = None
 
     def trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None

@@ -121,7 +121,7 @@ class LiveInserter:
         plan: the insertions.
         registry: gives the names of nodes, as in all trees of the model.
         function: what is run.
-        within: where that is, if it is a part of the model.
+        position: where that is, if it is a part of the model.
         path_of: for a method of the model, gives the paths of modules from qualified names.
         splicer: splices insertions into known code where it can; None if each insertion is an op.
 
@@ -144,13 +144,13 @@ class LiveInserter:
         plan: InsertionPlan,
         registry: Registry,
         function: Callable[..., Any],
-        within: Within | None = None,
+        position: PartPosition | None = None,
         path_of: Callable[[str], str] | None = None,
         splicer: Splicer | None = None,
     ) -> None:
         self._splicer = splicer
         self._has_spliced = False
-        self._within = within
+        self._position = position
         self._path_of = path_of
         self.plan = plan
         self._registry = registry
@@ -160,7 +160,7 @@ class LiveInserter:
         self._raised: set[str] = set()
         self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
-        self._model = function if within is None else within.model
+        self._model = function if position is None else position.model
         self._states = StateInsertions(plan, self._model, self)
         self.pending.append(self._states.made)
         self._has_output_slots = any(
@@ -186,7 +186,7 @@ class LiveInserter:
     def begins(self, stage: Stage) -> None:
         """Prepare for a run (see `watchers.Inserter`)."""
         self.stage = stage
-        prefix = "" if self._within is None else self._within.path
+        prefix = "" if self._position is None else self._position.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
         self.entry = current_context()
 
@@ -420,9 +420,9 @@ class LiveInserter:
     def qualified(self, scope: ModuleCall | None) -> str:
         """Return the qualified name of the module of a call, in the whole model."""
         path = "" if scope is None else scope.path
-        if self._within is None or path.startswith("<"):
+        if self._position is None or path.startswith("<"):
             return path
-        return f"{self._within.name}.{path}" if path else self._within.name
+        return f"{self._position.name}.{path}" if path else self._position.name
 
     def inside(self, module: nn.Module, path: str) -> None:
         """Raise if an insertion is at a place without gates (see `watchers.Inserter`)."""
@@ -1060,7 +1060,7 @@ def _flag_position(function: Any) -> int | None:
 # Insertions where only a part of a model is called: a module of it, or a method.
 
 
-class Within(NamedTuple):
+class PartPosition(NamedTuple):
     """The position in a model of a part that is run separately.
 
     Attributes:
@@ -1093,20 +1093,20 @@ def refuse_reading(plan: InsertionPlan, method: MethodType) -> None:
             )
 
 
-def may_apply_within(plan: InsertionPlan, module: nn.Module, within: Within) -> bool:
+def may_apply_in(plan: InsertionPlan, module: nn.Module, position: PartPosition) -> bool:
     """Return whether insertions of a plan may apply to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher
         if slot.place.role == "state":
-            if matcher.name.startswith(f"{within.name}."):
+            if matcher.name.startswith(f"{position.name}."):
                 return True
             continue
         paths = getattr(matcher, "paths", (getattr(matcher, "path", None),))
         if getattr(matcher, "is_broad", False) or any(
-            path is not None and f"{path}.".startswith(f"{within.path}.") for path in paths
+            path is not None and f"{path}.".startswith(f"{position.path}.") for path in paths
         ):
             return True
-        for name, inner in named_modules(module, within.name):
+        for name, inner in named_modules(module, position.name):
             path = ".".join(map(identifier, name.split(".")))
             base = path.rpartition(".")[2]
             scope = name.rpartition(".")[0]

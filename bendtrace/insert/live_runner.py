@@ -56,7 +56,7 @@ _RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
 _NOT_OF_MODELS = (TORCH, PACKAGE)
 
 
-class Beside:
+class LiveRunner:
     """Runs a model with insertions at calls of its modules.
 
     Args:
@@ -133,13 +133,13 @@ class Beside:
         return call_itself(self._model, args, kwargs)
 
 
-_OUTERMOST = Beside.call.__code__
+_OUTERMOST = LiveRunner.call.__code__
 
 
-def beside(known: Knowledge, plan: InsertionPlan) -> Beside | None:
-    """Return what runs a model with insertions unrecorded; None if some need a recorded run."""
+def runner_of(known: Knowledge, plan: InsertionPlan) -> LiveRunner | None:
+    """Return a runner of a model with insertions; None if some need a recorded run."""
     modules = _modules_with_insertions(known, plan)
-    return None if modules is None else Beside(known, plan, modules)
+    return None if modules is None else LiveRunner(known, plan, modules)
 
 
 def _modules_with_insertions(known: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
