@@ -669,8 +669,8 @@ class BendedModule(ModuleProxy[ModelT]):
         if unknown:
             raise InputError(
                 f"{position.name} is called by itself, by a method of the model, and where "
-                "something is inserted has to be found out in a call of the whole model: call that once "
-                "first, or give places that do not look ahead, nor passes from the end"
+                "something is inserted has to be found out in a call of the whole model: call that "
+                "once first, or give places that do not look ahead, nor passes from the end"
             )
         live = inserter.LiveInserter(plan, self._dispatcher.registry, module, position)
         with gates.applying(plan):

@@ -787,9 +787,9 @@ def cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
         no: the other side.
         operands: what both are called with.
     """
-    passed = _Operands(operands)
-    sides = map(passed.read_by, (yes, no))
-    return torch.ops.higher_order.cond(asked, *sides, passed.given)
+    carrier = _Operands(operands)
+    sides = map(carrier.read_by, (yes, no))
+    return torch.ops.higher_order.cond(asked, *sides, carrier.given)
 
 
 def while_loop(
@@ -805,7 +805,7 @@ def while_loop(
         operands: what both functions are called with besides.
         varying: for each that a round changes, the dimensions that it makes smaller; None for none.
     """
-    passed, count = _Operands(operands), len(carried)
+    carrier, count = _Operands(operands), len(carried)
     dims = [
         (place, dim)
         for place, known in enumerate(varying)
@@ -823,7 +823,7 @@ def while_loop(
 
     def among(given: tuple[Any, ...]) -> list[Any]:
         own = count + len(dims)
-        return [*cut(given[:own]), *passed.read(given[own:])]
+        return [*cut(given[:own]), *carrier.read(given[own:])]
 
     def one_round(*given: Any) -> tuple[Any, ...]:
         made = list(step(*among(given)))
@@ -835,7 +835,7 @@ def while_loop(
     sizes = tuple(_as_tensor(carried[place].size(dim)) for place, dim in dims)
     begin = (*carried, *sizes)
     loop = torch.ops.higher_order.while_loop
-    return cut(loop(lambda *given: test(*among(given)), one_round, begin, passed.given))
+    return cut(loop(lambda *given: test(*among(given)), one_round, begin, carrier.given))
 
 
 def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -847,15 +847,15 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
             be able to compute them.
         shapes: what it can compute with: the shapes of tensors, and `(n,)` for sizes.
     """
-    passed = _Operands(values)
+    carrier = _Operands(values)
     known = {
         str(size): number
         for value, shape in zip(values, shapes, strict=True)
         for size, number in zip(_sizes_of(value), shape, strict=True)
     }
     sizes = {
-        text: _read(torch.where(holds, passed.given[place + len(passed.places)], known[text]))
-        for text, place in passed.sizes.items()
+        text: _read(torch.where(holds, carrier.given[place + len(carrier.places)], known[text]))
+        for text, place in carrier.sizes.items()
     }
     return [_resize(value, sizes, known) for value in values]
 

@@ -901,9 +901,9 @@ class ProgramWriter:
             self._put(scope, name, side, [*params, *free], header.guard)
         scope.loops.update(params, fixed)
         result = self.new("r")
-        passed = self._apart(scope, inits + [fixed.get(name, name) for name in free])
+        arguments = self._apart(scope, inits + [fixed.get(name, name) for name in free])
         begin, others, sizes = map(
-            _listed, (passed[: len(inits)], passed[len(inits) :], map(shrinking.get, params))
+            _listed, (arguments[: len(inits)], arguments[len(inits) :], map(shrinking.get, params))
         )
         scope.add(
             f"{result} = while_loop({names[0]}, {names[1]}, ({begin}), ({others}), ({sizes}))",

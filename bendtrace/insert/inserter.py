@@ -654,11 +654,11 @@ class LiveInserter:
                 is_alike = kind is not None and tensor_kind(value) == kind
             return value if may_be_op and not is_alike else given
 
-        passed = self.stage.pass_through(through, output, scope)
-        if given is None or (is_alike and passed is not None):
-            if passed is not None:
-                self.stage.passed(gate)
-            return passed
+        replacement = self.stage.pass_through(through, output, scope)
+        if given is None or (is_alike and replacement is not None):
+            if replacement is not None:
+                self.stage.note_replacement(gate)
+            return replacement
         if may_be_op:  # which returns this, and calls nothing again
             take_back(gate)
             attempt().answers[node.path, number] = given

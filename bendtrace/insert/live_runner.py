@@ -465,7 +465,7 @@ class _UnrecordedStage:
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         return _call_gate(function, args)
 
-    def passed(self, gate: Callable[[Any], Any]) -> None:
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
         """Do nothing."""
 
     def pass_through(

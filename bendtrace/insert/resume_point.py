@@ -414,7 +414,7 @@ class _SuffixRun:
         slots = self._rests.values_for(prepared)
         values = dict(slots)
         random = None if prepared.rest.is_straight else RandomStates()
-        passed: set[Any] = set()
+        tests_before: set[Any] = set()
         seen: set[tuple[int, int]] = set()
         while True:
             left = self._carry_out(run, prepared, dict(values), hold)
@@ -422,13 +422,13 @@ class _SuffixRun:
                 if plan is not None:
                     plan.ran(prepared.recording)
                 return left
-            passed |= left.tests
+            tests_before |= left.tests
             known, following = left.other_run(), None
             if known is not None and (id(known), left.position) not in seen:
                 seen.add((id(known), left.position))
                 other = KnownRun(run.program, known, run.arguments, run.missing)
                 following = self._following(
-                    other, left.position, left.finished_ops, frozenset(passed)
+                    other, left.position, left.finished_ops, frozenset(tests_before)
                 )
             if following is None:
                 left.slots = slots
@@ -475,11 +475,11 @@ class _SuffixRun:
         return Deviation(run, prepared, result.stop, outcome, {**values, **result.values})
 
     def _following(
-        self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
+        self, run: KnownRun, start: int, done: frozenset[int], tests_before: frozenset[Any]
     ) -> PreparedSuffix | None:
         """Return the rest of another known run, from where both diverge; None if it is too late."""
         try:
-            prepared = self._rests.of(run, start, done, passed)
+            prepared = self._rests.of(run, start, done, tests_before)
             self._rests.values_for(prepared)
         except (NodePathError, InputError):
             return None  # it does not reach the nodes
@@ -735,7 +735,7 @@ class Suffixes:
         run: KnownRun,
         start: int = 0,
         available: frozenset[int] = frozenset(),
-        passed: frozenset[Any] = frozenset(),
+        tests_before: frozenset[Any] = frozenset(),
     ) -> PreparedSuffix:
         """Return the rest of a run.
 
@@ -743,7 +743,7 @@ class Suffixes:
             run: the run.
             start: the first op that has not been run yet.
             available: the ops before it that were run.
-            passed: the tests that were made before.
+            tests_before: the tests that were made before.
 
         Raises:
             NodePathError: the run has not reached a node.
@@ -751,15 +751,15 @@ class Suffixes:
         """
         key = (
             "rest", id(run.recording), run.missing, tuple(self._given), self._bended, start,
-            available, passed,
+            available, tests_before,
         )  # fmt: skip
         prepared: PreparedSuffix = cached_for_model(
-            self._model, key, lambda: self._prepared(run, start, available, passed)
+            self._model, key, lambda: self._prepared(run, start, available, tests_before)
         )
         return prepared
 
     def _prepared(
-        self, run: KnownRun, start: int, available: frozenset[int], passed: frozenset[Any]
+        self, run: KnownRun, start: int, available: frozenset[int], tests_before: frozenset[Any]
     ) -> PreparedSuffix:
         program, recording = run.program, run.recording
         tree = self.tree_of(recording)
@@ -775,7 +775,7 @@ class Suffixes:
         analysis = program.analysis if is_first else Analysis(recording.tape)
         rest = Suffix(
             recording, analysis, cuts, run.missing, is_checked=is_first and not run.missing,
-            start=start, available=available, passed=passed,
+            start=start, available=available, tests_before=tests_before,
         )  # fmt: skip
         prepared = PreparedSuffix(recording, spots, cuts, rest)
         if not (rest.unclear or rest.lacks or rest.is_too_late()):

@@ -37,7 +37,7 @@ from bendtrace.watch.functions import is_inserted, name_of
 from bendtrace.watch.writes import works_in_place
 
 Key = tuple[int, tuple[Any, ...]]
-PassedKey = tuple[str, str, str]
+BoundaryKey = tuple[str, str, str]
 
 
 @dataclass
@@ -56,11 +56,11 @@ class RunData:
         changed: for values that an insertion changed, the value that it returned; only if layers
             are counted as TorchLens counts them.
         given_out: the op of each output that was written to after its op returned it.
-        passed: the entries that modules received or returned in the place of others, because
-            these had been written to: by label of the module call, "input" or "output", and label
-            of the other entry.
-        passing: where modules received or returned each value, by length of the tape and op: the
-            key in `passed`, and the entry.
+        boundary_entries: the entries that modules received or returned in the place of others,
+            because these had been written to: by label of the module call, "input" or "output", and
+            label of the other entry.
+        boundary_places: where modules received or returned each value, by length of the tape and
+            op: the key in `boundary_entries`, and the entry.
     """
 
     name: str
@@ -73,8 +73,10 @@ class RunData:
     places: dict[Key, LayerEntry] = field(default_factory=dict)
     changed: dict[Key, Key] = field(default_factory=dict)
     given_out: dict[str, int] = field(default_factory=dict)
-    passed: dict[PassedKey, LayerEntry] = field(default_factory=dict)
-    passing: dict[tuple[int, int], list[tuple[PassedKey, LayerEntry]]] = field(default_factory=dict)
+    boundary_entries: dict[BoundaryKey, LayerEntry] = field(default_factory=dict)
+    boundary_places: dict[tuple[int, int], list[tuple[BoundaryKey, LayerEntry]]] = field(
+        default_factory=dict
+    )
 
 
 def build_log(recording: Recording, name: str, tree: Tree, torchlens: bool = False) -> RunData:
@@ -335,10 +337,10 @@ class _Builder:
             for key in self._values(ref):
                 named = entry = self.log.places[key]
                 if writer is not None:
-                    entry = self.log.passed[*way, named.label] = writer
+                    entry = self.log.boundary_entries[*way, named.label] = writer
                 for label in dict.fromkeys((named.label, entry.label)):
-                    passing = self.log.passing.setdefault((position, ref.index), [])
-                    passing.append(((*way, label), entry))
+                    places = self.log.boundary_places.setdefault((position, ref.index), [])
+                    places.append(((*way, label), entry))
                 yield entry
 
     def _writer(self, index: int, position: int) -> LayerEntry | None:

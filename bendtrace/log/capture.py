@@ -95,8 +95,8 @@ class ValueCapture:
         gradients: the gradients of the chosen values; None if they are not kept.
         reread: the values read from tensors that were written to after their op returned them, by
             the reading op and the op of the tensor.
-        passed: the values that modules received or returned, of tensors that were written to
-            after their op returned them, by length of the tape and op; None if not kept.
+        boundary_values: the values that modules received or returned, of tensors that were written
+            to after their op returned them, by length of the tape and op; None if not kept.
         random: state of torch's generator before each op that is known to draw from it.
         times: the time of each op in nanoseconds.
         grad_fns: name of the gradient function of each value that has one.
@@ -125,7 +125,7 @@ class ValueCapture:
         self.saved: dict[Key, Any] = {}
         self.gradients: LatestGradients | None = LatestGradients(convert) if gradients else None
         self.reread: dict[tuple[int, int], Any] = {}
-        self.passed: dict[tuple[int, int], Any] = {}
+        self.boundary_values: dict[tuple[int, int], Any] = {}
         self.random: dict[int, Tensor] = {}
         self.times: dict[int, int] = {}
         self.grad_fns: dict[Key, str] = {}
@@ -363,11 +363,11 @@ class ValueCapture:
         if self._waiting is not None:
             self._waiting[key] = self._copy(tensor, converted=False)
             self._watch(key, tensor)
-        layer, passed = self._namer.name(op, element)
+        layer, number = self._namer.name(op, element)
         plain = (layer.name, layer.short_name)
-        names = (*plain, *(f"{name}:{passed}" for name in plain))
+        names = (*plain, *(f"{name}:{number}" for name in plain))
         position = self._namer.count - 1
-        about = op, element, layer, passed, position, tensor
+        about = op, element, layer, number, position, tensor
         if self._keys is not None:
             self._keys[id(tensor)] = (weakref.ref(tensor), key)
         if isinstance(self.chosen, Selection):
@@ -402,9 +402,9 @@ class ValueCapture:
 
     def _pass(self, position: int, tensor: Tensor, index: int | None, wanted: bool) -> None:
         """Keep a value that a module passes on, if it was written to since op `index`."""
-        if index is not None and self.passed.get((position, index)) is None:
+        if index is not None and self.boundary_values.get((position, index)) is None:
             kept = self._store_copy(f"{index}@{position}", tensor) if wanted else None
-            self.passed[position, index] = kept
+            self.boundary_values[position, index] = kept
 
     def _store_copy(self, name: str, tensor: Tensor) -> Any:
         value = self._copy(tensor)
@@ -447,16 +447,16 @@ class ValueCapture:
         return aligned_copy(value) if storage_of(value) in self._fixed else lazily_copied(value)
 
     def _entry(
-        self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,
+        self, op: Op, element: tuple[Any, ...], layer: Layer, number: int, position: int,
         tensor: Tensor,
     ) -> LayerEntry:  # fmt: skip
         """Return an entry with the properties known during the run."""
         entry = LayerEntry(
             "input" if op.kind is OpKind.INPUT else "op",
-            layer.layer_type, layer.name, layer.short_name, passed, ordinal=position,
+            layer.layer_type, layer.name, layer.short_name, number, ordinal=position,
             index=op.index, element=element, module=op.scope.path, inplace=bool(op.writes),
         )  # fmt: skip
-        entry.passes = passed  # so far
+        entry.passes = number  # so far
         entry.shape, entry.dtype, entry.device = meta = meta_of(tensor)
         entry.nbytes = nbytes_of(meta)
         entry.grad_fn = self.grad_fns.get((op.index, element))
@@ -493,11 +493,13 @@ class ValueCapture:
             entry.grad_fn = self.grad_fns.get(key)
             if entry is source and source.index in self.times:
                 entry.time = self.times[source.index] / 1e9
-        for at, value in self.passed.items():
-            for passed, entry in log.passing.get(at, ()):
+        for at, value in self.boundary_values.items():
+            for key, entry in log.boundary_places.get(at, ()):
                 if value is None or not same_bits(entry.saved, value):
                     saved, unsaved = _unkept(value)
-                    log.passed[passed] = replace(entry, saved=saved, unsaved=unsaved, gradient=None)
+                    log.boundary_entries[key] = replace(
+                        entry, saved=saved, unsaved=unsaved, gradient=None
+                    )
 
 
 def _unkept(value: Any) -> tuple[Any, str]:

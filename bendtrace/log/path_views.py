@@ -845,7 +845,7 @@ class _ValueFlow:
         # For tensors that were written to under their own name, the op that did last.
         self._written: dict[int, int] = {}
         # The calls that handed on what they had not computed themselves.
-        self._passed: dict[int, list[ModuleCall]] = {}
+        self._calls_from: dict[int, list[ModuleCall]] = {}
         self._chains: dict[int, tuple[ModuleCall, ...]] = {}
         self._crossed: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
 
@@ -904,9 +904,9 @@ class _ValueFlow:
             for source in self._latest(ref.index):
                 is_own = call in self._chain(self._ops[source].scope)
                 if not is_own or self._ops[source].kind in _GIVEN:
-                    passed = self._passed.setdefault(source, [])
-                    if call not in passed:
-                        passed.append(call)
+                    calls = self._calls_from.setdefault(source, [])
+                    if call not in calls:
+                        calls.append(call)
 
     def _connect(
         self, source: int, path: str | None, scope: ModuleCall
@@ -917,7 +917,7 @@ class _ValueFlow:
             giving, using = self._between(self._ops[source].scope, scope)
             for giver in (given, *giving):
                 yield from ((giver, user) for user in (*using, path) if user is not None)
-        for call in self._passed.get(source, ()):
+        for call in self._calls_from.get(source, ()):
             giver = self._path(call)
             _, using = self._between(call, scope)
             yield from ((giver, user) for user in (*using, path) if user is not None)

@@ -874,7 +874,7 @@ class Lookup:
         modules: dict[str, list[LayerEntry]] = {}
         for call in log.modules:
             given = [
-                log.passed.get((call.label, "output", label)) or self._found[label][0]
+                log.boundary_entries.get((call.label, "output", label)) or self._found[label][0]
                 for label in call.outputs
                 if label in self._found
             ]
@@ -988,10 +988,14 @@ class Lookup:
         for data, made in passes_of(node._data, node._chosen):
             assert made.index is not None
             entry = self._places.get((made.index, made.element))
-            if entry is not None and self._log.passed and data.role in ("input", "output"):
+            if (
+                entry is not None
+                and self._log.boundary_entries
+                and data.role in ("input", "output")
+            ):
                 call = call_around(self._holders, data, made)
                 way = "" if call is None else self._call_labels.get(call, ""), data.role
-                entry = self._log.passed.get((*way, entry.label), entry)
+                entry = self._log.boundary_entries.get((*way, entry.label), entry)
             if entry is not None and entry not in found:
                 found.append(entry)
         if not found:

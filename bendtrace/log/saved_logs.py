@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bendtrace
 from bendtrace.errors import BendtraceError, InputError, LoadError, SaveError
-from bendtrace.log.building import PassedKey, RunData
+from bendtrace.log.building import BoundaryKey, RunData
 from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.log.mirror import GRAPH_CODEC, flow_rows, flow_steps_of, from_node_link, to_node_link
 from bendtrace.log.path_views import Tree
@@ -323,7 +323,7 @@ def _write_passed(draft: Draft, log: RunData) -> dict[str, Any]:
     values: dict[str, Any] = {}
     names: dict[int, str] = {}
     rows = []
-    for key, entry in log.passed.items():
+    for key, entry in log.boundary_entries.items():
         if id(entry) not in own and id(entry) not in names:
             name = names[id(entry)] = f"{entry.label} {len(names)}"
             values[name] = entry.saved if not entry.unsaved else NotSaved(entry.unsaved)
@@ -336,11 +336,11 @@ def _read_passed(
     entries: Mapping[str, LayerEntry],
     files: Mapping[str, tuple[DataFile, FileIndex]],
     device: torch.device | None,
-) -> dict[PassedKey, LayerEntry]:
+) -> dict[BoundaryKey, LayerEntry]:
     made: dict[str, tuple[Any, str]] = {}
     for name, value in read_values(index, files, device).items():
         made[name] = (None, value.reason) if isinstance(value, NotSaved) else (value, "")
-    found: dict[PassedKey, LayerEntry] = {}
+    found: dict[BoundaryKey, LayerEntry] = {}
     for call, way, named, label, name in GRAPH_CODEC.decode(index["rows"]):
         entry = entries[label]
         if name is not None:
@@ -419,7 +419,7 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
         for label, value in read_values(tensors["gradients"], files, device).items():
             entries[label].gradient = value
         if "passed" in tensors:  # else it was written by a version that did not know it
-            log.passed = _read_passed(tensors["passed"], entries, files, device)
+            log.boundary_entries = _read_passed(tensors["passed"], entries, files, device)
         facts = FACTS.read(contents["facts"])
         rows = decode(flow["guards"])
         return RunLog(log, Tree.from_dict(decode(tree)), from_node_link(graph), facts, rows)

@@ -586,11 +586,11 @@ def closes_block(block: list[ast.stmt]) -> bool:
     return isinstance(last, LEAVING)
 
 
-def spans_of_item(file: SourceFile, generator: ast.comprehension, passed: int) -> tuple[Span, ...]:
+def spans_of_item(file: SourceFile, generator: ast.comprehension, filters: int) -> tuple[Span, ...]:
     """Return the source that each item of a comprehension's `for` leads to after some filters."""
     owner = file.parents[generator]
     assert isinstance(owner, COMPREHENSIONS)
-    nodes = generator.ifs[passed:]
+    nodes = generator.ifs[filters:]
     for later in owner.generators[owner.generators.index(generator) + 1 :]:
         nodes += [later.iter, *later.ifs]
     elements = [owner.key, owner.value] if isinstance(owner, ast.DictComp) else [owner.elt]

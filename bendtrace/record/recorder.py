@@ -189,7 +189,7 @@ class Recorder(RecordingMode):
             lambda: inserter is not None and inserter.exchanges_state,
         )
         self.checkpointed: Callable[..., Any] = self._checkpoints.block
-        self.passed: Callable[..., None] = self._checkpoints.note_replacement
+        self.note_replacement: Callable[..., None] = self._checkpoints.note_replacement
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)

@@ -604,7 +604,7 @@ class _Survey:
         self.functions: dict[tuple[str, ast.AST], None] = {}
         for program in sorted(tree.programs(), key=lambda program: program.serial):
             for walk in walks_of(program):
-                for event in walk.passed:
+                for event in walk.outcome_events:
                     if event.is_condition:
                         raw = bool(event.outcome) is not event.header.inverted
                         for choice, side in choices_of(event.place, raw):

@@ -308,7 +308,7 @@ class Walk:
             self.positions = self.positions[0], len(self.path.recording.tape.ops)
 
     @property
-    def passed(self) -> list[PathEvent]:
+    def outcome_events(self) -> list[PathEvent]:
         """The events whose outcome it includes."""
         return self.events[self.begin : self.stop]
 
