@@ -352,8 +352,8 @@ class _Reader:
         raise self._refused(node)
 
     def _unknown(self, node: ast.expr) -> InputError:
-        known = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
-        hint = did_you_mean(self._name(node), known, otherwise=";", quotes=False)[1:]
+        names = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
+        hint = did_you_mean(self._name(node), names, otherwise=";", quotes=False)[1:]
         return InputError(f"{self._where(node)} is not known:{hint} {_KNOWN}")
 
     def _refused(self, node: ast.expr) -> InputError:
@@ -476,9 +476,9 @@ def _import_module(name: str) -> ModuleType:
         path = ".".join(parts[:depth])
         if not _exists(path, module):
             within = None if module is None else getattr(module, "__path__", ())
-            known = [found.name for found in pkgutil.iter_modules(within)]
+            names = [found.name for found in pkgutil.iter_modules(within)]
             where = "" if module is None else f" in {module.__name__}"
-            hint = _near(part, known)
+            hint = _near(part, names)
             if module is not None and hasattr(module, part):
                 hint = f"; did you mean {module.__name__}:{'.'.join(parts[depth - 1 :])}?"
             raise InputError(f"there is no module {part!r}{where}{hint}")
@@ -529,13 +529,13 @@ def _callables(holder: Any, *, own: bool = False) -> list[str]:
     ]
 
 
-def _near(name: str, known: Iterable[str], own: Sequence[str] = ()) -> str:
-    known = list(known)
-    folded = [other for other in known if other.lower() == name.lower()]
+def _near(name: str, names: Iterable[str], own: Sequence[str] = ()) -> str:
+    names = list(names)
+    folded = [other for other in names if other.lower() == name.lower()]
     otherwise = f"; it has {', '.join(own)}" if 0 < len(own) <= 12 else ""
     if folded:
         otherwise = f"; did you mean {' or '.join(folded)}?"
-    return did_you_mean(name, known, cutoff=0.7, otherwise=otherwise, quotes=False)
+    return did_you_mean(name, names, cutoff=0.7, otherwise=otherwise, quotes=False)
 
 
 # Errors raised by the user's own code, and the user's part of their tracebacks.

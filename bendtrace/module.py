@@ -203,7 +203,7 @@ class BendedModule(ModuleProxy[ModelT]):
         self._on_demand: dict[str, Any] = {}  # an attribute more would be noticed by traces around
         auditor = auditing.Auditor(model, audit) if audit else None
         self._dispatcher = Dispatcher(
-            model, lambda: self._known, self._signature, self._trees, speculation, auditor
+            model, lambda: self._knowledge, self._signature, self._trees, speculation, auditor
         )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
@@ -217,26 +217,26 @@ class BendedModule(ModuleProxy[ModelT]):
         return self._on_demand.setdefault(name, make()) if found is None else found
 
     @property
-    def _known(self) -> Knowledge:
+    def _knowledge(self) -> Knowledge:
         def make() -> Knowledge:
             return knowledge.Knowledge(
                 self._model, self._dispatcher.registry, self._trees.plain_runs,
                 self._trees.inserted_runs, self.coverage, self._predict,
             )  # fmt: skip
 
-        return self._part_on_demand("_known", make)
+        return self._part_on_demand("_knowledge", make)
 
     @property
     def _insertion_registry(self) -> InsertionRegistry:
         def make() -> InsertionRegistry:
             calls = self._dispatcher.calls
-            return registry.InsertionRegistry(self._known, self._note_inserted, calls)
+            return registry.InsertionRegistry(self._knowledge, self._note_inserted, calls)
 
         return self._part_on_demand("_insertion_registry", make)
 
     @property
     def _bending(self) -> Bending:
-        return self._part_on_demand("_bending", lambda: model_bends.Bending(self, self._known))
+        return self._part_on_demand("_bending", lambda: model_bends.Bending(self, self._knowledge))
 
     @property
     def _tree(self) -> TraceTree:
@@ -653,7 +653,7 @@ class BendedModule(ModuleProxy[ModelT]):
         with ExitStack() as stack:
             if isinstance(model, nn.Module):
                 for name, module in named_modules(model):
-                    position = inserter.PartPosition(model, name, self._known.path_of(name))
+                    position = inserter.PartPosition(model, name, self._knowledge.path_of(name))
                     if name and (unknown or inserter.may_apply_in(plan, module, position)):
                         part = functools.partial(self._call_part, module, position)
                         stack.enter_context(serving(module, part))
@@ -692,7 +692,7 @@ class BendedModule(ModuleProxy[ModelT]):
             if function is None:
                 yield inserter.LiveInserter(plan, self._dispatcher.registry, self._model)
             else:
-                path_of = self._known.path_of
+                path_of = self._knowledge.path_of
                 yield inserter.LiveInserter(
                     plan, self._dispatcher.registry, function, path_of=path_of
                 )
@@ -798,7 +798,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
-        return patches_module.PatchContext(self._insertion_registry, self._known, patches, rows)
+        return patches_module.PatchContext(self._insertion_registry, self._knowledge, patches, rows)
 
     @functools.cached_property
     def hooks(self) -> HookManager:
@@ -1179,7 +1179,9 @@ class BendedModule(ModuleProxy[ModelT]):
         if insertions not in ("constants", "inputs"):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
         inserted = (
-            exporting.Insertions(self._insertion_registry, self._known) if self._inserted else None
+            exporting.Insertions(self._insertion_registry, self._knowledge)
+            if self._inserted
+            else None
         )
         examples = self._dispatcher.examples
         calls = [tuple(call_forms.Call.of(one)) for one in inputs] if inputs else examples.calls()

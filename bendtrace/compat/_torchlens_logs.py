@@ -489,7 +489,7 @@ class _Run(TorchFunctionMode):
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
-        self.known = {id(x): x}  # what is computed from the input; held, so that ids stay unique
+        self.computed = {id(x): x}  # what is computed from the input; held, so that ids stay unique
         self.x, self.dtype, self.limit = x, x.dtype, 2
         self.shapes: list[Shape] = []  # that the first layer allows
         self.is_done = False
@@ -500,9 +500,9 @@ class _Run(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         given = list(tensors_in((args, kwargs)))
-        ours = [one for one in given if id(one) in self.known]
+        ours = [one for one in given if id(one) in self.computed]
         if ours and not self.shapes:
-            weights = [one for one in given if id(one) not in self.known]
+            weights = [one for one in given if id(one) not in self.computed]
             self.shapes = list(_shapes_for(name, args, kwargs, weights))
             if "embedding" in name and self.shapes:
                 self.limit = len(weights[0])
@@ -517,12 +517,12 @@ class _Run(TorchFunctionMode):
                 self.is_large = _is_large(name, args, given, ours)
             raise
         if ours:
-            self.known |= {id(one): one for one in tensors_in(made)}
+            self.computed |= {id(one): one for one in tensors_in(made)}
         return made
 
     def before_rnn(self, module: Any, args: tuple[Any, ...]) -> None:
         """Read the shape from a recurrent module, which checks it before it calls anything."""
-        if not self.shapes and args and id(args[0]) in self.known:
+        if not self.shapes and args and id(args[0]) in self.computed:
             n, self.dtype = module.input_size, next(module.parameters()).dtype
             is_first = getattr(module, "batch_first", None)
             self.shapes = [(1, None, n) if is_first else (None, 1, n)]

@@ -446,8 +446,8 @@ class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
     def finalize_state(self, state: AnalyserState) -> None:
         """Accumulate an execution."""
         if self.enabled:
-            known = self.working_results.get(state.name)
-            self.working_results[state.name] = self.process_batch_state(state.name, state, known)
+            working = self.working_results.get(state.name)
+            self.working_results[state.name] = self.process_batch_state(state.name, state, working)
 
     def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
         """Return the working results of a node with one more execution."""

@@ -382,11 +382,11 @@ class Bisection:
         for x, y in pairs:
             if not x or not y or self._pairs.get(x) == y:
                 continue
-            for label, entries, known in (
+            for label, entries, partners in (
                 (x, self._entries_a, self._pairs.keys()),
                 (y, self._entries_b, set(self._pairs.values())),
             ):
-                first = _first_unmatched(label, entries, known)
+                first = _first_unmatched(label, entries, partners)
                 if first is None or self._is_after_path(first):
                     continue
                 in_a = entries is self._entries_a
@@ -396,10 +396,10 @@ class Bisection:
 
     def _rewired(self, a: LayerEntry, b: LayerEntry) -> tuple[str, str] | None:
         """Return the first values that an op reads in place of each other, of those both have."""
-        known = set(self._pairs.values())
+        partners = set(self._pairs.values())
         producers = (side.again.producers(e) for side, e in zip(self._sides, (a, b), strict=True))
         for x, y in zip(*producers, strict=False):
-            if x in self._pairs and y in known and self._pairs[x] != y:
+            if x in self._pairs and y in partners and self._pairs[x] != y:
                 return x, y
         return None
 
@@ -415,7 +415,7 @@ class Bisection:
         return time > timeline.of_flow(self.path)
 
     def _add(self, culprit: Culprit) -> None:
-        if all(known.entry is not culprit.entry for known in self.culprits):
+        if all(other.entry is not culprit.entry for other in self.culprits):
             self.culprits.append(culprit)
 
     def _add_rest(self) -> None:
@@ -575,14 +575,16 @@ def _unless_empty(far: ValueDifference) -> ValueDifference | None:
     return far if far.elements else None
 
 
-def _first_unmatched(label: str, entries: dict[str, LayerEntry], known: Any) -> LayerEntry | None:
+def _first_unmatched(
+    label: str, entries: dict[str, LayerEntry], partners: Any
+) -> LayerEntry | None:
     """Return the first in a row of ops of one run only that leads to a value; None if none does."""
     found: LayerEntry | None = None
     seen: set[str] = set()
     waiting = [label]
     while waiting:
         current = waiting.pop()
-        if current in known or current in seen or current not in entries:
+        if current in partners or current in seen or current not in entries:
             continue
         seen.add(current)
         entry = entries[current]

@@ -223,9 +223,9 @@ class Course:
         if op.index not in self._strict:
             try:
                 args, kwargs = self._values_for(op.args, False), self._values_for(op.kwargs, False)
-                known = self._constant_result(op, name_of(op.target).strip("_"), args, kwargs)
-                if known is not NotImplemented:
-                    return known
+                constant = self._constant_result(op, name_of(op.target).strip("_"), args, kwargs)
+                if constant is not NotImplemented:
+                    return constant
                 args, kwargs = map_numbers(args), map_numbers(kwargs)
                 if op.kind is OpKind.SCALAR and getattr(op.target, "__module__", "") == "math":
                     return self.applied(op.target, list(args), False)
@@ -531,11 +531,11 @@ class _ConditionReader:
 
     def read(self, node: ast.AST | None, line: int) -> _Read:
         """Return a function for the value of an expression; names have their meaning at a line."""
-        known = self._values.get(span_of(node)) if isinstance(node, ast.expr) else None
-        if known is not None:
-            index = known.op.index
+        earlier = self._values.get(span_of(node)) if isinstance(node, ast.expr) else None
+        if earlier is not None:
+            index = earlier.op.index
             self.roots.append(index)
-            self.last = known
+            self.last = earlier
             return lambda course: course.value(index)
         if isinstance(node, ast.Constant):
             constant = node.value

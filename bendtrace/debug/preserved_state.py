@@ -366,7 +366,7 @@ def _remove_new(environment: Environment) -> None:
     """Remove globals, and attributes of classes and modules, that were not there."""
     classes = {id(namespace_of(cls)): cls for cls in environment.depends.classes.values()}
     made = [(space, names & space.keys()) for space, names in environment.missing.values()]
-    made += [(space, {*space} - {*known}) for space, known in environment.namespaces.values()]
+    made += [(space, {*space} - {*before}) for space, before in environment.namespaces.values()]
     for space, names in made:
         for name in names:
             if name[:2] != "__":  # Python's own, and those that torch.compile puts there

@@ -338,9 +338,9 @@ class Space:
         if domain.values is not None:
             return self.chance.choice(domain.values)
         low, high = domain.bounds(type(value) is int)
-        known = [n for n in self.numbers if low <= n <= high and type(n) is type(value)]
-        if known and self.chance.random() < 0.5:
-            near = self.chance.choice(known) + self.chance.choice((0, 1, -1))
+        candidates = [n for n in self.numbers if low <= n <= high and type(n) is type(value)]
+        if candidates and self.chance.random() < 0.5:
+            near = self.chance.choice(candidates) + self.chance.choice((0, 1, -1))
             return type(value)(min(max(near, low), high))
         if type(value) is int:
             return self.chance.randint(int(low), int(high))
@@ -517,8 +517,8 @@ class _InputSearch:
             for choice in choices_in(file, function):
                 if choice.kind in ("and", "or") and choice not in self._asked:
                     continue  # part of a condition that has sides of its own
-                known = self._taken.get(choice, {("", ()): set()})
-                for turn, sides in known.items():
+                sides_of_turn = self._taken.get(choice, {("", ()): set()})
+                for turn, sides in sides_of_turn.items():
                     for side in {True, False} - sides:
                         # Where nothing stands under a side, only a question shows that it is taken.
                         if choice in self._asked or (choice.if_true if side else choice.if_false):
@@ -533,8 +533,8 @@ class _InputSearch:
                 if is_part or choice in self._asked or self._unread[choice] >= _BASES:
                     continue
                 for side in (True, False):
-                    known = self._reached.get((choice, function), {}).get(not side, [])
-                    if self._is_missing(choice, side) and len(known) < _BASES:
+                    attempts = self._reached.get((choice, function), {}).get(not side, [])
+                    if self._is_missing(choice, side) and len(attempts) < _BASES:
                         if run.question_of((choice, function)) is not None:
                             answers = self._reached.setdefault((choice, function), {})
                             answers.setdefault(not side, []).append(run)
@@ -576,9 +576,9 @@ class _InputSearch:
                     self._finds.append(find)
         for key, question in run.questions.items():
             answer = question.guard.answer
-            known = self._reached.setdefault(key, {})
-            is_new = is_new or answer not in known
-            runs = known.setdefault(answer, [])
+            runs_of = self._reached.setdefault(key, {})
+            is_new = is_new or answer not in runs_of
+            runs = runs_of.setdefault(answer, [])
             if len(runs) < _BASES:
                 runs.append(run)
         if is_new:
@@ -1104,8 +1104,8 @@ class Subject:
         """Note the sides under which something at a site happened."""
         if site is None:
             return
-        known = self._sites.get((id(site), scope.path))
-        if known is None:
+        cached = self._sites.get((id(site), scope.path))
+        if cached is None:
             taken: set[tuple[Choice, str, bool]] = set()
             for (code, _), place in zip(site.chain, site.places, strict=True):
                 if not place.in_torch:
@@ -1116,8 +1116,8 @@ class Subject:
                             n for n in code.co_consts if type(n) in (int, float)
                         )
                         self._space.numbers.update(dict.fromkeys(numbers))
-            known = self._sites[id(site), scope.path] = site, taken
-        run.under |= known[1]
+            cached = self._sites[id(site), scope.path] = site, taken
+        run.under |= cached[1]
 
     def _under(self, place: InstructionPlace, path: str) -> set[tuple[Choice, str, bool]]:
         function = None if is_standard(place.file) else function_of(place)

@@ -474,9 +474,9 @@ class SteppedRun:
             raise InputError("this run is finished: begin a new one to look at it again")
         before = self._recording
         tape = None if before is None else before.tape
-        known: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
+        expected: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
         visit = EventVisit(
-            self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks
+            self._start, self._kept, expected, self._edits, stop, frozenset(wanted), looks
         )
         around, context = RandomStates(self._start.generators), ContextSwitch()
         self._start.begin()
@@ -801,7 +801,7 @@ class PlaceEvents:
     """Finds the events of a place in a run."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, events: list[RunEvent]) -> None:
-        self._known = _SoleRun(function, trace)
+        self._knowledge = _SoleRun(function, trace)
         self._trace = trace
         self._tape = trace._recording.tape
         self._events = events
@@ -922,10 +922,10 @@ class PlaceEvents:
             )
 
     def _places_of(self, place: Any) -> Sequence[Any]:
-        name = node_name_of(place, self._known)
+        name = node_name_of(place, self._knowledge)
         if name is None:
             raise InputError(f"{place!r} is not a place in a run")
-        resolution = resolve_meaning(name, self._known)
+        resolution = resolve_meaning(name, self._knowledge)
         if resolution is None or not resolution.places:
             near = near_names(name, self._trace._run.naming.listed())
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""

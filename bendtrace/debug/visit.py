@@ -110,7 +110,7 @@ class EventVisit:
     Args:
         start: the start of the run.
         kept: the values that are known already.
-        known: what earlier visits have seen: the events and the recording's ops and guards.
+        expected: what earlier visits have seen: the events and the recording's ops and guards.
         edits: the changes, by the number of the event.
         stop: the event to stop before; None to run to the end.
         wanted: the ops whose values are asked for.
@@ -133,7 +133,7 @@ class EventVisit:
         self,
         start: Start,
         kept: ValueCache,
-        known: tuple[Sequence[RunEvent], Sequence[Op], Sequence[Guard]],
+        expected: tuple[Sequence[RunEvent], Sequence[Op], Sequence[Guard]],
         edits: Mapping[int, Edit],
         stop: int | None,
         wanted: Container[int],
@@ -141,7 +141,7 @@ class EventVisit:
     ) -> None:
         self._start = start
         self._kept = kept
-        self._known = known
+        self._expected = expected
         self._edits = edits
         self._stop = stop
         self._wanted = wanted
@@ -275,7 +275,7 @@ class EventVisit:
 
     def _compare(self, number: int, now: Op | Guard) -> None:
         """End a run that takes another step than before."""
-        events, ops, guards = self._known
+        events, ops, guards = self._expected
         if number >= len(events):
             return
         event, before = self.events[number], events[number]
@@ -488,10 +488,10 @@ class Start(ModelState):
         self._random.restore()  # first: a generator of Python has an attribute that draws change
         environment = self._environments[0]
         reasons = environment.blockers
-        known = len(reasons)
+        count = len(reasons)
         changed = next((change.label for change in environment.changes()), None)
-        if len(reasons) > known:
-            changed, reasons[known:] = "the model", []
+        if len(reasons) > count:
+            changed, reasons[count:] = "the model", []
         for held, version in zip(self._held.values(), self._versions, strict=True):
             if changed is None and (
                 version_of(held.tensor) != version

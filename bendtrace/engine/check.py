@@ -66,8 +66,8 @@ class CheckWriter:
         self._sameness = AliasGuards(recording, self._questions, ignored, ties)
         environment = recording.environment
         walked = [part for part in environment.parts if part.access is Access.FIXED]
-        self._known = {id(part.value) for part in walked if part.kind is CaptureKind.DICT}
-        self._known |= set(map(id, environment.hook_dicts))
+        self._dict_ids = {id(part.value) for part in walked if part.kind is CaptureKind.DICT}
+        self._dict_ids |= set(map(id, environment.hook_dicts))
         hooks = list(zip(environment.hook_dicts, environment.hooks, strict=True))
         self._hooked = [(table, items) for table, items in hooks if items]
         self._unhooked = [table for table, items in hooks if not items]
@@ -487,7 +487,7 @@ class CheckWriter:
         module = self._classes.module_of.get(id(part.value))
         if module is None:
             return
-        tables = tuple(item for item in part.value.items() if id(item[1]) in self._known)
+        tables = tuple(item for item in part.value.items() if id(item[1]) in self._dict_ids)
         other = self._questions.note(
             f"the attributes of {module.label}, or its tables, were replaced", part
         )
@@ -1021,12 +1021,12 @@ class AliasGuards:
             return
         used = [*tensors, *self._arrays]
         source.take([p for p in used if not p.is_argument and p.access is not Access.FIXED])
-        known = self._recording.environment.shared_memory
+        overlaps = self._recording.environment.shared_memory
         pairs = {
             (one, other)
             for one, tensor in enumerate(tensors)
             for other, array in enumerate(self._arrays)
-            if (tensor, array) in known
+            if (tensor, array) in overlaps
         }
         source.names["overlap"] = overlap
         held = "".join(f"{source.part(part)}, " for part in tensors)
@@ -1046,12 +1046,12 @@ class AliasGuards:
         what = "an argument is now what the model holds itself"
         if objects:
             # Whose identities are known: the parts are guarded by them, and members do not change.
-            known = [
+            insiders = [
                 part.value
                 for part in environment.parts
                 if part.kind is CaptureKind.IDENTITY and not part.is_argument
             ]
-            source.names["known"] = frozenset(map(id, [*known, *environment.members]))
+            source.names["known"] = frozenset(map(id, [*insiders, *environment.members]))
             names = ", ".join(f"id({source.part(part)})" for part in objects)
             source.line(f"if not known.isdisjoint(({names},)): return {self._questions.note(what)}")
         if not (self._ties or environment.compares_identity):

@@ -229,10 +229,10 @@ class _Probe:
         return value
 
     def _note(self, index: int, value: Tensor) -> None:
-        known = self._names.get(id(value))
-        if known is None or known[1]() is not value:  # one that is gone had the same id
-            known = self._names[id(value)] = index, weakref.ref(value)
-        self._first[index] = known[0]
+        cached = self._names.get(id(value))
+        if cached is None or cached[1]() is not value:  # one that is gone had the same id
+            cached = self._names[id(value)] = index, weakref.ref(value)
+        self._first[index] = cached[0]
 
     def _holds(self, guard: Guard) -> bool:
         value, *others = (self._values[index] for index in guard.operands)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from bendtrace.engine import explain
     from bendtrace.engine.explain import Mismatch
     from bendtrace.engine.speculation import Speculation, SpeculationResult
-    from bendtrace.insert import compiling, gates, state_access
+    from bendtrace.insert import compiling, gates, live_runner, state_access
     from bendtrace.insert import splicer as splicing
     from bendtrace.insert.live_runner import LiveRunner
     from bendtrace.insert.plan import InsertionPlan
@@ -164,7 +164,7 @@ class Dispatcher:
     def __init__(
         self,
         model: Callable[..., Any],
-        known: Callable[[], Knowledge],
+        knowledge: Callable[[], Knowledge],
         signature: Signature,
         trees: Trees,
         speculation: Speculation | None,
@@ -179,7 +179,7 @@ class Dispatcher:
         self._model = model
         self._registry: Registry | None = None  # made when it is first used
         self._lock = threading.Lock()
-        self._known = known
+        self._knowledge = knowledge
         self._signature = signature
         self._trees = trees
         self.calls: Calls = Calls()
@@ -248,12 +248,12 @@ class Dispatcher:
                 return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
-            splicer, known = found
-            if known is None and self._signature.notice_changes():
+            splicer, plain_program = found
+            if plain_program is None and self._signature.notice_changes():
                 return self.call(args, kwargs, plan, auditor)
             call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
-                return self._spliced(call, known)
+                return self._spliced(call, plain_program)
             except Unfit:
                 splicer.is_apart = True
             with gates.again():
@@ -345,7 +345,7 @@ class Dispatcher:
             return None
         if plan.lookup is not None:
             return None
-        splicer = self._trees.splicer(plan, self._known())
+        splicer = self._trees.splicer(plan, self._knowledge())
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
@@ -434,10 +434,14 @@ class Dispatcher:
         """Return an object that calls insertions without the tracer; None if that is impossible."""
         if self._has_blocks and torch.is_grad_enabled():
             return None  # what is inserted in a checkpointed block has to be done again with it
-        known, traces = self._latest_runner, self.stats.traces
-        if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
-            known = self._latest_runner = plan, live_runner.runner_of(self._known(), plan), traces
-        return known[1]
+        cached, traces = self._latest_runner, self.stats.traces
+        if cached is None or cached[0] is not plan or (cached[1] is None and cached[2] < traces):
+            cached = self._latest_runner = (
+                plan,
+                live_runner.runner_of(self._knowledge(), plan),
+                traces,
+            )
+        return cached[1]
 
     def named_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: InsertionPlan | None
@@ -621,8 +625,8 @@ class Dispatcher:
                 )  # fmt: skip
             else:
                 recording = splicing.record_with_insertions(
-                    self._known(), self._signature, call.args, dict(call.kwargs), call.plan, script,
-                    reads_states, lifting, call.splicer,
+                    self._knowledge(), self._signature, call.args, dict(call.kwargs), call.plan,
+                    script, reads_states, lifting, call.splicer,
                 )  # fmt: skip
         self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
         call.tree.exclude(recording.environment.misused_containers())
@@ -831,7 +835,7 @@ class Trees:
         tree = self._inserted.get(plan.key)
         return tree is not None and next(iter(tree.programs()), None) is not None
 
-    def splicer(self, plan: InsertionPlan, known: Knowledge) -> Splicer:
+    def splicer(self, plan: InsertionPlan, knowledge: Knowledge) -> Splicer:
         """Return the splicer of some insertions into the paths without any."""
         self._latest = None
         splicer: Splicer | None = plan.splicer
@@ -839,7 +843,9 @@ class Trees:
             with self._lock:
                 splicer = self._splicers.get(plan.key)
                 if splicer is None:
-                    splicer = self._splicers[plan.key] = splicing.Splicer(plan, known, self._exits)
+                    splicer = self._splicers[plan.key] = splicing.Splicer(
+                        plan, knowledge, self._exits
+                    )
                 self._splicers.move_to_end(plan.key)
                 while len(self._splicers) > _MOST:
                     self._splicers.popitem(last=False)

@@ -105,8 +105,8 @@ class Analysis:
         elif op.kind is OpKind.UNKNOWN:
             steady_type = steady_rank = False
         elif op.kind is OpKind.CALL:
-            known = is_torchs_function(op.target) and not is_foreign(op.target)
-            steady_type = steady_type and known and self.fixed_metadata
+            is_torchs = is_torchs_function(op.target) and not is_foreign(op.target)
+            steady_type = steady_type and is_torchs and self.fixed_metadata
             steady_rank = (
                 steady_type and steady_rank and table_name(op.target) not in RANK_DEPENDS_ON_SIZES
             )

@@ -69,27 +69,27 @@ class Following:
         exit, number = self._exit, len(tape.guards) - 1
         if exit is None:
             return None
-        piece, known = exit.piece, exit.piece.recording.tape
+        piece, followed = exit.piece, exit.piece.recording.tape
         ahead = exit.number + number - self._number
         is_beyond = piece.stop is not None and ahead > piece.stop
-        if is_beyond or ahead not in piece.nodes or not self._agree(tape, known, exit, ahead):
+        if is_beyond or ahead not in piece.nodes or not self._agree(tape, followed, exit, ahead):
             self._exit = None
             return None
         most = _work_between(tape, self._number, number)
-        ours, theirs = ValueNames(tape, self._number, most), ValueNames(known, exit.number, most)
-        indices, found = ours.indices(), known.states[ahead]
+        ours, theirs = ValueNames(tape, self._number, most), ValueNames(followed, exit.number, most)
+        indices, found = ours.indices(), followed.states[ahead]
         holes = tuple(indices.get(theirs.name(hole), -1) for hole in found.holes)
-        is_same = most == _work_between(known, exit.number, ahead) and (
-            ours.name(tape.guards[number].index) == theirs.name(known.guards[ahead].index)
+        is_same = most == _work_between(followed, exit.number, ahead) and (
+            ours.name(tape.guards[number].index) == theirs.name(followed.guards[ahead].index)
         )
         if -1 in holes or not is_same:
             self._exit = None
             return None
         return RunState(found.key, holes, found.kept)
 
-    def _agree(self, tape: Tape, known: Tape, exit: Exit, ahead: int) -> bool:
+    def _agree(self, tape: Tape, followed: Tape, exit: Exit, ahead: int) -> bool:
         """Return whether the same was asked since the last state, with the same answers."""
-        mine, its = tape.guards[self._number + 1 :], known.guards[exit.number + 1 : ahead + 1]
+        mine, its = tape.guards[self._number + 1 :], followed.guards[exit.number + 1 : ahead + 1]
         return len(mine) == len(its) and all(
             one.asks_like(other) and (place == len(mine) or identical(one.answer, other.answer))
             for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
@@ -488,11 +488,11 @@ class Program:
 
     def recordings(self) -> list[Recording]:
         """Return all runs that went into the program, the first one first: not to be changed."""
-        changes, known = self._changes, self._recordings
-        if known is None or known[0] != changes:  # read before, as another thread may change it
+        changes, cached = self._changes, self._recordings
+        if cached is None or cached[0] != changes:  # read before, as another thread may change it
             found = list(dict.fromkeys(path.recording for path in self.paths()))
-            known = self._recordings = changes, found
-        return known[1]
+            cached = self._recordings = changes, found
+        return cached[1]
 
     # What follows changes the tree: under the lock of the `TraceTree`.
 
@@ -521,9 +521,9 @@ class Program:
             return True
         side = divergence.stretch.make_side(divergence.number, divergence.outcome)
         if side.target is not None or side.live is not None:
-            known = side.target or side.live  # another thread was faster
-            assert known is not None
-            known.hits += hits
+            target = side.target or side.live  # another thread was faster
+            assert target is not None
+            target.hits += hits
         else:
             side.live = RecordedPath(recording, hits)
         return True
@@ -551,14 +551,14 @@ class Program:
         graph = self.graph
         if graph is None or graph.is_broken:
             return False
-        has_begun_anew, known = graph.has_begun_anew, len(graph.pieces())
+        has_begun_anew, count = graph.has_begun_anew, len(graph.pieces())
         pieces = graph.add(recording, hits)
         if pieces is None:
             return False
         if graph.has_begun_anew and not has_begun_anew:
             self.root.sides.clear()
             self.root._by_outcome.clear()
-        self._pieces = known if graph.joins else 0
+        self._pieces = count if graph.joins else 0
         self.root.recording = graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]

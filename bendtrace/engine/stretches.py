@@ -110,20 +110,20 @@ class Stretch(RecordedPath):
         self, number: Stop, sides: tuple[GuardSide, ...]
     ) -> dict[tuple[type, Any], GuardSide]:
         """Return the sides of a guard by their outcomes, as far as these are plain."""
-        known = self._by_outcome.get(number)
-        if known is None or len(known) != len(sides):
+        cached = self._by_outcome.get(number)
+        if cached is None or len(cached) != len(sides):
             plain = (side for side in sides if type(side.outcome) in (bool, int, str))
-            known = {(type(side.outcome), side.outcome): side for side in plain}
-            self._by_outcome[number] = known
-        return known
+            cached = {(type(side.outcome), side.outcome): side for side in plain}
+            self._by_outcome[number] = cached
+        return cached
 
     def make_side(self, number: Stop, outcome: Any) -> GuardSide:
         """Return the side for an outcome of a guard, which is added if it is new."""
         side = self.side(number, outcome)
         if side is None:
             side = GuardSide(outcome)
-            if (known := self._by_outcome.get(number)) is not None:
-                known[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
+            if (cached := self._by_outcome.get(number)) is not None:
+                cached[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
             self.sides[number] = (*self.sides.get(number, ()), side)
         return side
 

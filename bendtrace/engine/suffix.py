@@ -254,9 +254,9 @@ class Suffix:
     # Effects
 
     def _add_effects(self) -> None:
-        known = self.needed | self.available | set(self._dropped)
+        indices = self.needed | self.available | set(self._dropped)
         for op in self._ops:
-            if op.index in known or self.cuts.replaces(op) or is_droppable(op, self._analysis):
+            if op.index in indices or self.cuts.replaces(op) or is_droppable(op, self._analysis):
                 continue
             if self._takes_place(op):
                 self._need(op.index, 0, None, -1)

@@ -808,9 +808,9 @@ def while_loop(
     carrier, count = _Operands(operands), len(carried)
     dims = [
         (place, dim)
-        for place, known in enumerate(varying)
-        if known is not None
-        for dim in sorted({*known, *_varying_in(carried[place])})
+        for place, shrinking in enumerate(varying)
+        if shrinking is not None
+        for dim in sorted({*shrinking, *_varying_in(carried[place])})
     ]
     whole = {place: carried[place].contiguous() for place, _ in dims}
     carried = tuple(whole.get(place, value) for place, value in enumerate(carried))
@@ -848,16 +848,16 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
         shapes: what it can compute with: the shapes of tensors, and `(n,)` for sizes.
     """
     carrier = _Operands(values)
-    known = {
+    numbers = {
         str(size): number
         for value, shape in zip(values, shapes, strict=True)
         for size, number in zip(_sizes_of(value), shape, strict=True)
     }
     sizes = {
-        text: _read(torch.where(holds, carrier.given[place + len(carrier.places)], known[text]))
+        text: _read(torch.where(holds, carrier.given[place + len(carrier.places)], numbers[text]))
         for text, place in carrier.sizes.items()
     }
-    return [_resize(value, sizes, known) for value in values]
+    return [_resize(value, sizes, numbers) for value in values]
 
 
 class _Operands:
@@ -899,21 +899,21 @@ class _Operands:
         return (_resize(value, sizes) for value in values)
 
 
-def _resize(value: Any, sizes: Mapping[str, Any], known: Mapping[str, int] = _NOTHING) -> Any:
+def _resize(value: Any, sizes: Mapping[str, Any], numbers: Mapping[str, int] = _NOTHING) -> Any:
     """Return a size as another one, or a tensor with as many elements; other values as they are.
 
     Args:
         value: the value.
         sizes: the sizes, by the expressions of those that they stand for.
-        known: how many zeros are behind those elements that there are.
+        numbers: how many zeros are behind those elements that there are.
     """
     if isinstance(value, torch.SymInt):
         return sizes.get(str(value), value)
     found = value
     for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
         if (text := str(size)) in sizes:
-            if text in known:
-                rest = [*found.shape[:dim], known[text], *found.shape[dim + 1 :]]
+            if text in numbers:
+                rest = [*found.shape[:dim], numbers[text], *found.shape[dim + 1 :]]
                 found = torch.cat([found, found.new_zeros(rest)], dim)
             found = _first(found, dim, sizes[text])
     return found

@@ -505,11 +505,11 @@ class Machine:
         nodes: list[Node] = []
         for number in numbers:
             key = tape.states[number].key
-            known = self._by_key.get(key)
-            if known is None:
-                known = self._by_key[key] = Question(run, number)
-            known.passes.append((run, number))
-            nodes.append(known)
+            cached = self._by_key.get(key)
+            if cached is None:
+                cached = self._by_key[key] = Question(run, number)
+            cached.passes.append((run, number))
+            nodes.append(cached)
         nodes.append(END)
         stops: list[int | None] = [*numbers, None]
         if is_first:

@@ -96,8 +96,8 @@ class Unseen:
         """The message of the program when a call reaches it."""
         if not self.seen:
             return self.place
-        known = " or ".join(map(str, self.seen))
-        return f"{self.place} was always {known} for the inputs that this was exported from"
+        options = " or ".join(map(str, self.seen))
+        return f"{self.place} was always {options} for the inputs that this was exported from"
 
     def __str__(self) -> str:
         return self.message
@@ -656,9 +656,9 @@ class ProgramWriter:
         )
 
     def _ops(
-        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, known: dict[int, Value]
+        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, values: dict[int, Value]
     ) -> SegmentOps:
-        return SegmentOps(self, scope, run, schedule, known)
+        return SegmentOps(self, scope, run, schedule, values)
 
     # Segments
 
@@ -680,8 +680,8 @@ class ProgramWriter:
             run.recording, run.analysis, current_context(), way.after, way.stop, {}
         )
         holes = tape.states[way.after].holes if way.after >= 0 else ()
-        known = dict(zip(holes, env, strict=True))
-        ops = self._ops(scope, run, schedule, known)
+        values = dict(zip(holes, env, strict=True))
+        ops = self._ops(scope, run, schedule, values)
         self._copy_written(scope, schedule, ops)
         for position in range(schedule.start, schedule.end + 1):
             for number, guard in schedule.guards.get(position, ()):
@@ -691,7 +691,7 @@ class ProgramWriter:
             if way.after < 0:
                 self._require_inputs(scope, ops, run, position)
             op = schedule.op_at(position)
-            if op is not None and position < schedule.end and op.index not in ops.known:
+            if op is not None and position < schedule.end and op.index not in ops.values:
                 ops.emit(op)
         if way.stop is None:
             return (self._output_of(run.recording.root.output, ops),)
@@ -762,7 +762,7 @@ class ProgramWriter:
                 for root in roots.get(target, {target}):
                     written.setdefault(root, op)
         for root, op in written.items():
-            if root >= schedule.start and root not in ops.known:
+            if root >= schedule.start and root not in ops.values:
                 continue
             value = ops.value_of(root)
             for leaf in argument_leaves(value):
@@ -778,7 +778,7 @@ class ProgramWriter:
             return
         others = {
             leaf.name
-            for value in ops.known.values()
+            for value in ops.values.values()
             for leaf in argument_leaves(value)
             if isinstance(leaf, Tensors) and leaf.memory & tensor.memory
         }
@@ -793,8 +793,8 @@ class ProgramWriter:
         if scope.depth == 0:
             return
         copied = self._tensor(self.define(scope, "v", f"{tensor.name}.clone()", op))
-        for index, value in ops.known.items():
-            ops.known[index] = map_leaves(value, lambda leaf: copied if leaf == tensor else leaf)
+        for index, value in ops.values.items():
+            ops.values[index] = map_leaves(value, lambda leaf: copied if leaf == tensor else leaf)
 
     # Loops
 
@@ -1030,11 +1030,11 @@ def _shared_outputs(outputs: list[list[Value]]) -> set[int]:
     def memory(values: Iterable[Value]) -> list[frozenset[int]]:
         return [v.memory if isinstance(v, Tensors) else frozenset() for v in values]
 
-    known = [*map(memory, outputs)]
+    memories = [*map(memory, outputs)]
     return {
         place
-        for place, mine in enumerate(known)
-        for other, theirs in enumerate(known)
+        for place, mine in enumerate(memories)
+        for other, theirs in enumerate(memories)
         # In both sides, the same memory means the same output.
         if other != place and any(a & b for a, b in zip(mine, theirs, strict=True))
     }

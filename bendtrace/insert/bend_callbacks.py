@@ -251,11 +251,11 @@ class DrawingBend(Bend):
         same = _in_common(old, new)
         what = type(self).__name__
         if self.dim is None:
-            known = f"shape {old}"
+            expected = f"shape {old}"
         else:
-            known = f"the sizes {tuple(numbers.shape)} along dim={self.dim} of shape {old}"
+            expected = f"the sizes {tuple(numbers.shape)} along dim={self.dim} of shape {old}"
         message = (
-            f"{what} at {at.path!r} drew its numbers for {known}, and now received shape {new}"
+            f"{what} at {at.path!r} drew its numbers for {expected}, and now received shape {new}"
         )
         if same:
             choices = " or ".join(f"dim={dim} (size {new[dim]} in both)" for dim in same)

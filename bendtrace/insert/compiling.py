@@ -80,11 +80,11 @@ class _Refused(Exception):
 
 def insertions_of_plan(plan: InsertionPlan) -> PlannedInsertions:
     """Return the insertions of a plan, in the form that compiled paths need."""
-    known = plan.compiled
-    if known is None:
-        known = plan.compiled = PlannedInsertions(plan)
-    assert isinstance(known, PlannedInsertions)
-    return known
+    cached = plan.compiled
+    if cached is None:
+        cached = plan.compiled = PlannedInsertions(plan)
+    assert isinstance(cached, PlannedInsertions)
+    return cached
 
 
 class PlannedInsertions:
@@ -237,7 +237,7 @@ class SplicedTurns:
             if effect is None or effect.keep is not None
         ]
         # Whether each changes its value, once that is known, and the latest reset before that.
-        self._known: tuple[bool, ...] | None = None
+        self._latest_changes: tuple[bool, ...] | None = None
         self._reset: object = None
         self._changing: frozenset[int] | None = None
         self._lock = threading.Lock()
@@ -255,7 +255,11 @@ class SplicedTurns:
 
     def changing(self, calls: int = 1) -> frozenset[int]:
         """Return the numbers of functions that are known to change their value."""
-        is_known = calls == 1 and self._reset is CallTally.latest_reset and self._known is not None
+        is_known = (
+            calls == 1
+            and self._reset is CallTally.latest_reset
+            and self._latest_changes is not None
+        )
         if is_known and self._changing is not None:
             return self._changing
         turns = (turn for turn, effect in self._all if effect is not None)
@@ -324,8 +328,8 @@ class SplicedTurns:
         self, changed: Tensor | None, unchanged: frozenset[int], silent: frozenset[int]
     ) -> tuple[bool, ...]:
         """Return whether each insertion has changed its value, for all that is known."""
-        if self._known is not None and self._reset is CallTally.latest_reset:
-            return self._known
+        if self._latest_changes is not None and self._reset is CallTally.latest_reset:
+            return self._latest_changes
         reset, flags, number, is_known = CallTally.latest_reset, None, -1, True
         numbers = (number for number in range(len(self._all)) if number not in silent)
         found: list[bool] = []
@@ -340,12 +344,12 @@ class SplicedTurns:
             found.append(has_changed)
         changes = tuple(found)
         if is_known:
-            self._known, self._reset = changes, reset
+            self._latest_changes, self._reset = changes, reset
         return changes
 
     def _count(self, changes: tuple[bool, ...]) -> None:
         """Record a call on all insertions: immediately, or before somebody looks."""
-        if changes is not self._known:
+        if changes is not self._latest_changes:
             for (turn, _), has_changed in zip(self._all, changes, strict=True):
                 turn.entry.insertion.fired(turn.at, has_changed)
             return
@@ -358,7 +362,7 @@ class SplicedTurns:
     def _settle(self) -> None:
         """Record on all insertions what was not recorded so far."""
         with self._lock:
-            times, self._calls, changes = self._calls, 0, self._known
+            times, self._calls, changes = self._calls, 0, self._latest_changes
             if times and changes is not None:
                 for (turn, _), has_changed in zip(self._all, changes, strict=True):
                     turn.entry.insertion.fired(turn.at, has_changed, times)

@@ -223,8 +223,8 @@ class Attempt:
 
     def has_met(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, as an argument or from another gate."""
-        known = self._met.get(id(tensor))
-        if known is not None and known() is tensor:
+        reference = self._met.get(id(tensor))
+        if reference is not None and reference() is tensor:
             return True
         return any(one is tensor for one in all_tensors_in(self._given))
 
@@ -247,9 +247,9 @@ class Attempt:
             may_change: whether the model may change it in place.
             version: its version, if that is known.
         """
-        self._met[id(given)] = known = weakref.ref(given)
+        self._met[id(given)] = reference = weakref.ref(given)
         version = write_count(given) if version is None else version
-        self._returned[path, number] = given if keeps else known, version, may_change
+        self._returned[path, number] = given if keeps else reference, version, may_change
 
     def note_unchanged(self, path: str, number: int) -> None:
         """Note that a gate has returned the value that it was given, as it was."""
@@ -524,8 +524,8 @@ def of_this_run() -> dict[Any, Any]:
 
 def exchange_store(store: dict[Any, Any]) -> dict[Any, Any]:
     """Have interjections use another store; return the one so far."""
-    known, _local.kept = _local.kept, store
-    return known
+    before, _local.kept = _local.kept, store
+    return before
 
 
 class Gate:

@@ -427,8 +427,12 @@ registered: 'layer1'
 
     def __missing__(self, name: object) -> NoReturn:
         near = tuple(similar(name, self))
-        known = near or tuple(self)[:5]
-        choices = f"registered: {', '.join(map(repr, known))}" if known else "nothing is registered"
+        suggestions = near or tuple(self)[:5]
+        choices = (
+            f"registered: {', '.join(map(repr, suggestions))}"
+            if suggestions
+            else "nothing is registered"
+        )
         raise HookNameError(f"no {self._what} is registered as {name!r}; {choices}", name, near)
 
     def _ipython_key_completions_(self) -> list[str]:

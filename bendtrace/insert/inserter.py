@@ -915,7 +915,7 @@ class StateInsertions:
         self._plan = plan
         self._host = host
         self._names = _state_names(model) if self.slots else {}
-        self._known: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
+        self._exchanges: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
         self.made: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -949,17 +949,17 @@ class StateInsertions:
             return value
         now = current_context()
         key = slots, now._replace(grad=now.grad or self._host.entry.grad)
-        known = self._known.get(key)
-        if known is None:
+        cached = self._exchanges.get(key)
+        if cached is None:
             shown = next((slot.place.shown for slot in slots if slot.place.shown), "")
             at = NodePass(shown or slots[0].place.matcher.name)
             gate = StateGate(at, slots, LeafShape(Tensor, 0), self._plan)
             with torch.set_grad_enabled(key[1].grad and not now.inference):
-                known = self._known[key] = self._host.put(gate, (value,), frame)
-            self.made += at.path, key[1].grad, known
+                cached = self._exchanges[key] = self._host.put(gate, (value,), frame)
+            self.made += at.path, key[1].grad, cached
         else:
             self._host.require_once(slots[0].place.matcher.name)
-        return known
+        return cached
 
     def _slots_of(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
         """Return the slots at a parameter or buffer used in the code of a call."""

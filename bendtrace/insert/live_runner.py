@@ -60,21 +60,21 @@ class LiveRunner:
     """Runs a model with insertions at calls of its modules.
 
     Args:
-        known: what is known of the model.
+        knowledge: what is known of the model.
         plan: the insertions.
         modules: the modules at whose calls they may be.
     """
 
-    def __init__(self, known: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
-        self._known = known
-        self._model: Any = known.model
+    def __init__(self, knowledge: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
+        self._knowledge = knowledge
+        self._model: Any = knowledge.model
         self._plan = plan
         self._modules = modules
-        self._is_around = any(module is known.model for module in modules)
+        self._is_around = any(module is knowledge.model for module in modules)
         self._reported: Recording | None = None
         # The model itself may be redirected, see `serving`.
         self._stations = [
-            _ModuleInterceptor(module) for module in modules if module is not known.model
+            _ModuleInterceptor(module) for module in modules if module is not knowledge.model
         ]
         self._idle: list[_InsertionRun] = []
 
@@ -91,7 +91,7 @@ class LiveRunner:
         with _lock:
             run = self._idle.pop() if self._idle else None
         if run is None:
-            run = _InsertionRun(self._known, self._plan, self._modules)
+            run = _InsertionRun(self._knowledge, self._plan, self._modules)
         outer, _local.run = _local.run, run
         with _lock:
             for mine in self._stations:
@@ -136,14 +136,14 @@ class LiveRunner:
 _OUTERMOST = LiveRunner.call.__code__
 
 
-def runner_of(known: Knowledge, plan: InsertionPlan) -> LiveRunner | None:
+def runner_of(knowledge: Knowledge, plan: InsertionPlan) -> LiveRunner | None:
     """Return a runner of a model with insertions; None if some need a recorded run."""
-    modules = _modules_with_insertions(known, plan)
-    return None if modules is None else LiveRunner(known, plan, modules)
+    modules = _modules_with_insertions(knowledge, plan)
+    return None if modules is None else LiveRunner(knowledge, plan, modules)
 
 
-def _modules_with_insertions(known: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
-    model: Any = known.model
+def _modules_with_insertions(knowledge: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
+    model: Any = knowledge.model
     if _WRAPPED is None or not isinstance(model, nn.Module) or is_joint(model):
         return None
     parts = dict(named_modules(model))
@@ -154,7 +154,7 @@ def _modules_with_insertions(known: Knowledge, plan: InsertionPlan) -> list[nn.M
             return None
     found: dict[int, nn.Module] = {}
     for slot in plan.slots:
-        modules = _modules_at(known, slot, parts)
+        modules = _modules_at(knowledge, slot, parts)
         if modules is None:
             return None
         found.update((id(module), module) for module in modules)
@@ -169,7 +169,7 @@ def _is_called_otherwise(module: nn.Module) -> bool:
 
 
 def _modules_at(
-    known: Knowledge, slot: Slot, parts: dict[str, nn.Module]
+    knowledge: Knowledge, slot: Slot, parts: dict[str, nn.Module]
 ) -> list[nn.Module] | None:
     """Return the modules at whose calls an insertion may be; None if it may be elsewhere."""
     matcher = slot.place.matcher
@@ -183,7 +183,7 @@ def _modules_at(
     for path in paths:
         if path is None:
             return None
-        at = [known.nodes_of(run).candidates.get(path) for run in known.recordings()]
+        at = [knowledge.nodes_of(run).candidates.get(path) for run in knowledge.recordings()]
         modules = {id(node.module): node.module for node in at if node is not None}
         module = next(iter(modules.values()), None)
         if len(modules) != 1 or module is None:
@@ -290,7 +290,7 @@ class _InsertionRun:
     """One call of the model after the other, with insertions.
 
     Args:
-        known: what is known of the model.
+        knowledge: what is known of the model.
         plan: the insertions.
         modules: the modules at whose calls they may be.
 
@@ -300,17 +300,17 @@ class _InsertionRun:
         outer: the frames around it.
     """
 
-    def __init__(self, known: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
-        model: Any = known.model
-        known.name_nodes()
-        self._known = known
+    def __init__(self, knowledge: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
+        model: Any = knowledge.model
+        knowledge.name_nodes()
+        self._knowledge = knowledge
         self._model = model
         self._plan = plan
         self._names = {id(module): name for name, module in named_modules(model)}
         root = ModuleCall("", None, 0, None, 0)
         self._sites = SiteTable(INTERCEPT_CODES | {_OUTERMOST})
         self._scopes: dict[tuple[int, int, int], ModuleCall] = {}
-        self._inserter = LiveInserter(plan, known.registry, model)
+        self._inserter = LiveInserter(plan, knowledge.registry, model)
         self._inserter.begins(_UnrecordedStage(root))
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
@@ -405,10 +405,10 @@ class _InsertionRun:
             scope = self._scope(called, self._sites.find(caller), scope)
         # Other functions of torch that call modules may be called in another way in recorded runs:
         # names would differ.
-        known = self._known.paths_of(module)
-        if self._inserter.names.path(scope) not in known and len(known) == 1:
+        paths = self._knowledge.paths_of(module)
+        if self._inserter.names.path(scope) not in paths and len(paths) == 1:
             if any(_is_of_torch(one.code) for one in frames):
-                self._inserter.names.rename(scope, known[0])
+                self._inserter.names.rename(scope, paths[0])
         spot = self._inserter.spot_of(scope)
         place, slots = _ModuleCallPlace(tuple(frames), scope, spot), spot.after
         is_once = not (place.is_inside or place.is_recomputed)

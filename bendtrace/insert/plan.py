@@ -245,10 +245,10 @@ class InsertionPlan:
         if recordings is self._looked_at:
             return False
         for recording in recordings:
-            known = self._looked.get(id(recording))
-            if known is None:
-                known = self._looked[id(recording)] = recording, bool(looks(self, recording))
-            if known[1]:
+            cached = self._looked.get(id(recording))
+            if cached is None:
+                cached = self._looked[id(recording)] = recording, bool(looks(self, recording))
+            if cached[1]:
                 return True
         self._looked_at = recordings
         return False
@@ -260,8 +260,8 @@ class InsertionPlan:
 
     def entries_of(self, slots: tuple[Slot, ...]) -> tuple[LocatedInsertion, ...]:
         """Return the insertions that have some slots."""
-        known = self._entries_of.get(slots)
-        if known is None:
+        cached = self._entries_of.get(slots)
+        if cached is None:
             wanted = frozenset(slots)
             # An insertion can select one node in two ways; it is called once.
             once = {
@@ -269,8 +269,8 @@ class InsertionPlan:
                 for entry in reversed(self.entries)
                 if entry.slot in wanted
             }
-            known = self._entries_of[slots] = tuple(reversed(once.values()))
-        return known
+            cached = self._entries_of[slots] = tuple(reversed(once.values()))
+        return cached
 
     def slots_at(self, role: str, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node, except those that depend on its output."""

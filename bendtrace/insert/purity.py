@@ -72,10 +72,10 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
         )
     lifting = _Lifting(trusted=True)
     try:
-        cls, own, known = lifting.of_pure(what)
+        cls, own, lifted = lifting.of_pure(what)
     except _Impure as reason:
         return str(reason)
-    key = cls, at.path, at.number, known
+    key = cls, at.path, at.number, lifted
 
     def after(value: Tensor, *tensors: Tensor) -> Any:
         self: Any = object.__new__(cls)

@@ -79,7 +79,7 @@ class Deviation:
         values: the variables of the code so far.
     """
 
-    run: KnownRun
+    run: RecordedRun
     prepared: PreparedSuffix
     number: Stop
     outcome: Any
@@ -345,12 +345,12 @@ class _SuffixRun:
 
     def _chosen(
         self, tree: TraceTree, plan: InsertionPlan | None
-    ) -> tuple[KnownRun, PreparedSuffix] | None:
+    ) -> tuple[RecordedRun, PreparedSuffix] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
         plain = self._model._trees.plain
         if tree is not plain and not any(tree.programs()):
             self._require_whole(plain)
-        runs = KnownRuns(self._model, tree, self._bound, self._form(plan))
+        runs = RecordedRuns(self._model, tree, self._bound, self._form(plan))
         self._is_whole = runs.is_whole
         error: Exception | None = None
         for run in runs:
@@ -373,7 +373,7 @@ class _SuffixRun:
 
     def _require_whole(self, plain: TraceTree) -> None:
         """Raise for arguments that are too few to call the model, where it has to be called."""
-        if not KnownRuns(self._model, plain, self._bound, self._form(None)).is_whole:
+        if not RecordedRuns(self._model, plain, self._bound, self._form(None)).is_whole:
             raise InputError(
                 "nothing has been traced yet with the current insertions, which calls of the "
                 "module splice into the paths that are known without them: call its trace() "
@@ -395,7 +395,7 @@ class _SuffixRun:
             )
 
     @staticmethod
-    def _looks_at_changes(run: KnownRun, plan: InsertionPlan | None) -> bool:
+    def _looks_at_changes(run: RecordedRun, plan: InsertionPlan | None) -> bool:
         return plan is not None and plan.looks_at_changes(
             run.program.recordings(), read_and_changed
         )
@@ -404,7 +404,7 @@ class _SuffixRun:
 
     def _follow_paths(
         self,
-        run: KnownRun,
+        run: RecordedRun,
         prepared: PreparedSuffix,
         hold: Hold,
         tree: TraceTree,
@@ -423,10 +423,10 @@ class _SuffixRun:
                     plan.ran(prepared.recording)
                 return left
             tests_before |= left.tests
-            known, following = left.other_run(), None
-            if known is not None and (id(known), left.position) not in seen:
-                seen.add((id(known), left.position))
-                other = KnownRun(run.program, known, run.arguments, run.missing)
+            other_run, following = left.other_run(), None
+            if other_run is not None and (id(other_run), left.position) not in seen:
+                seen.add((id(other_run), left.position))
+                other = RecordedRun(run.program, other_run, run.arguments, run.missing)
                 following = self._following(
                     other, left.position, left.finished_ops, frozenset(tests_before)
                 )
@@ -437,7 +437,7 @@ class _SuffixRun:
             run, prepared, values = other, following, {**slots, **left.values}
 
     def _carry_out(
-        self, run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
+        self, run: RecordedRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
     ) -> Any:
         """Run a rest; return its result, or a `Deviation` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
@@ -454,7 +454,9 @@ class _SuffixRun:
             return result
 
     @staticmethod
-    def _result(run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold) -> Any:
+    def _result(
+        run: RecordedRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
+    ) -> Any:
         rest = prepared.code
         assert rest is not None
         if rest.casts:
@@ -475,7 +477,7 @@ class _SuffixRun:
         return Deviation(run, prepared, result.stop, outcome, {**values, **result.values})
 
     def _following(
-        self, run: KnownRun, start: int, done: frozenset[int], tests_before: frozenset[Any]
+        self, run: RecordedRun, start: int, done: frozenset[int], tests_before: frozenset[Any]
     ) -> PreparedSuffix | None:
         """Return the rest of another known run, from where both diverge; None if it is too late."""
         try:
@@ -534,7 +536,7 @@ class _SuffixRun:
         model, script = self._model, left.script(hold)
         try:
             recording = record_with_insertions(
-                model._known, model._signature, self._args, self._kwargs, plan, script,
+                model._knowledge, model._signature, self._args, self._kwargs, plan, script,
                 reads_states=True,
             )  # fmt: skip
         finally:
@@ -676,7 +678,7 @@ _MOST = 64  # things that are kept for each model
 
 
 @dataclass(frozen=True)
-class KnownRun:
+class RecordedRun:
     """A recorded run that may have the required rest.
 
     Attributes:
@@ -727,12 +729,12 @@ class Suffixes:
 
     def tree_of(self, recording: Recording) -> Tree:
         """Return the tree of a run."""
-        tree: Tree = self._model._known.run(recording).tree
+        tree: Tree = self._model._knowledge.run(recording).tree
         return tree
 
     def of(
         self,
-        run: KnownRun,
+        run: RecordedRun,
         start: int = 0,
         available: frozenset[int] = frozenset(),
         tests_before: frozenset[Any] = frozenset(),
@@ -759,7 +761,7 @@ class Suffixes:
         return prepared
 
     def _prepared(
-        self, run: KnownRun, start: int, available: frozenset[int], tests_before: frozenset[Any]
+        self, run: RecordedRun, start: int, available: frozenset[int], tests_before: frozenset[Any]
     ) -> PreparedSuffix:
         program, recording = run.program, run.recording
         tree = self.tree_of(recording)
@@ -886,7 +888,7 @@ def cached_for_model(model: Any, key: Any, make: Callable[[], Any]) -> Any:
     return found[key]
 
 
-class KnownRuns:
+class RecordedRuns:
     """The recorded runs that fit the arguments of a call, the latest first.
 
     Args:
@@ -919,7 +921,7 @@ class KnownRuns:
                 + ": call the module, or its trace(), first"
             )
 
-    def __iter__(self) -> Iterator[KnownRun]:
+    def __iter__(self) -> Iterator[RecordedRun]:
         """Yield the runs.
 
         Raises:
@@ -927,18 +929,18 @@ class KnownRuns:
         """
         return iter(self._admitting() if self.is_whole else self._fitting())
 
-    def _admitting(self) -> list[KnownRun]:
+    def _admitting(self) -> list[RecordedRun]:
         arguments = tuple(self._bound.values())
         return [
-            KnownRun(program, recording, arguments)
+            RecordedRun(program, recording, arguments)
             for program in self._same
             if not program.live_only and program.admits(arguments)
             for recording in self._latest_first(program)
         ]
 
-    def _fitting(self) -> list[KnownRun]:
+    def _fitting(self) -> list[RecordedRun]:
         """Return the runs that fit, judging by the available arguments."""
-        found: list[KnownRun] = []
+        found: list[RecordedRun] = []
         reasons: list[str] = []
         for program in self._wider:
             names = _argument_names(program)
@@ -947,7 +949,7 @@ class KnownRuns:
             reason = self._misfit(program, arguments, missing)
             if reason is None:
                 found += [
-                    KnownRun(program, recording, arguments, missing)
+                    RecordedRun(program, recording, arguments, missing)
                     for recording in self._latest_first(program)
                 ]
             else:  # those that differ in the last question are nearest

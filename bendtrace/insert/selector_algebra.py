@@ -855,8 +855,8 @@ def _unknown_layer_text(family: str, name: str) -> str:
     others += [other for other in FAMILIES if name in _torchwatcher_groups(other)]
     if others:
         return f"{family} has no {name}; {others[0]} has: {others[0]}.{name}"
-    known = [*FAMILIES[family], *_torchwatcher_groups(family)]
-    folded = {other.lower(): other for other in reversed(known)}
+    names = [*FAMILIES[family], *_torchwatcher_groups(family)]
+    folded = {other.lower(): other for other in reversed(names)}
     near = [folded[one] for one in similar(name.lower(), folded)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(FAMILIES[family])}"
     return f"{family} has no layer {name}; {hint}"

@@ -62,7 +62,7 @@ class Splicer:
 
     Args:
         plan: insertions at these places.
-        known: the runs of the model.
+        knowledge: the runs of the model.
         exits: gives all exits that calls may take.
 
     Attributes:
@@ -72,7 +72,7 @@ class Splicer:
     """
 
     def __init__(
-        self, plan: InsertionPlan, known: Knowledge, exits: Callable[[], Iterable[Exit]]
+        self, plan: InsertionPlan, knowledge: Knowledge, exits: Callable[[], Iterable[Exit]]
     ) -> None:
         self.is_apart: bool = not plan.can_be_spliced
         self.calls: int = 0
@@ -80,7 +80,7 @@ class Splicer:
         self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
-        self._known = known
+        self._knowledge = knowledge
         self._exits = exits
         self._most = _PRUNED
         self._gates: dict[tuple[str, tuple[Slot, ...]], AfterGate] = {}
@@ -96,9 +96,9 @@ class Splicer:
         Raises:
             Unfit: there is none.
         """
-        known = self._codes.get(exit)
-        if known is not None and known[0] == exit.rewrites:
-            return known[1]
+        cached = self._codes.get(exit)
+        if cached is not None and cached[0] == exit.rewrites:
+            return cached[1]
         piece = exit.piece
         try:
             mine = [s for s in self._splices_in(piece) if s.lies_in(exit.number, piece.stop)]
@@ -135,15 +135,15 @@ class Splicer:
 
     def _splices_in(self, piece: RunPiece) -> tuple[ValueSplice, ...]:
         recording = piece.recording
-        known = self._splices.get(id(recording))
-        if known is None:
-            nodes = self._known.nodes_of(recording)
+        cached = self._splices.get(id(recording))
+        if cached is None:
+            nodes = self._knowledge.nodes_of(recording)
             places = _Places(self, nodes, piece)
             if not places.is_open:
                 raise Unfit("the run calls code that nothing can be inserted in as one op")
             found = places.find()
-            known = self._splices[id(recording)] = recording, found
-        return known[1]
+            cached = self._splices[id(recording)] = recording, found
+        return cached[1]
 
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node; None if nothing is inserted there."""
@@ -307,7 +307,7 @@ def _is_asked_in(call: ModuleCall, guard: Guard) -> bool:
 
 
 def record_with_insertions(
-    known: Knowledge,
+    knowledge: Knowledge,
     signature: Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -320,7 +320,7 @@ def record_with_insertions(
     """Run a model under the tracer, with insertions.
 
     Args:
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
         signature: binds the arguments.
         args: the positional arguments.
         kwargs: the keyword arguments.
@@ -333,11 +333,11 @@ def record_with_insertions(
     """
     inserter = None
     if plan is not None:
-        known.name_nodes()  # before the run does so in passing
-        inserter = LiveInserter(plan, known.registry, known.model, splicer=splicer)
+        knowledge.name_nodes()  # before the run does so in passing
+        inserter = LiveInserter(plan, knowledge.registry, knowledge.model, splicer=splicer)
         reads_states = True  # what is inserted must not be called twice
     recording = record(
-        known.model, args, kwargs, signature, script, inserter=inserter,
+        knowledge.model, args, kwargs, signature, script, inserter=inserter,
         reads_states=reads_states, lifting=lifting,
     )  # fmt: skip
     if plan is not None:

@@ -396,13 +396,13 @@ class _Builder:
     def _source(self, scope: ModuleCall, site: Site | None) -> Source | None:
         if site is None:
             return None
-        known = self._sources.get((id(scope), site))
-        if known is None:
+        cached = self._sources.get((id(scope), site))
+        if cached is None:
             place, _, _ = user_code(scope, site)
             statement = linecache.getline(place.file, place.line).strip()
-            known = Source(place.file, place.line, place.function, place.text, statement)
-            self._sources[id(scope), site] = known
-        return known
+            cached = Source(place.file, place.line, place.function, place.text, statement)
+            self._sources[id(scope), site] = cached
+        return cached
 
 
 _LONGEST = 200

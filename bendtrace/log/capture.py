@@ -411,9 +411,9 @@ class ValueCapture:
         return value if self._store is None else self._store.add(name, value)
 
     def _save_output(self, tensor: Tensor) -> None:
-        known = None if self._keys is None else self._keys.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] not in self.saved:
-            self._save(known[1], tensor)
+        key = None if self._keys is None else self._keys.get(id(tensor))
+        if key is not None and key[0]() is tensor and key[1] not in self.saved:
+            self._save(key[1], tensor)
 
     def _end(self, where: str, *, is_running: bool = True) -> None:
         self.ended = where
@@ -494,10 +494,10 @@ class ValueCapture:
             if entry is source and source.index in self.times:
                 entry.time = self.times[source.index] / 1e9
         for at, value in self.boundary_values.items():
-            for key, entry in log.boundary_places.get(at, ()):
+            for place, entry in log.boundary_places.get(at, ()):
                 if value is None or not same_bits(entry.saved, value):
                     saved, unsaved = _unkept(value)
-                    log.boundary_entries[key] = replace(
+                    log.boundary_entries[place] = replace(
                         entry, saved=saved, unsaved=unsaved, gradient=None
                     )
 

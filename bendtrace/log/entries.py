@@ -391,8 +391,8 @@ class Namer:
         if self.torchlens and is_inserted(op):
             for ref in refs_in((op.args, op.kwargs)):
                 if ref.index in self._links:
-                    self._links[op.index] = known = self._links[ref.index]
-                    return known[1], known[1].passes
+                    self._links[op.index] = link = self._links[ref.index]
+                    return link[1], link[1].passes
         kind = layer_type(op)
         if self.torchlens:
             kind = _of_operator(op) or torchlens_name(kind)
@@ -442,15 +442,15 @@ class Namer:
 
     def _giver(self, ref: Ref) -> int:
         """Return a number of the layer that an argument is from; of anything else, of the value."""
-        known = self._links.get(ref.index)
-        return -1 - ref.index if known is None else id(known[1])
+        link = self._links.get(ref.index)
+        return -1 - ref.index if link is None else id(link[1])
 
     def _shared_layer(self, op: Op, link: Any) -> Layer | None:
         """Return the layer of an alike call whose result an op takes; None if it takes none."""
         for ref in refs_in((op.args, op.kwargs)):
-            known = self._links.get(ref.index)
-            if op.scope.path and known is not None and known[0] == link:
-                return known[1]
+            source = self._links.get(ref.index)
+            if op.scope.path and source is not None and source[0] == link:
+                return source[1]
         return None
 
     def _called(self, scope: ModuleCall) -> tuple[Any, ...]:

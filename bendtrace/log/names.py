@@ -104,8 +104,8 @@ class RunNames:
                 return several
         found: list[Meaning] = []
         for meaning in self._all(text, stem, number):
-            hidden = meaning.kind == "node" and any(known.is_owned for known in found)
-            if not hidden and not any(known.covers(meaning) for known in found):
+            hidden = meaning.kind == "node" and any(other.is_owned for other in found)
+            if not hidden and not any(other.covers(meaning) for other in found):
                 found.append(meaning)
         return found
 

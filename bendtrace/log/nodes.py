@@ -83,10 +83,10 @@ class Events:
         else:  # the same for all that it consists of, or not to be told
             contexts = {op.context for op in self.ops[event.start : event.stop]}
             context = contexts.pop() if len(contexts) == 1 else self._context
-        known = self._managers.get(context)
-        if known is None:
-            known = self._managers[context] = ", ".join(_managers(context, self._context))
-        return known
+        cached = self._managers.get(context)
+        if cached is None:
+            cached = self._managers[context] = ", ".join(_managers(context, self._context))
+        return cached
 
     def meta(self, origin: Origin) -> Any:
         """Return the description of a value."""
@@ -152,10 +152,10 @@ class Events:
     def arguments(self, call: ModuleCall) -> dict[str, Any]:
         """Return the arguments of a call, by the names in the signature of forward."""
         if call.parent is not None:
-            known = self._parameters.get(id(call.module))
-            if known is None:
-                known = self._parameters[id(call.module)] = parameters_of(call.module)
-            return bound(known, call.args, call.kwargs)
+            cached = self._parameters.get(id(call.module))
+            if cached is None:
+                cached = self._parameters[id(call.module)] = parameters_of(call.module)
+            return bound(cached, call.args, call.kwargs)
         given = [
             (part.label, Existing(part))
             for part in self.recording.environment.parts
@@ -814,7 +814,7 @@ class Registry:
         # Code objects go by identity because hashing one is slow; they are kept alive, so that
         # an identity is never used twice.
         self._codes: dict[int, tuple[CodeType, int]] = {}
-        self._known: dict[tuple[int, ...], int] = {}
+        self._site_numbers: dict[tuple[int, ...], int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # What a code object says stays the same in other processes, its identity does not.
@@ -834,24 +834,24 @@ class Registry:
         """Return the number of a site: the same in every trace; 0 for none."""
         if site is None:
             return 0
-        known = self._known.get(site.identity)
-        if known is None:
+        cached = self._site_numbers.get(site.identity)
+        if cached is None:
             codes = [self._number(code) for code, _ in site.chain]
             key = tuple(n for pair in zip(codes, site.identity[1::2], strict=True) for n in pair)
-            known = self._sites.setdefault(key, len(self._sites) + 1)
-            self._known[site.identity] = known
-        return known
+            cached = self._sites.setdefault(key, len(self._sites) + 1)
+            self._site_numbers[site.identity] = cached
+        return cached
 
     def _number(self, code: CodeType) -> int:
-        known = self._codes.get(id(code))
-        if known is None:
+        cached = self._codes.get(id(code))
+        if cached is None:
             content = (
                 code.co_filename, code.co_qualname, code.co_firstlineno, code.co_code,
                 code.co_linetable,
             )  # fmt: skip
             number = self._contents.setdefault(content, len(self._contents) + 1)
-            known = self._codes[id(code)] = code, number
-        return known[1]
+            cached = self._codes[id(code)] = code, number
+        return cached[1]
 
     def name(self, parent: str, key: Hashable, base: str) -> str:
         """Return the name of a node."""
@@ -912,13 +912,13 @@ class Holders:
         """Return the name of the called module in the code around a call: `layers.8`."""
         outer = call.parent.module if call.parent is not None else None
         if outer is not None and call.module is not None:
-            known = self._modules.get(id(outer))
-            if known is None:
-                known = self._modules[id(outer)] = {
+            cached = self._modules.get(id(outer))
+            if cached is None:
+                cached = self._modules[id(outer)] = {
                     id(module): name for name, module in named_modules(outer)
                 }
-            if id(call.module) in known:
-                return known[id(call.module)]
+            if id(call.module) in cached:
+                return cached[id(call.module)]
         if call.path.startswith("<"):
             return self._unknown(call)
         return _relative(call.path, call.parent.path if call.parent is not None else "")
@@ -928,13 +928,13 @@ class Holders:
         label = label.removeprefix("self.")
         tensor = self._by_path.get(label)
         if tensor is not None and call.module is not None:
-            known = self._tensors.get(id(call.module))
-            if known is None:
-                known = self._tensors[id(call.module)] = {
+            cached = self._tensors.get(id(call.module))
+            if cached is None:
+                cached = self._tensors[id(call.module)] = {
                     id(held): name for name, held in reversed(list(states_of(call.module)))
                 }
-            if id(tensor) in known:
-                return known[id(tensor)]
+            if id(tensor) in cached:
+                return cached[id(tensor)]
         return _relative(label, call.path)
 
     def _unknown(self, call: ModuleCall) -> str:
@@ -1026,10 +1026,10 @@ class LiveNames:
         return path
 
     def _parameters_of(self, owner: Any) -> list[tuple[str, Any]]:
-        known = self._parameters.get(id(owner))
-        if known is None:
-            known = self._parameters[id(owner)] = parameters_of(owner)
-        return known
+        cached = self._parameters.get(id(owner))
+        if cached is None:
+            cached = self._parameters[id(owner)] = parameters_of(owner)
+        return cached
 
     def rename(self, scope: ModuleCall, path: str) -> None:
         """Give a call the path that it has in other runs."""
@@ -1090,11 +1090,11 @@ class LiveNames:
     def _number(self, site: Site | None) -> int:
         if site is None:
             return 0
-        known = self._numbers.get(id(site))
-        if known is None:
+        cached = self._numbers.get(id(site))
+        if cached is None:
             with self._registry.lock:
-                known = self._numbers[id(site)] = site, self._registry.site(site)
-        return known[1]
+                cached = self._numbers[id(site)] = site, self._registry.site(site)
+        return cached[1]
 
 
 def _may_hold_values(value: Any) -> bool:

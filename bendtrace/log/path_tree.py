@@ -90,18 +90,18 @@ class Builder:
         """Return the number of a site."""
         if site is None:
             return 0
-        known = self._sites.get(id(site))
-        if known is None:
-            known = self._sites[id(site)] = self._registry.site(site), site
-        return known[0]
+        cached = self._sites.get(id(site))
+        if cached is None:
+            cached = self._sites[id(site)] = self._registry.site(site), site
+        return cached[0]
 
     def places(self, site: Site | None) -> tuple[Place, ...]:
         """Return the lines that led to a site, starting in the code of the module."""
         if site is None:
             return ()
-        known = self._places.get(id(site))
-        if known is None:
-            known = self._places[id(site)] = tuple(
+        cached = self._places.get(id(site))
+        if cached is None:
+            cached = self._places[id(site)] = tuple(
                 Place(
                     place.file, place.line, place.function,
                     linecache.getline(place.file, place.line).strip(),
@@ -109,7 +109,7 @@ class Builder:
                 for place in reversed(site.places[site.level :])
                 if place.file not in _TRACERS
             )  # fmt: skip
-        return known
+        return cached
 
     def node(
         self, parent: TreeNode, key: Hashable, label: str, kind: Kind, type_: str, role: Role
@@ -278,8 +278,8 @@ class ModuleVisit:
         name = identifier(base_name(op))
         replaces = not getattr(op.target, "is_ahead", False)  # else only for the call that follows
         if replaces and isinstance(op.meta, TensorMeta) and op.args and type(op.args[0]) is Ref:
-            known = self.body.name(op.args[0])
-            name = known if known.isidentifier() else name
+            target_name = self.body.name(op.args[0])
+            name = target_name if target_name.isidentifier() else name
             path = self.builder.paths.get(self.events.origin(op.args[0].index)[0])
             if path is not None:
                 self.builder.paths.setdefault(op.index, path)

@@ -924,30 +924,30 @@ class _ValueFlow:
 
     def _between(self, inner: ModuleCall, outer: ModuleCall) -> tuple[list[str], list[str]]:
         """Return the calls that a value leaves on its way between two, and those it enters."""
-        known = self._crossed.get((id(inner), id(outer)))
-        if known is None:
+        cached = self._crossed.get((id(inner), id(outer)))
+        if cached is None:
             left, entered = self._chain(inner), self._chain(outer)
-            known = self._crossed[id(inner), id(outer)] = (
+            cached = self._crossed[id(inner), id(outer)] = (
                 [self._path(call) for call in left if call not in entered],
                 [self._path(call) for call in entered if call not in left],
             )
-        return known
+        return cached
 
     def _path(self, call: ModuleCall) -> str:
         return self._nodes.of_call[id(call)]
 
     def _chain(self, call: ModuleCall) -> tuple[ModuleCall, ...]:
         """Return a call and those around it, without the root."""
-        known = self._chains.get(id(call))
-        if known is None:
+        cached = self._chains.get(id(call))
+        if cached is None:
             chain = []
             around: ModuleCall | None = call
             while around is not None and around is not self._nodes.events.root:
                 if id(around) in self._nodes.of_call:
                     chain.append(around)
                 around = around.parent
-            known = self._chains[id(call)] = tuple(chain)
-        return known
+            cached = self._chains[id(call)] = tuple(chain)
+        return cached
 
 
 def _can_be_cut_into(op: Op) -> bool:

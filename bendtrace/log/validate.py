@@ -162,8 +162,8 @@ class Validator:
         """Return why an op cannot be recomputed; None if it can."""
         if op.raised is not None:
             return f"it raised {op.raised.type.__name__}"
-        known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
-        if op.kind is OpKind.CALL and not known:
+        is_torchs = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
+        if op.kind is OpKind.CALL and not is_torchs:
             return "it is not a torch function"
         name = table_name(op.target)
         if name in UNINITIALIZED or (isinstance(op.target, type) and self._gives_sizes(op)):
@@ -357,7 +357,7 @@ def flops_of(ops: list[Op]) -> dict[int, int | None]:
     from torch.utils.flop_counter import FlopCounterMode
 
     found: dict[int, int | None] = {}
-    known: dict[str, int | None] = {}  # loops repeat themselves
+    cache: dict[str, int | None] = {}  # loops repeat themselves
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
         for op in ops:
             if op.kind is not OpKind.CALL or not any(refs_in((op.args, op.kwargs))):
@@ -367,11 +367,11 @@ def flops_of(ops: list[Op]) -> dict[int, int | None]:
                 continue
             given = map_refs((op.args, op.kwargs), lambda ref: ops[ref.index].meta)
             key = f"{name_of(op.target)} {id(op.target)} {given!r}"
-            if key not in known:
+            if key not in cache:
                 before = counter.get_total_flops()
                 done = _carry_out(op, ops)
-                known[key] = counter.get_total_flops() - before if done else None
-            found[op.index] = known[key]
+                cache[key] = counter.get_total_flops() - before if done else None
+            found[op.index] = cache[key]
     return found
 
 

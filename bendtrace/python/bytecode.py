@@ -347,10 +347,10 @@ _found: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
 
 def counters_at(code: CodeType, offset: int) -> frozenset[str]:
     """Return the local variables that count the rounds of a `while` loop around an instruction."""
-    known = _found.get(id(code))
-    if known is None:
-        known = _found[id(code)] = (code, _loops(code))
-    return frozenset().union(*(names for begin, end, names in known[1] if begin <= offset <= end))
+    cached = _found.get(id(code))
+    if cached is None:
+        cached = _found[id(code)] = (code, _loops(code))
+    return frozenset().union(*(names for begin, end, names in cached[1] if begin <= offset <= end))
 
 
 def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:

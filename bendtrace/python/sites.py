@@ -296,10 +296,10 @@ def place_at(code: CodeType, offset: int) -> InstructionPlace:
 
 
 def _place(code: CodeType, offset: int) -> InstructionPlace:
-    known = _positions.get(id(code))
-    if known is None:
-        known = _positions[id(code)] = (code, list(code.co_positions()))
-    positions = known[1][offset // 2]
+    cached = _positions.get(id(code))
+    if cached is None:
+        cached = _positions[id(code)] = (code, list(code.co_positions()))
+    positions = cached[1][offset // 2]
     line = positions[0] or code.co_firstlineno
     if is_off("places"):
         return InstructionPlace(code.co_filename, code.co_name, Span(line, 0, line, 0), offset)
@@ -349,10 +349,10 @@ def first_offset(code: CodeType, offset: int) -> int:
 
 def _repeated(code: CodeType) -> dict[int, int]:
     """Return, for instructions that repeat the test of a `while`, those that they repeat."""
-    known = _repeats.get(id(code))
-    if known is None:
-        known = _repeats[id(code)] = (code, dict(_repetitions(code)))
-    return known[1]
+    cached = _repeats.get(id(code))
+    if cached is None:
+        cached = _repeats[id(code)] = (code, dict(_repetitions(code)))
+    return cached[1]
 
 
 def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:

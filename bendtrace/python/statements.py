@@ -386,8 +386,8 @@ def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
         else:  # a tensor is walked by the call that it is handed to
             by_call = next(taken.get(span_of(node), iter(())), None)
             lengths.append(_length(item, taken) if by_call is None else by_call)
-    known = [length for length in lengths if length is not None]
-    return min(known) if known and len(known) == len(lengths) else None
+    sizes = [length for length in lengths if length is not None]
+    return min(sizes) if sizes and len(sizes) == len(lengths) else None
 
 
 def _literal_number(

@@ -218,10 +218,10 @@ class Encoder:
     def _encode_once(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
         """Encode an object once, however often it occurs."""
         if id(value) in memo:
-            known = memo[id(value)]
-            if known is None:
+            number = memo[id(value)]
+            if number is None:
                 self._values.tape.block(f"a value contains itself ({self._values.here()})")
-            return known
+            return number
         memo[id(value)] = None
         encoded = memo[id(value)] = encode()
         memo.setdefault(0, []).append(value)  # so that no other object gets its id
@@ -581,7 +581,9 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
     now = holds(scalars)
     before = [*before[:-1], *[now[-1]] * (len(now) - len(before))]
     left: list[Any] = [
-        scalar for scalar, count, known in zip(scalars, now, before, strict=False) if count > known
+        scalar
+        for scalar, count, earlier in zip(scalars, now, before, strict=False)
+        if count > earlier
     ]
     plain = {id(scalar): scalar._value for scalar in left}
     # The collector finds the lists of this function among the holders, too.

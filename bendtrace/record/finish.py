@@ -296,8 +296,8 @@ class Finish:
 
     def _torchs_random_states(self) -> list[bytes]:
         """The states of the generators that a run can draw from, the default one first."""
-        known = [part.value for part in self.environment.generators if part.value is not None]
-        return [*map(generator_state, (*torchs_generators(), *known))]
+        generators = [part.value for part in self.environment.generators if part.value is not None]
+        return [*map(generator_state, (*torchs_generators(), *generators))]
 
     @staticmethod
     def _modes() -> Any:
@@ -305,10 +305,10 @@ class Finish:
 
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always visible."""
-        known = [part.value for part in self.environment.generators if part.value is not None]
+        generators = [part.value for part in self.environment.generators if part.value is not None]
         if torch.cuda.is_initialized():
-            known += torch.cuda.default_generators
-        return [torch.initial_seed(), *(generator.initial_seed() for generator in known)]
+            generators += torch.cuda.default_generators
+        return [torch.initial_seed(), *(generator.initial_seed() for generator in generators)]
 
     def _look_at_caches(self, recording: Recording) -> None:
         """Record what the run put into each `functools.lru_cache`."""

@@ -73,12 +73,12 @@ _named: Counter[str] = Counter()
 
 def _next_call(model: Any) -> tuple[str, int]:
     """Return a name for a model that is likely to be the same on all ranks, and count its calls."""
-    known = _calls.get(model)
-    if known is None:
+    cached = _calls.get(model)
+    if cached is None:
         name = model.__qualname__ if hasattr(model, "__qualname__") else type(model).__qualname__
         _named[name] += 1
-        known = f"{name} {_named[name]}", 0
-    found = _calls[model] = known[0], known[1] + 1
+        cached = f"{name} {_named[name]}", 0
+    found = _calls[model] = cached[0], cached[1] + 1
     return found
 
 
@@ -316,9 +316,9 @@ _OF_DDP = frozenset(
 
 def _op_place_text(op: Op, tape: Tape) -> str:
     """Return the place of an op in a replay, as recorded."""
-    known = tape.joint.get(op.index)
-    if known is not None:
-        return known
+    joint = tape.joint.get(op.index)
+    if joint is not None:
+        return joint
     site, scope = op.site, op.scope
     while site is None and scope.parent is not None:
         site, scope = scope.site, scope.parent

@@ -792,7 +792,7 @@ class Recorder(RecordingMode):
     def forget(self, *tensors: Tensor) -> None:
         """Release tensors altogether, including weak references."""
         for tensor in tensors:
-            self._writer.known.pop(id(tensor), None)
+            self._writer.tracked.pop(id(tensor), None)
 
     def _wants_inside(self) -> bool:
         """Return whether the running module must not be executed by one fused op."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from bendtrace.python.internals import internal
 from bendtrace.python.statements import callee_keys
 from bendtrace.record.encoding import Encoder
-from bendtrace.record.tape_writer import KnownTensor, TapeWriter
+from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
@@ -40,7 +40,7 @@ def _count_local() -> int:
 
 def _is_known_alone(tensor: Tensor) -> bool:
     """Return whether there is no weak reference to a tensor, except for those of recorders."""
-    return all(type(one) is KnownTensor for one in weakref.getweakrefs(tensor))
+    return all(type(one) is TrackedTensor for one in weakref.getweakrefs(tensor))
 
 
 # The references to what only a variable holds, as they are counted from there.
@@ -179,21 +179,21 @@ class Scopes:
 
     def _written_op(self, tensor: Tensor) -> int | None:
         """Return the op of a tensor that was written to since the op returned it; else None."""
-        known, writes = self._writer.known.get(id(tensor)), self._writer.writes
-        if known is None or known() is not tensor or known.ref is None:
+        tracked, writes = self._writer.tracked.get(id(tensor)), self._writer.writes
+        if tracked is None or tracked() is not tensor or tracked.ref is None:
             return None
         writes.begin()
-        writes.receive(known.ref, tensor, known.version)
-        found = known.ref.index if writes.stale else None
+        writes.receive(tracked.ref, tensor, tracked.version)
+        found = tracked.ref.index if writes.stale else None
         writes.begin()
         return found
 
     def _substitute_path(self, module: nn.Module) -> str:
         """Return a substitute for the path of a module that belongs to no other."""
-        known = self._strangers.get(id(module))
-        if known is None:
+        cached = self._strangers.get(id(module))
+        if cached is None:
             name = type(module).__name__
             before = sum(type(other).__name__ == name for _, other in self._strangers.values())
-            known = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
-            self._strangers[id(module)] = known
-        return known[0]
+            cached = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
+            self._strangers[id(module)] = cached
+        return cached[0]

@@ -159,7 +159,7 @@ class _SectionNames:
         self._names[index] = number
         self.of(index)
 
-    def known(self, index: int) -> Name:
+    def find(self, index: int) -> Name:
         """Return the name of the value of an op; None if nothing has named it yet."""
         return self._names.get(index)
 
@@ -308,7 +308,7 @@ class Script:
         """Return the first name of what has a name."""
         if type(name) is tuple and name[0] == "element" and name not in self.firsts:
             name = "element", self.first(name[1]), name[2]
-        return self._known_as(self.firsts.get(name, name))
+        return self._canonical(self.firsts.get(name, name))
 
     def _add_question(
         self, tape: Tape, number: int, names: _SectionNames, answer: Any
@@ -410,12 +410,12 @@ class Script:
         self._aliases, self._given = aliases, given
         self._tensors = {id(tensor): tensor for tensor in given.values()}
 
-    def _known_as(self, name: Name) -> Name:
+    def _canonical(self, name: Name) -> Name:
         """Return a name that is one for all names of an argument or state."""
         if type(name) is not tuple:
             return name
         if name[0] == "element":
-            return "element", self._known_as(name[1]), name[2]
+            return "element", self._canonical(name[1]), name[2]
         tensor = self._given.get(name[1])
         return name if tensor is None else ("given", id(tensor))
 
@@ -433,7 +433,7 @@ class Script:
 
     def _name(self, index: int, name: Name) -> None:
         self._names[index] = name
-        self._indices[self._known_as(name)] = index
+        self._indices[self._canonical(name)] = index
 
     def take(self, op: Op) -> None:
         """Look an op of the run up, and note its result.
@@ -457,7 +457,7 @@ class Script:
         op.reads = {
             self._index_of(step.names.of(index)): writer
             for index, wrote in step.op.reads.items()
-            if (writer := self._indices.get(step.names.known(wrote))) is not None
+            if (writer := self._indices.get(step.names.find(wrote))) is not None
         }
         self._name(op.index, number)
         raised = None if self._is_exact else self._raised.get(number)
@@ -476,7 +476,7 @@ class Script:
 
     def _index_of(self, name: Name) -> int:
         """Return the op of the run that gives the value of a name."""
-        return self._indices[self._known_as(name)]
+        return self._indices[self._canonical(name)]
 
     def _agree(self, op: Op, step: _Step) -> bool:
         before = step.op
@@ -501,7 +501,7 @@ class Script:
         if not question.guard.asks_like(guard):
             return False
         if isinstance(guard, IdentityGuard):  # which decides the first names of tensors
-            return bool(self._known_as(question.name) == self._known_as(self._names[guard.index]))
+            return bool(self._canonical(question.name) == self._canonical(self._names[guard.index]))
         return bool(self.first(question.name) == self._name_of(guard.index))
 
     def merges(self, guard: Guard) -> bool:
@@ -534,9 +534,9 @@ class Script:
         guard, other = question.guard, None
         if not guard.is_inside and (guard.other is None or question.answer is True):
             return None
-        index = self._indices.get(self._known_as(question.name))
+        index = self._indices.get(self._canonical(question.name))
         if guard.other is not None:
-            other = self._indices.get(self._known_as(question.other))
+            other = self._indices.get(self._canonical(question.other))
         if index is None or question.answer is None or (other is None) != (guard.other is None):
             return None
         return guard, index, question.answer, other
@@ -557,7 +557,7 @@ class Script:
 
     def _object(self, name: Name) -> Any:
         """Return the value of a name."""
-        name = self._known_as(name)
+        name = self._canonical(name)
         if type(name) is int:
             return self._objects[name]
         if name[0] == "given":

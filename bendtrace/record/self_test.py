@@ -358,9 +358,9 @@ class _TorchProbe(NamedTuple):
         if self.reason:
             return any(blocker.startswith(self.reason) for blocker in tape.blockers)
         names = {name_of(op.target) for op in tape.ops}
-        known = all(op.kind is not OpKind.UNKNOWN for op in tape.ops)
+        is_named = all(op.kind is not OpKind.UNKNOWN for op in tape.ops)
         called = len(tape.calls) > 1 or self.ops
-        return known and not tape.blockers and bool(called) and names.issuperset(self.ops)
+        return is_named and not tape.blockers and bool(called) and names.issuperset(self.ops)
 
 
 def _follows(part: str, model: str, ops: str, *names: str) -> _TorchProbe:

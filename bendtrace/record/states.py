@@ -368,7 +368,7 @@ class _StateWalk:
 
     def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         kind = type(tensor)
-        known = self._values.known_as(tensor)
+        known = self._values.source_of(tensor)
         part = self._environment.find(tensor)
         if known is not None:
             what = self.value_of(known) if isinstance(known, int) else self._element(*known)

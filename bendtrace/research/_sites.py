@@ -769,15 +769,15 @@ class Sites:
     def __enter__(self) -> Self:
         try:
             self._insert()
-            known = all(
+            is_complete = all(
                 insertion.is_checked
                 and not insertion.passes.needs_total
                 and not any(target.is_open or target.is_ahead for target in insertion.targets)
                 for insertion in self._group.insertions
             )
         except NodePathError:
-            known = False
-        if not known:
+            is_complete = False
+        if not is_complete:
             self._group.remove()
             # Call the model as it is, so that its nodes have names.
             try:
@@ -821,7 +821,7 @@ class ValueExchange:
 
     def __post_init__(self) -> None:
         self._flaw = ""
-        self._known: dict[Key, str] = {}
+        self._flaws: dict[Key, str] = {}
 
     def cell(
         self,
@@ -865,9 +865,9 @@ class ValueExchange:
 
     def _known_flaw(self, keys: Sequence[Key], part: Part) -> str:
         for key in keys:
-            if key not in self._known:
-                self._known[key] = differing(self.source.get(key), self.target.get(key), self.names)
-            if why := self._known[key]:
+            if key not in self._flaws:
+                self._flaws[key] = differing(self.source.get(key), self.target.get(key), self.names)
+            if why := self._flaws[key]:
                 return f"{key[1]}: {why}"
             try:
                 for value in self.source[key].values():
@@ -928,28 +928,28 @@ def require_heads(
         for place in (target.place for target in insertion.targets)
         if place is not None and place.role != "state"
     ]
-    recordings = model._known.recordings()
+    recordings = model._knowledge.recordings()
     if not recordings:
         projects = [
             kind == "input"
             and node.module is not None
             and any(p.dim() > 1 for p in node.module.parameters(recurse=False))
             for place, kind, _ in places
-            for node in model._known.modules()
+            for node in model._knowledge.modules()
             if place.matcher.matches(node)
         ]
         if projects and all(projects):
             return
         raise InputError("heads= is compared with a run of the model: call the model once before")
     for recording in recordings:
-        nodes = model._known.nodes_of(recording).candidates.values()
+        nodes = model._knowledge.nodes_of(recording).candidates.values()
         found = [
             (node, place, kind, alias)
             for place, kind, alias in places
             for node in nodes
             if place.matcher.matches(node)
         ]
-        log = model._known.run(recording).log if found else None
+        log = model._knowledge.run(recording).log if found else None
         for node, place, kind, alias in found:
             assert log is not None
             for entry in _values(log, node, kind, place.dig):
@@ -978,7 +978,7 @@ def _require_heads_in(
 
 def _values(log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:
     """Yield the first value that a node is given, or that it returns, or a part of that."""
-    known = {entry.label: entry for entry in log.entries}
+    by_label = {entry.label: entry for entry in log.entries}
     if node.module is not None:
         calls = (call for call in log.modules if call.name == node.module_path)
         labels = next(((c.inputs if at == "input" else c.outputs) for c in calls), [])
@@ -986,13 +986,13 @@ def _values(log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]) -> Ite
         its = next((entry for entry in log.entries if entry.node_path == node.path), None)
         labels = [] if its is None else its.parents if at == "input" else [its.label]
     first = dig[0] if len(dig) == 1 and isinstance(dig[0], int) else 0
-    yield from (known[label] for label in labels[first : first + 1] if known[label].shape)
+    yield from (by_label[label] for label in labels[first : first + 1] if by_label[label].shape)
 
 
 class _Heads:
     def __init__(self, log: RunData, columns: Columns) -> None:
         assert columns.heads is not None
-        self._known = {entry.label: entry for entry in log.entries}
+        self._by_label = {entry.label: entry for entry in log.entries}
         self._count: int = columns.heads
         self._axis = columns.head_axis
 
@@ -1001,7 +1001,7 @@ class _Heads:
         if not -len(shape) <= self._axis < len(shape) or shape[self._axis] % self._count:
             return True  # for which there is another error
         width = shape[self._axis] // self._count
-        users = [self._known[label] for label in entry.children]
+        users = [self._by_label[label] for label in entry.children]
         return (
             width == 1
             or (is_given and any(user.function in _MIXING - {"layer_norm"} for user in users))
@@ -1012,20 +1012,20 @@ class _Heads:
     def _meets(self, entry: LayerEntry, width: int, is_before: bool) -> bool:
         """Return whether an op before or after, up to those that mix heads, separates them."""
         least = (entry.shape or ()).count(width)
-        waiting, known = [entry], {entry.label}
+        waiting, seen = [entry], {entry.label}
         while waiting:
             one = waiting.pop()
             if is_before and one.function in _MIXING:
                 continue
             labels = one.parents if is_before else one.children
-            others = [self._known[label] for label in labels]
+            others = [self._by_label[label] for label in labels]
             whole = one.function in _JOINING if is_before else len({o.index for o in others}) == 1
             if whole and len(others) == self._count:  # each is a head
                 return True
             for other in others:
                 shape = other.shape or ()
                 mixes = not is_before and other.function in _MIXING
-                if other.label in known or mixes or not shape:
+                if other.label in seen or mixes or not shape:
                     continue
                 # Behind the axis of samples. Of queries, keys and values, each third has its heads.
                 if shape.count(width) > least and any(
@@ -1033,6 +1033,6 @@ class _Heads:
                     for size, after in pairwise(shape[len(entry.shape or ()) > 1 :])
                 ):
                     return True
-                known.add(other.label)
+                seen.add(other.label)
                 waiting.append(other)
         return False

@@ -551,15 +551,15 @@ def _add_sum(
     count = value.numel() // max(part.numel(), 1)
     if before is None:
         return part, count
-    known, so_far = before
-    if known.shape != part.shape:
+    total, so_far = before
+    if total.shape != part.shape:
         raise SiteError(
             f"{path!r} has different shapes for different batches of the reference, "
-            f"{tuple(part.shape)} and {tuple(known.shape)} (means over axes {over}): take the "
+            f"{tuple(part.shape)} and {tuple(total.shape)} (means over axes {over}): take the "
             "mean over those axes as well, as in over=(0, 1)",
             path,
         )
-    return known + part, so_far + count
+    return total + part, so_far + count
 
 
 def _samples_of(
@@ -594,8 +594,8 @@ def _samples_of(
     return source
 
 
-def _require_reached(known: dict[tuple[str, int], Tensor], path: str, number: int) -> None:
-    if (path, number) not in known:
+def _require_reached(sums: dict[tuple[str, int], Tensor], path: str, number: int) -> None:
+    if (path, number) not in sums:
         raise SiteError(f"no run on the reference reached pass {number + 1} of {path!r}", path)
 
 

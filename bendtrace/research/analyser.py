@@ -264,7 +264,7 @@ class Analyser(Interjection):
         """
         if not self.enabled:
             return
-        known = Batch(
+        batch = Batch(
             self.targets if targets is None else _per_sample(targets, "targets"),
             self.samples if samples is None else _per_sample(samples, "samples"),
         )
@@ -274,11 +274,11 @@ class Analyser(Interjection):
                 try:
                     with _full_precision(tensor.device.type):
                         if self.needs_targets:
-                            _check_targets(tensor, known.targets)
+                            _check_targets(tensor, batch.targets)
                         state = self._states.get(path)
                         if state is None:
                             state = self.start(path)
-                        self.update_state(state, tensor, known)
+                        self.update_state(state, tensor, batch)
                         self._states[path] = state  # not before it worked out
                         self._calls[path] = self._calls.get(path, 0) + 1
                 except InputError as error:
@@ -424,8 +424,8 @@ class _ByPath(dict[str, dict[Any, Any]]):
     """Results by node path, with the known paths in the error for another one."""
 
     def __missing__(self, key: object) -> Any:
-        known = ", ".join(map(repr, list(self)[:_SHOWN])) or "nothing yet"
-        raise KeyError(f"no results under {key!r}; node paths with results: {known}")
+        listed = ", ".join(map(repr, list(self)[:_SHOWN])) or "nothing yet"
+        raise KeyError(f"no results under {key!r}; node paths with results: {listed}")
 
 
 _OURS = f"{__name__.rpartition('.')[0]}."

@@ -57,15 +57,15 @@ class LatentEdit:
 
     def __init__(self, edits: list[LatentEdit], change: Callable[[Tensor], Any]) -> None:
         self.change = change
-        self.known: tuple[tuple[int, ...], Any] | None = None  # which latents are set to what
+        self.setting: tuple[tuple[int, ...], Any] | None = None  # which latents are set to what
         self._edits = edits
         edits.append(self)
 
     def effect(self) -> Effect | str:
         """Return its effect on latents, or the reason why that cannot be compiled."""
-        if self.known is None:
+        if self.setting is None:
             return effect_of_function(self.change)
-        indices, held = self.known[0], value_of(self.known[1])
+        indices, held = self.setting[0], value_of(self.setting[1])
         given = held if isinstance(held, Tensor) else torch.tensor(held)
         if type(held) is float:
             given = torch.tensor(held, dtype=torch.float64)
@@ -373,7 +373,7 @@ class SplicedAutoencoder(InsertionHandle):
             return _set(made, indices, value_of(value))
 
         edit = self.edit(change)
-        edit.known = (tuple(indices), value)
+        edit.setting = (tuple(indices), value)
         return edit
 
     def ablate(self, latents: int | Iterable[int]) -> LatentEdit:

@@ -124,11 +124,11 @@ def sweep(
 def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> BendingParameter:
     if isinstance(parameter, BendingParameter):
         return parameter
-    known = bended.bending.controllables
-    if not isinstance(parameter, str) or parameter not in known:
-        listed = ", ".join(map(repr, known)) or "none"
+    controllables = bended.bending.controllables
+    if not isinstance(parameter, str) or parameter not in controllables:
+        listed = ", ".join(map(repr, controllables)) or "none"
         raise InputError(f"no bend has a parameter {parameter!r}; there are {listed}")
-    return known[parameter]
+    return controllables[parameter]
 
 
 @dataclass(eq=False, repr=False)

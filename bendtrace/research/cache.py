@@ -377,10 +377,10 @@ class ActivationCache(ResidualParts):
             return _pick(self[alias.where], alias)
         if isinstance(name, str):
             require_equal(self.aliases, name)
-        known = [*self, *self._names, *self.aliases]
+        choices = [*self, *self._names, *self.aliases]
         if isinstance(name, tuple) and len(name) > 1:  # as TransformerLens shortens its names
-            known, name = [*self.aliases], f"blocks.{name[1]}.hook_{name[0]}"
-        hint = near_misses(str(name), known)
+            choices, name = [*self.aliases], f"blocks.{name[1]}.hook_{name[0]}"
+        hint = near_misses(str(name), choices)
         raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
     def __repr__(self) -> str:
@@ -436,16 +436,16 @@ def run_with_cache(
     """
     call, bended = Call.of(inputs), bended_of(model)
     if aliases is None:
-        known = transformer_lens_aliases(bended.model)
+        alias_map = transformer_lens_aliases(bended.model)
     else:
-        known = aliases if isinstance(aliases, Aliases) else Aliases(aliases)
+        alias_map = aliases if isinstance(aliases, Aliases) else Aliases(aliases)
     fixed = _fixed(bended.model, call) if detach else None
     # The model's own Python could write to shared memory by its address, as through numpy arrays.
     # Whether it does is known from the first run on.
     group = InsertionGroup(bended)
     runs = group.known_runs()
     is_lazy = bool(runs) and not any(map(_hands_out, runs))
-    wanted = _Requests(bended, group, known, _Clock(fixed, is_lazy))
+    wanted = _Requests(bended, group, alias_map, _Clock(fixed, is_lazy))
     wanted.read(names_filter)
     wanted.insert()
     try:

@@ -317,16 +317,16 @@ class PerClassAnalyser(Analyser):
         if samples is None:  # counted at the node, and not within a class
             samples = torch.arange(len(targets)) + state["rows"].count
         batch = Batch(targets, samples)
-        known = state["classes"]
+        classes = state["classes"]
         fresh = {}
         for label in targets.unique().tolist():
             chosen = targets == label
-            inner = known.get(label)
+            inner = classes.get(label)
             if inner is None:
                 inner = fresh[label] = self.analyser.start(state["key"])
             rows = value[chosen.to(value.device)]
             self.analyser.update_state(inner, rows, batch.select(chosen))
-        known.update(fresh)  # not before the value was seen to fit the known ones
+        classes.update(fresh)  # not before the value was seen to fit the known ones
         state["rows"].update(value)
 
     def merge_state(self, state: Any, other: Any) -> None:

@@ -144,13 +144,13 @@ def cost(run: Trace | BackwardPass, by: Literal["op", "module", "line"] = "op") 
             row = found.setdefault(name, [0, 0.0, 0.0, 0])
             row[:] = [a + b for a, b in zip(row, numbers, strict=True)]
 
-    known = {entry.label: entry for entry in entries}
+    by_label = {entry.label: entry for entry in entries}
     for entry in entries:
         if entry.kind == "op":
             is_first = not entry.element or entry.time
             add(_names(entry, by), bool(is_first), entry.time or 0.0, 0.0, entry.nbytes)
     for node in nodes:
-        of = known.get(node.forward)
+        of = by_label.get(node.forward)
         names = ["outside"] if of is None or of.kind != "op" else _names(of, by)
         add(names, 0, 0.0, node.time or 0.0, 0)
     rows = [

@@ -322,11 +322,11 @@ class Filling(Record):
         }
 
 
-def require_place(key: str, known: str, place: str) -> None:
+def require_place(key: str, earlier: str, place: str) -> None:
     """Raise if two nodes at different source locations have the same name."""
-    if known != place:
+    if earlier != place:
         raise InputError(
-            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in an earlier harvest "
+            f"{key!r} was the node at {earlier.partition(' < ')[0] or '?'} in an earlier harvest "
             f"or in another process, and is the one at {place.partition(' < ')[0] or '?'} "
             "here: of several nodes, the one that a process runs first gets the plain name. "
             "Pass a BendedModule that was first called with the same inputs, so that all "
@@ -653,10 +653,10 @@ class Path:
         Args:
             others: the other paths; they may include this one.
         """
-        known = [set(path.conditions) for path in others]
-        if not known:
+        conditions = [set(path.conditions) for path in others]
+        if not conditions:
             return str(self)
-        own = [c for c in self.conditions if not all(c in other for other in known)]
+        own = [c for c in self.conditions if not all(c in other for other in conditions)]
         return _condition_text(own)
 
 

@@ -81,12 +81,12 @@ class Edges:
     Attributes:
         into: for each op the changed ones among its inputs, by their ops.
         ends: the receivers.
-        known: the values at which the change begins.
+        sources: the values at which the change begins.
     """
 
     into: dict[int, set[int]] = field(default_factory=dict)
     ends: list[Receiver] = field(default_factory=list)
-    known: set[int] = field(default_factory=set)
+    sources: set[int] = field(default_factory=set)
 
 
 class OpFlow:
@@ -176,12 +176,12 @@ class OpFlow:
         """Return the changed values at the beginning, and the values that pass them on."""
         made = Edges()
         if not within:
-            made.known = _values(senders)
-            return made, set(made.known)
+            made.sources = _values(senders)
+            return made, set(made.sources)
         carried: set[int] = set()
         for spot in senders:
             first = self.first_input(spot)
-            made.known.add(first)
+            made.sources.add(first)
             carried |= self._through(made, {first}, spot)
         return made, carried
 
@@ -195,7 +195,7 @@ class OpFlow:
         """Add all edges on paths to some nodes that avoid frozen nodes."""
         held = _values(frozen)
         came = self._spread(made, carried, lambda op: op.index not in held)
-        if changed := made.known - carried & made.into.keys():
+        if changed := made.sources - carried & made.into.keys():
             raise SiteError(
                 "one of several senders leads to the input of another: patch them one by one",
                 self._tree.path_of(min(changed)),
@@ -290,7 +290,7 @@ class OpFlow:
         waiting = [index for end in made.ends for index in end.sources]
         while waiting:
             index = waiting.pop()
-            if index in made.known or index in wanted:
+            if index in made.sources or index in wanted:
                 continue
             wanted.add(index)
             waiting.extend(made.into[index])
@@ -341,14 +341,14 @@ class OpFlow:
             inner = [spot.index] if spot.call is None else range(spot.call.start, spot.call.stop)
             reads += [self.ops[index].reads for index in inner]
         seen = starts | held
-        waiting += [writer for known in reads for writer in known.values()]
+        waiting += [writer for writers in reads for writer in writers.values()]
         while waiting:
             index = waiting.pop()
             if index not in seen:
                 seen.add(index)
                 reads.append(self.ops[index].reads)
                 waiting += (*self._refs[index], *self.ops[index].reads.values())
-        for writer in sorted({writer for known in reads for writer in known.values()}):
+        for writer in sorted({writer for writers in reads for writer in writers.values()}):
             if writer in changed and writer not in starts:
                 why = "writes into a tensor that is read under another name (a memory edge)"
                 raise self._refusal(writer, why)
@@ -724,14 +724,14 @@ class _Cells:
             return missing.note(self._rows[i].name, self._flaws[i])
         begin = self.flow.first_input if self._within else self.flow.tensor_of
         try:
-            known = {
+            values = {
                 begin(self.flow.spot(key[1], number)): part.put(value, self._source[key][number])
                 for key in self._rows[i].keys
                 for number, value in self._target[key].items()
             }
         except NoPart as error:
             return missing.note(self._rows[i].name, str(error))
-        return runs.value(self.made[i, j], known) if self.made[i, j].ends else base
+        return runs.value(self.made[i, j], values) if self.made[i, j].ends else base
 
 
 # Ops that run a second time on the side, with changed inputs, while a model runs unchanged.
@@ -910,10 +910,10 @@ class SideRuns:
         given = self._put.get(path)
         return None if given is None else given.clone()
 
-    def value(self, made: Edges, known: dict[int, Tensor]) -> float:
+    def value(self, made: Edges, computed: dict[int, Tensor]) -> float:
         """Return the metric for some edges, and the values sent along them."""
         aside, given = self._aside, self._inputs
-        aside.into, aside.values = made.into, dict(known)
+        aside.into, aside.values = made.into, dict(computed)
         self._run()
         changed: dict[Pass, dict[int, Any]] = {}
         for end in made.ends:

@@ -660,11 +660,11 @@ class Probe(Statistic):
     def check(self, features: int, outputs: int) -> None:
         """Raise an `InputError` if the number of features or targets has changed."""
         width = self.sums.width
-        known = None if width is None else width - self.outputs
+        n_features = None if width is None else width - self.outputs
         if self.linear is not None:
-            known = self.linear.in_features
-        check_width(known, features)
-        if known is not None and outputs != self.outputs:
+            n_features = self.linear.in_features
+        check_width(n_features, features)
+        if n_features is not None and outputs != self.outputs:
             raise InputError(f"targets have {outputs} values, but {self.outputs} before")
 
     def drain(self) -> tuple[Tensor, Tensor]:

@@ -319,7 +319,7 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
         if name and name in (call.path, trace._tree.call_path(number)):
             found += [ref.index for ref in refs_in(call.output)]
     if not found:
-        known = [*trace.names, *paths.values(), *(call.path for call in trace.module_calls)]
-        near = did_you_mean(name, filter(None, known))
+        names = [*trace.names, *paths.values(), *(call.path for call in trace.module_calls)]
+        near = did_you_mean(name, filter(None, names))
         raise NodePathError(f"the run has no node {name!r}{near}", name)
     return sorted(set(found))

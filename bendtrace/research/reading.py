@@ -318,13 +318,13 @@ class Harvest:
             for path in self.paths
         }
         if not any(found.values()):
-            known = {c.text: None for path in self.paths for c in path.conditions}
-            near = similar(branch, known) or list(known)[:_SHOWN]
+            texts = {c.text: None for path in self.paths for c in path.conditions}
+            near = similar(branch, texts) or list(texts)[:_SHOWN]
             listed = ", ".join(map(repr, near)) or "none"
             raise InputError(f"no batch reached a branch {branch!r}; known branches: {listed}")
         outcomes = dict.fromkeys((type(c.outcome), c.outcome) for cs in found.values() for c in cs)
         if not any(kind is type(outcome) for kind, _ in outcomes):
-            listed = ", ".join(repr(known) for _, known in list(outcomes)[:_SHOWN])
+            listed = ", ".join(repr(outcome) for _, outcome in list(outcomes)[:_SHOWN])
             raise InputError(
                 f"the outcomes of {branch!r} are {listed}; none has the type of {outcome!r}"
             )
@@ -1260,8 +1260,8 @@ def _delete(path: str) -> None:
 
 def is_ours(name: str) -> bool:
     """Return whether a file in a directory is one that a harvest writes."""
-    known = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp", LOCK)
-    return name in known or _NAME.fullmatch(name) is not None
+    own = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp", LOCK)
+    return name in own or _NAME.fullmatch(name) is not None
 
 
 def shards_in(directory: str, rank: int | None = None) -> list[Shard]:

@@ -250,8 +250,8 @@ class _Steps(Interjection):
 
     def before(self, at: NodePass, inputs: Inputs) -> None:
         generation = self._current()
-        known = generation is not None and generation is self._generation
-        self._number = self._number + 1 if known else 0
+        is_same = generation is not None and generation is self._generation
+        self._number = self._number + 1 if is_same else 0
         self._generation = generation
 
     def _current(self) -> object:

@@ -209,8 +209,8 @@ class Tally(UnitStatistic):
         self._add(rows.to(torch.bool).sum(0), rows.shape[0])  # int64
 
     def _add(self, found: Tensor, count: int) -> None:
-        known = self._true
-        self._true = found if known is None else known + found.to(known.device)
+        total = self._true
+        self._true = found if total is None else total + found.to(total.device)
         self.count += count
 
     def _join(self, other: Self) -> None:
@@ -920,8 +920,8 @@ class Histogram(UnitStatistic):
         self._add(found.reshape(units, bins + 3), count)
 
     def _add(self, counts: Tensor, count: int) -> None:
-        known = self._counts
-        self._counts = counts if known is None else known + counts.to(known.device)
+        total = self._counts
+        self._counts = counts if total is None else total + counts.to(total.device)
         self.count += count
 
     def _join(self, other: Self) -> None:

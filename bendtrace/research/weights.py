@@ -339,9 +339,9 @@ def _choose(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
         chosen = [weight for weight in weights if weight.name in names]
     first: dict[object, _Weight] = {}
     for weight in chosen:
-        known = first.setdefault(weight.key, weight)
-        others = [w.name for w in weights if w.key == weight.key and w.name != known.name]
-        first[weight.key] = replace(known, shared_with=tuple(others))
+        first_weight = first.setdefault(weight.key, weight)
+        others = [w.name for w in weights if w.key == weight.key and w.name != first_weight.name]
+        first[weight.key] = replace(first_weight, shared_with=tuple(others))
     found = []
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     for weight in first.values():

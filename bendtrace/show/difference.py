@@ -341,9 +341,9 @@ class Comparison:
             for kind, before, after in facts:
                 if before != after:
                     yield ModuleChange(kind, entry_a, entry_b, before, after)
-        known = set(names.values())
+        partners = set(names.values())
         for name, calls_b in self.b.modules.items():
-            if name not in known:
+            if name not in partners:
                 yield ModuleChange("added", None, calls_b[0])
 
     def flow(self) -> Iterator[FlowChange]:
@@ -356,9 +356,9 @@ class Comparison:
             kind = _flow_difference(step, steps_b[pairs[number]])
             if kind:
                 yield FlowChange(kind, step, steps_b[pairs[number]])  # type: ignore[arg-type]
-        known = set(pairs.values())
+        partners = set(pairs.values())
         for number, step in enumerate(steps_b):
-            if number not in known:
+            if number not in partners:
                 yield FlowChange("added", None, step)
 
     def layers(self) -> Iterator[LayerChange]:
@@ -387,8 +387,8 @@ class Comparison:
             if getattr(a, name) != getattr(b, name):
                 yield name, (getattr(a, name), getattr(b, name))
         # If nothing was captured, a missing gradient function means nothing.
-        known = None not in (a.grad_fn, b.grad_fn) or None not in (a.time, b.time)
-        if a.grad_fn != b.grad_fn and known:
+        is_measured = None not in (a.grad_fn, b.grad_fn) or None not in (a.time, b.time)
+        if a.grad_fn != b.grad_fn and is_measured:
             yield "grad_fn", (a.grad_fn, b.grad_fn)
 
     def _value(self, a: LayerEntry, b: LayerEntry) -> ValueDifference | None:
@@ -458,12 +458,12 @@ class Comparison:
         return not (mine <= all_theirs and theirs <= all_mine)
 
 
-def _through(run: RunIndex, positions: set[int], known: Any) -> set[int]:
+def _through(run: RunIndex, positions: set[int], positions_of: Any) -> set[int]:
     """Return the nearest ancestors that both runs have."""
     reached, seen, left = set(), set(positions), list(positions)
     while left:
         position = left.pop()
-        if position in known:
+        if position in positions_of:
             reached.add(position)
             continue
         parents = {run.position[label] for label in run.entries[position].parents
@@ -575,8 +575,8 @@ def _guards_by_key(run: RunIndex, matching: Matching) -> dict[Hashable, dict[str
     is_a = run is matching.a
     about: dict[str, Hashable] = {}
     for position, entry in enumerate(run.entries):
-        known = matching.entries.get(position) if is_a else position
-        about[entry.node] = known if known is not None else ("only in a", entry.node)
+        partner = matching.entries.get(position) if is_a else position
+        about[entry.node] = partner if partner is not None else ("only in a", entry.node)
     often: Counter[Hashable] = Counter()
     found: dict[Hashable, dict[str, Any]] = {}
     for row in run.history.guard_rows():
@@ -723,12 +723,12 @@ class Timeline:
 
     def _next_test(self, entry: LayerEntry, run: RunIndex) -> int | None:
         """Return the flow step that an entry leads to through others that only one run has."""
-        known = self.matching.entries if run is self.a else self.matching.back
+        partners = self.matching.entries if run is self.a else self.matching.back
         position = run.position[entry.label]
         for number, label in enumerate(run.history.step_labels):
             consumed = run.position.get(label, -1)
             if consumed >= position:
-                alone = all(place not in known for place in range(position, consumed + 1))
+                alone = all(place not in partners for place in range(position, consumed + 1))
                 return number if alone else None
         return None
 
@@ -785,12 +785,12 @@ def _only(run: RunIndex, both: Collection[int]) -> Iterator[int]:
     Reads of state are reported anyway. Another number of results of one op, or of numbers from one
     tensor, is not another path yet: their use may be.
     """
-    known = {_origin(run.entries[position]) for position in both}
+    origins = {_origin(run.entries[position]) for position in both}
     for position, entry in enumerate(run.entries):
         if position in both or entry.kind == "state":
             continue
         origin = _origin(entry)
-        if origin is None or origin not in known:
+        if origin is None or origin not in origins:
             yield position
 
 

@@ -458,9 +458,9 @@ def _look_up(box: Tile, done: dict[Tile, _Placed], hints: dict[Tile, dict[Net, f
         if shape.children is None:
             continue
         mine = hints.get(box, {})
-        known = all(link.upper.role == "in" and link.net.net in mine for link in vertex.ups)
+        is_here = all(link.upper.role == "in" and link.net.net in mine for link in vertex.ups)
         hints[shape] = from_ = {
-            link.net.net: mine[link.net.net] if known else link.upper.x + link.upper_at
+            link.net.net: mine[link.net.net] if is_here else link.upper.x + link.upper_at
             for link in vertex.ups
         }
         ports = done[shape].ports_in
@@ -1078,8 +1078,8 @@ def order(level: Level, wanted: Callable[[Vertex], float | None]) -> None:
     """
     ranks = level.ranks
     for rank in ranks:
-        known = [v for v in rank if wanted(v) is not None]
-        if len(known) == len(rank) > 0:
+        anchored = [v for v in rank if wanted(v) is not None]
+        if len(anchored) == len(rank) > 0:
             rank.sort(key=lambda v: wanted(v) or 0.0)
     _number(ranks)
     best, fewest = _orders(ranks), _crossings(ranks)

@@ -221,12 +221,16 @@ class RunIndex:
         """The conditions that were evaluated, as function and expression."""
         return {(step.place.function, step.text) for step in self.steps}
 
-    def side(self, flow: Iterable[int], known: set[tuple[str, str]]) -> Hashable:
+    def side(self, flow: Iterable[int], conditions: set[tuple[str, str]]) -> Hashable:
         """Return the innermost of some conditions among flow steps, and the side that was taken."""
         for number in reversed(tuple(flow)):
             step = self.steps[number]
             condition = step.place.function, step.text
-            if isinstance(step, LogicalFlowStep) and step.kind != "while" and condition in known:
+            if (
+                isinstance(step, LogicalFlowStep)
+                and step.kind != "while"
+                and condition in conditions
+            ):
                 return *condition, bool(step.value)
         return None
 
@@ -291,8 +295,8 @@ class Matching:
         """Return identifiers of modules for the keys of both runs."""
         if run is self.a:
             return {name: self.modules.get(name, ("only in a", name)) for name in run.classes}
-        known = set(self.modules.values())
-        return {name: name if name in known else ("only in b", name) for name in run.classes}
+        partners = set(self.modules.values())
+        return {name: name if name in partners else ("only in b", name) for name in run.classes}
 
 
 def _module_keys(name: str, class_name: str, shifted: set[str]) -> tuple[Hashable, ...]:
@@ -651,8 +655,8 @@ def _wide(t: Tensor) -> Tensor:
 
 def _largest(t: Tensor) -> float | None:
     """Return the largest distance; None if all are nan, as of equal infinities."""
-    known = t[~t.isnan()]
-    return float(known.max()) if known.numel() else None
+    numbers = t[~t.isnan()]
+    return float(numbers.max()) if numbers.numel() else None
 
 
 def _pair(a: Any, b: Any) -> str:

@@ -137,8 +137,8 @@ def most_divergent(tree: TraceTree) -> str | None:
             events: dict[Any, PathEvent] = {event.number: event for event in path.events}
             for number, sides in stretch.sides.items():
                 where = _describe_event(stretch.recording, number, events.get(number))
-                known = sum(side.target is not None or side.live is not None for side in sides)
-                counts[where] = counts.get(where, 0) + known
+                count = sum(side.target is not None or side.live is not None for side in sides)
+                counts[where] = counts.get(where, 0) + count
     label, values = differing(programs)
     if values > 1:
         counts[label] = values - 1
@@ -308,9 +308,9 @@ class Outline:
                     graph.nodes[name].update(hits=item.total, never=never, modules=modules)
             for (before, by, after), hits in program.steps.items():
                 edge = graph.get_edge_data(names[before], names[after], {"hits": 0, "outcomes": ""})
-                known = [text for text in (edge["outcomes"], by) if text]
+                texts = [text for text in (edge["outcomes"], by) if text]
                 graph.add_edge(names[before], names[after], hits=edge["hits"] + hits,
-                               outcomes=", ".join(known))  # fmt: skip
+                               outcomes=", ".join(texts))  # fmt: skip
         return graph
 
     def draw(

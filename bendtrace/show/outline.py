@@ -269,18 +269,18 @@ def title(program: ProgramOutline) -> str:
 
 def programs_as_text(programs: Sequence[ProgramOutline], mine: bool = False) -> Iterator[str]:
     """Yield each program as text; programs with the same text as an earlier one take one line."""
-    known: dict[tuple[str, ...], int] = {}
+    numbers: dict[tuple[str, ...], int] = {}
     for program in programs:
         rows = list(_flow(program.flow, 1, mine))
         read = tuple(code for code, _, _ in rows)
         facts, more = program.selected_by[:_FACTS], len(program.selected_by) - _FACTS
         facts += [f"{more} more"] if more > 0 else []
         counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
-        if read in known:
+        if read in numbers:
             where = f", where {' and '.join(facts)}" if facts else ""
-            yield f"{title(program)}{where}; {counts}; same flow as program {known[read]}"
+            yield f"{title(program)}{where}; {counts}; same flow as program {numbers[read]}"
             continue
-        known[read] = program.number
+        numbers[read] = program.number
         lines = [title(program)]
         lines += [f"  {'and' if i else 'where'} {fact}" for i, fact in enumerate(facts)]
         yield "\n".join([*lines, f"  {counts}", *_align(rows)])

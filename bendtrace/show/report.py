@@ -58,10 +58,10 @@ def roll(
     entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]
 ) -> list[SharedLine]:
     """Group the entries that only one run has, ordered by the first of each group."""
-    known = set(known_modules)
+    modules = set(known_modules)
 
     def part_of(entry: LayerEntry) -> tuple[str, ...]:
-        module = _whole_module(entry, run, known)
+        module = _whole_module(entry, run, modules)
         if module is not None:
             return "module", module
         if entry.passes > 1:
@@ -272,17 +272,17 @@ def numbers_text(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def _whole_module(entry: LayerEntry, run: RunIndex, known: set[str]) -> str | None:
+def _whole_module(entry: LayerEntry, run: RunIndex, modules: set[str]) -> str | None:
     """Return the outermost module around an entry that the other run does not have."""
     for scope in entry.scopes:
         name = run.calls[scope].name if scope in run.calls else scope.rpartition(":")[0]
-        if name not in known:
+        if name not in modules:
             return name
     if entry.kind == "state":
         parts = entry.name.split(".")[:-1]
         for length in range(1, len(parts) + 1):
             name = ".".join(parts[:length])
-            if name in run.modules and name not in known:
+            if name in run.modules and name not in modules:
                 return name
     return None
 
@@ -407,14 +407,14 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
         yield "Flow", ("", "source", "at", "module", "iteration", "times", "a", "b"), flow
     matching = difference._matching
     names = matching.modules
-    for name, entries, run, known in (
+    for name, entries, run, seen_modules in (
         ("Only in a", difference.removed, matching.a, names.keys()),
         ("Only in b", difference.added, matching.b, names.values()),
     ):
         if entries:
             cells: _Rows = [
                 (row.what, row.shape, row.module, shorten(row.place, _WIDE, placeholder=" ..."))
-                for row in roll(entries, run, known)
+                for row in roll(entries, run, seen_modules)
             ]
             yield name, ("", "shape", "module", "at"), cells
     if difference.changed:
@@ -489,12 +489,12 @@ class _Union:
         self._merge_modules(steps_b)
         self._merge_entries(steps_a, steps_b)
         self.step_labels = [""] * len(self.flow_steps)
-        for numbers, run, known in (
+        for numbers, run, labels in (
             (steps_b, self._b, self._labels_b),
             (steps_a, self._a, self._labels_a),
         ):
             for number, label in enumerate(run.history.step_labels):
-                self.step_labels[numbers[number]] = known.get(label, "")
+                self.step_labels[numbers[number]] = labels.get(label, "")
         self._order_modules()
 
     def _merge_steps(self) -> tuple[dict[int, int], dict[int, int]]:

@@ -202,18 +202,18 @@ def _node_labels(
 ) -> set[str]:
     """Return the labels of the values that get nodes."""
     shown = {e.label for e in entries if e.kind in ("input", "op", "output")}
-    known = {entry.label: entry for entry in entries if entry.kind == "number"}
+    by_label = {entry.label: entry for entry in entries if entry.kind == "number"}
     if numbers == "all":
-        shown |= known.keys()
+        shown |= by_label.keys()
     if numbers == "deciding":
         stack = [history.step_labels[number] for number in steps]
         seen: set[str] = set()
         while stack:
             label = stack.pop()
-            if label in known and label not in seen:
+            if label in by_label and label not in seen:
                 seen.add(label)
-                stack += known[label].parents
-                if known[label].function not in _CONVERSIONS:
+                stack += by_label[label].parents
+                if by_label[label].function not in _CONVERSIONS:
                     shown.add(label)
     return shown
 
@@ -246,11 +246,11 @@ def origins(
 
 def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
     """Merge the passes of each op, and the calls of each module."""
-    known: dict[object, Item] = {}
+    first_of: dict[object, Item] = {}
     kept: list[Item] = []
     for item in box.items:
         key = _roll_key(item, key_of_step)
-        first = known.setdefault(key, item)
+        first = first_of.setdefault(key, item)
         if first is item:
             kept.append(item)
         elif isinstance(first, SceneLeaf) and isinstance(item, SceneLeaf):
@@ -294,7 +294,7 @@ class _Tokens:
 
     def __init__(self, step_key: Callable[[int, bool], object]) -> None:
         self._numbers: dict[object, Token] = {}
-        self._known: dict[tuple[Item, bool], Token] = {}
+        self._tokens: dict[tuple[Item, bool], Token] = {}
         self._step_key = step_key
 
     def _number(self, key: object) -> Token:
@@ -308,13 +308,13 @@ class _Tokens:
             by_name: whether equal means the same sites of the same modules, as in the passes of
                 a loop. Otherwise it means alike in class, functions and shapes.
         """
-        if (item, by_name) not in self._known:
-            self._known[item, by_name] = self._number((by_name, *self._key(item, by_name)))
-        return self._known[item, by_name]
+        if (item, by_name) not in self._tokens:
+            self._tokens[item, by_name] = self._number((by_name, *self._key(item, by_name)))
+        return self._tokens[item, by_name]
 
     def forget(self, item: Item) -> None:
         for by_name in (True, False):
-            self._known.pop((item, by_name), None)
+            self._tokens.pop((item, by_name), None)
 
     def _key(self, item: Item, by_name: bool) -> tuple[object, ...]:
         if isinstance(item, Box):
@@ -780,23 +780,23 @@ class Emitter:
         """Find the edges between the nodes."""
         found: dict[_Ends, Arrow] = {}
         by_label = {entry.label: entry for entry in self.history.entries}
-        known: dict[str, SceneNode] = {**outside, **self.node_of}
+        nodes: dict[str, SceneNode] = {**outside, **self.node_of}
         for entry in self.entries:
             target = self.node_of.get(entry.label)
             if target is None:
                 continue
             for place, parent in enumerate(entry.parents):
-                for label in origins(parent, by_label, known, sizes=False):
+                for label in origins(parent, by_label, nodes, sizes=False):
                     kind = "data" if label == parent else "number"
-                    self._join(found, known[label], target, by_label[label], kind, entry, place)
+                    self._join(found, nodes[label], target, by_label[label], kind, entry, place)
             if ">" + entry.label in outside:
                 self._join(found, target, outside[">" + entry.label], entry, "data")
         for number, label in enumerate(self.history.step_labels):
             node = self.step_nodes.get(number)
             if node is None or not label:
                 continue
-            for origin in origins(label, by_label, known, sizes=True):
-                self._join(found, known[origin], node, by_label[origin], "data", step=number)
+            for origin in origins(label, by_label, nodes, sizes=True):
+                self._join(found, nodes[origin], node, by_label[origin], "data", step=number)
         self._control(found)
         direct = {(edge.source, edge.target) for edge in found.values() if edge.kind == "data"}
         return [

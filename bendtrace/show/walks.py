@@ -719,12 +719,12 @@ def choices_of(place: InstructionPlace, outcome: bool) -> tuple[tuple[Choice, bo
         test, value = conclude_truth(file, node, outcome)
         if test.parent is not None and not isinstance(test.parent, ast.BoolOp):
             decided.append((test.child, value))
-    known = {
+    values = {
         choice.span: choice
         for child, _ in decided
         for choice in _choices_at(file, file.parents[child])
     }
-    pairs = [(known.get(span_of(child)), value) for child, value in decided]
+    pairs = [(values.get(span_of(child)), value) for child, value in decided]
     return tuple((choice, value) for choice, value in pairs if choice is not None)
 
 

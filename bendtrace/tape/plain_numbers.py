@@ -220,16 +220,16 @@ def uses_torch(module: str) -> bool:
         return True
     if not package or package in sys.stdlib_module_names or package == "numpy":
         return False
-    count, known = _known_packages.get(package, (0, False))
-    if not known and count != len(sys.modules):
+    count, is_cached = _known_packages.get(package, (0, False))
+    if not is_cached and count != len(sys.modules):
         inside = f"{package}."
-        known = any(
+        is_cached = any(
             getattr(part, "__dict__", {}).get("torch") is torch
             for name, part in list(sys.modules.items())
             if name == package or name.startswith(inside)
         )
-        _known_packages[package] = len(sys.modules), known
-    return known
+        _known_packages[package] = len(sys.modules), is_cached
+    return is_cached
 
 
 def is_known_code(code: CodeType, module: str) -> bool:
@@ -381,14 +381,14 @@ def needs_plain_numbers(code: CodeType, space: Mapping[str, Any] | None = None) 
     if is_off("identity"):
         return True
     space = vars(builtins) if space is None else space
-    known = _plain.get((id(code), id(space)))
-    if known is None:
+    cached = _plain.get((id(code), id(space)))
+    if cached is None:
         needs = _tells_apart(code) or (
             not code.co_filename.startswith((TORCH, PACKAGE))
             and not _all_ask(code, objects_by_name(code, space))
         )
-        known = _plain[id(code), id(space)] = code, space, needs
-    return known[2]
+        cached = _plain[id(code), id(space)] = code, space, needs
+    return cached[2]
 
 
 def function_needs_plain(function: types.FunctionType) -> bool:

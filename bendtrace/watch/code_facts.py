@@ -204,8 +204,8 @@ def functions_of(member: Any) -> list[types.FunctionType]:
         parts = (member.fget, member.fset, member.fdel)
         return [part for part in parts if isinstance(part, types.FunctionType)]
     if isinstance(member, functools.singledispatchmethod):
-        known = [member.func, *member.dispatcher.registry.values()]
-        return [function for part in known for function in functions_of(part)]
+        implementations = [member.func, *member.dispatcher.registry.values()]
+        return [function for part in implementations for function in functions_of(part)]
     if isinstance(member, functools.partialmethod):
         member = member.func
     elif isinstance(member, (classmethod, staticmethod)):

@@ -778,7 +778,7 @@ def _waiting_reason(
 
 
 _lock = threading.Lock()
-_known: dict[str, Any] = {}
+_ranks: dict[str, Any] = {}
 _events: dict[str, int] = {}  # go on counting if the process group is made again
 
 
@@ -790,13 +790,13 @@ def ranks(timeout: float) -> Ranks:
     """
     default = dist.group.WORLD
     with _lock:
-        known: Ranks | None = _known.get("ranks")
-        if known is None or _known["group"] is not default:
+        cached: Ranks | None = _ranks.get("ranks")
+        if cached is None or _ranks["group"] is not default:
             store: Any = dist.distributed_c10d._get_default_store()
             if hasattr(store, "clone"):
                 store = store.clone()  # whose connection nobody else has to wait for
             store = dist.distributed_c10d.PrefixStore("bendtrace", store)
-            known = Ranks(store, dist.get_rank(), dist.get_world_size(), timeout, _events)
-            _known.update(ranks=known, group=default)
-        known.timeout = timeout
-    return known
+            cached = Ranks(store, dist.get_rank(), dist.get_world_size(), timeout, _events)
+            _ranks.update(ranks=cached, group=default)
+        cached.timeout = timeout
+    return cached

@@ -208,9 +208,9 @@ def _all_equivalents() -> dict[Any, FunctionEquivalent]:
     ) -> None:
         if not isinstance(function, types.FunctionType):
             return
-        known = _ASKING | set(names) | ({function.__name__} if own else set())
-        if known.issuperset(function.__code__.co_names):
-            found[function] = FunctionEquivalent(function, resolve, known)
+        known_names = _ASKING | set(names) | ({function.__name__} if own else set())
+        if known_names.issuperset(function.__code__.co_names):
+            found[function] = FunctionEquivalent(function, resolve, known_names)
 
     cudnn = "backends", "cudnn", "enabled"
     enter(functional.layer_norm, _layer_norm, *cudnn)
@@ -279,13 +279,13 @@ def plain_values(tape: Tape) -> set[int]:
     plain: set[int] = set()
     for op in tape.ops:
         if op.is_given:
-            known = isinstance(op.target, Captured) and _is_plain_part(op.target)
+            is_plain = isinstance(op.target, Captured) and _is_plain_part(op.target)
         else:
-            known = op.kind is OpKind.SCALAR or (
+            is_plain = op.kind is OpKind.SCALAR or (
                 op.kind is OpKind.CALL and _gives_plain_tensors(op.target)
             )
-            known = known and _is_plain_argument((*op.args, *op.kwargs.values()), plain)
-        if known:
+            is_plain = is_plain and _is_plain_argument((*op.args, *op.kwargs.values()), plain)
+        if is_plain:
             plain.add(op.index)
     return plain
 

@@ -272,9 +272,9 @@ class Environment(ScanResult):
         """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
         for label, cache, *_ in self.caches:
             if any(kept is tensor for kept in cached_results(cache)):
-                known = len(self.parts)
+                count = len(self.parts)
                 Scan(self).scan_late(tensor, f"{label}(...)")
-                self._sort_out(self.parts[known:])
+                self._sort_out(self.parts[count:])
                 self.read_caches.append((cache, tensor))
                 return self.by_id[id(tensor)]
         return None
@@ -297,9 +297,11 @@ class Environment(ScanResult):
         if not all(one.__code__ in known_code for one in self.functions):
             return True
         for cache, entries in self.cached.items():
-            known = dict(other.filled_caches.get(cache, ()))
-            known.update(other.cached.get(cache, ()))
-            if not all(key in known and identical(known[key], one) for key, one in entries):
+            seen_entries = dict(other.filled_caches.get(cache, ()))
+            seen_entries.update(other.cached.get(cache, ()))
+            if not all(
+                key in seen_entries and identical(seen_entries[key], one) for key, one in entries
+            ):
                 return True
         return False
 
@@ -396,9 +398,9 @@ class Environment(ScanResult):
         for space, names in self.missing.values():
             if not space.keys().isdisjoint(names):
                 self._block_new_names(space, names)
-        for owner, known in self.namespaces.values():
-            made = set(owner) - set(known)
-            if len(owner) != len(known) and not (
+        for owner, names_before in self.namespaces.values():
+            made = set(owner) - set(names_before)
+            if len(owner) != len(names_before) and not (
                 # An empty one is made by whoever asks a class for it, `inspect` for example.
                 made == {"__annotations__"} and owner["__annotations__"] == {}
             ):

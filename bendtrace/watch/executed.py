@@ -248,15 +248,15 @@ class CodeMonitor:
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> int:
         """Return whether code is finished: 2 if it is not known to ask traced numbers."""
-        known = self._kinds.get(code)
-        if known is None:
-            known = int(is_finished_code(code, space))
-            if not known:
+        cached = self._kinds.get(code)
+        if cached is None:
+            cached = int(is_finished_code(code, space))
+            if not cached:
                 self.codes[code] = space
             elif not is_known_code(code, str(space.get("__name__"))):
-                known = _FOREIGN
-            self._kinds[code] = known
-        return known
+                cached = _FOREIGN
+            self._kinds[code] = cached
+        return cached
 
     def _handle_start(self, frame: types.FrameType) -> None:
         code = frame.f_code
@@ -534,10 +534,10 @@ _learned = WeakIdKeyDictionary()
 def functions_of_runs(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
     """Return the functions that runs of a model have shown, besides those its code names."""
     try:
-        known = _learned.get(key_of(function), {})
+        learned = _learned.get(key_of(function), {})
     except TypeError:
         return ()
-    return tuple(one for several in known.values() for one in several)
+    return tuple(one for several in learned.values() for one in several)
 
 
 def learn(
@@ -550,10 +550,10 @@ def learn(
         code_monitor: what ran.
         functions: those that were known.
     """
-    known = {one.__code__ for one in functions}
-    new = [code for code in code_monitor.codes if code not in known]
+    codes = {one.__code__ for one in functions}
+    new = [code for code in code_monitor.codes if code not in codes]
     if new:
-        nested = {inner for code in known for inner in codes_in(code)}
+        nested = {inner for code in codes for inner in codes_in(code)}
         new = [code for code in new if code not in nested]
     if not new:
         return

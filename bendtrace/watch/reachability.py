@@ -93,9 +93,9 @@ def reachable_from(
     """
     if "<" in subject.__qualname__:  # made by a function, and not to be kept alive by a cache
         return _search(subject, entries)
-    known = _kept.get((subject, entries))
-    if known is not None and known[1].holds():
-        return known[0]
+    cached = _kept.get((subject, entries))
+    if cached is not None and cached[1].holds():
+        return cached[0]
     reach = _search(subject, entries)
     if len(_kept) >= _KEPT:
         _kept.clear()

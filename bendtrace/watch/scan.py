@@ -431,14 +431,14 @@ class CodeScan:
             progress = False
             for cls in [*found.depends.classes.values()]:  # also classes that code only names
                 self._meet_helper(cls)
-            for cls, known in tuple(found.helpers.items()):
+            for cls, count in tuple(found.helpers.items()):
                 members = members_of(cls)
                 named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
                 if issubclass(cls, nn.Module):
                     named -= _MADE
                 if found.computes and is_users_class(cls):
                     named = members
-                if named > known:
+                if named > count:
                     found.helpers[cls] = named
                     self._scan_reachable(reachable_from(cls, named), None)
                     progress = True
@@ -459,7 +459,7 @@ class CodeScan:
     # Python modules and installed packages.
 
     def _meet_module(self, module: types.ModuleType) -> None:
-        if is_users_module(module) and all(module is not known for known in self._modules):
+        if is_users_module(module) and all(module is not other for other in self._modules):
             self._modules.append(module)
 
     def _scan_modules(self) -> None:
@@ -490,8 +490,8 @@ class CodeScan:
         self, space: Mapping[str, Any], names: Iterable[str], everything: bool = False
     ) -> None:
         """Note names that a Python module lacks, or that it has no names but those it has now."""
-        _, known = self.found.missing.setdefault(id(space), (space, set()))
-        known.update(name for name in names if name not in space)
+        _, missing = self.found.missing.setdefault(id(space), (space, set()))
+        missing.update(name for name in names if name not in space)
         if everything:
             self.found.sized[id(space)] = space, frozenset(space)
 
@@ -686,9 +686,9 @@ class Scan(CodeScan):
         for function in functions_of_runs(found.function):
             found.names |= {function.__name__}
             self._scan_code(function)
-        known: tuple[int, ...] = ()
-        while known != (
-            known := (len(found.parts), len(found.names), len(found.helpers), found.computes)
+        sizes: tuple[int, ...] = ()
+        while sizes != (
+            sizes := (len(found.parts), len(found.names), len(found.helpers), found.computes)
         ):
             self._scan_helpers()
             self._scan_modules()
@@ -734,13 +734,13 @@ class Scan(CodeScan):
 
     def take_thing(self, value: Any, label: str) -> bool:
         """Scan a tensor, module, function or class; return False for any other value."""
-        known = self.found.by_id.get(id(value))
-        if known is not None and known.kind is not CaptureKind.IDENTITY:
+        part = self.found.by_id.get(id(value))
+        if part is not None and part.kind is not CaptureKind.IDENTITY:
             return True
         if isinstance(value, types.FunctionType) and is_finished(value):
             return True
         if isinstance(value, _MORE) or is_host_generator(value):
-            if known is None:
+            if part is None:
                 self._scan(value, Route(None, Access.FIXED, None, label, False))
             return True
         return False
@@ -778,10 +778,10 @@ class Scan(CodeScan):
                 found.tells_numbers = True
             traced = route.traceable(kind) and not found.plain_numbers
             self._add(value, route, CaptureKind.NUMBER if traced else CaptureKind.PLAIN)
-        elif (known := found.by_id.get(id(value))) is not None:
-            self._add(known, route, CaptureKind.ALIAS)
-            if known.is_argument and known.kind is CaptureKind.TUPLE:
-                self._guard_numbers(known)
+        elif (earlier := found.by_id.get(id(value))) is not None:
+            self._add(earlier, route, CaptureKind.ALIAS)
+            if earlier.is_argument and earlier.kind is CaptureKind.TUPLE:
+                self._guard_numbers(earlier)
         elif id(value) in found.growing:
             self._add(value, route, CaptureKind.GROWING)
         elif id(value) in found.watched_containers:

@@ -260,7 +260,7 @@ class CachedScan:
             or _identities(contents) != self._ids
             or [*map(type, self._typed)] != self._types
             or any(self._hook_dicts)
-            or any(cache.cache_info()[1:] != known[1:] for _, cache, known, _ in self._caches)
+            or any(cache.cache_info()[1:] != before[1:] for _, cache, before, _ in self._caches)
         ):
             return False
         held: dict[int, dict[Any, Any]] = {}
@@ -285,17 +285,17 @@ class CachedScan:
     def _remake_parts(self, held: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
         """Return the parts that each run makes again, by index; None if one has been replaced."""
         made: dict[int, Captured] = {}
-        for known in self._looked:
-            part = known
-            if known.index in self._anew:
-                part = made[known.index] = self._remake_part(known, made, held)
-            if part.kind is not CaptureKind.ALIAS and type(part.value) is not known.type:
+        for old in self._looked:
+            part = old
+            if old.index in self._anew:
+                part = made[old.index] = self._remake_part(old, made, held)
+            if part.kind is not CaptureKind.ALIAS and type(part.value) is not old.type:
                 return None
             if part.kind in COPIED and not is_as_copied(part, part.value):
                 return None
             if part.kind is CaptureKind.GROWING and is_full(part.value):
                 return None
-            noted = self._content.get(known.index)
+            noted = self._content.get(old.index)
             if noted is None:
                 continue
             if part.kind is CaptureKind.TENSOR:
@@ -308,27 +308,27 @@ class CachedScan:
                 return None
             if [*map(id, content.values())] != noted[1]:
                 return None
-            held[known.index] = content
+            held[old.index] = content
         bare = [made.get(part.index, part).value for part in self._bare]
         if any(map(_own_attributes, bare)) or [*map(_facts, bare)] != self._bare_facts:
             return None
         return made
 
     def _remake_part(
-        self, known: Captured, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
+        self, old: Captured, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
     ) -> Captured:
-        parent = known.parent
-        value = known.value
-        if known.kind is CaptureKind.ALIAS:
+        parent = old.parent
+        value = old.value
+        if old.kind is CaptureKind.ALIAS:
             value = made.get(value.index, value)
         if parent is not None:
             above = made.get(parent.index, parent)
-            if known.kind in _IN_RUN:
-                value = _current_value(above, known, held)
+            if old.kind in _IN_RUN:
+                value = _current_value(above, old, held)
             parent = above
         return Captured(
-            known.index, parent, known.access, known.key, known.kind, value, known.type,
-            known.label, False, known.size, known.hidden,
+            old.index, parent, old.access, old.key, old.kind, value, old.type,
+            old.label, False, old.size, old.hidden,
         )  # fmt: skip
 
     def _hand_over(
@@ -383,10 +383,10 @@ _latest: MutableMapping[Any, weakref.ref[CachedScan]] = WeakIdKeyDictionary()
 def latest_walk(function: Callable[..., Any]) -> CachedScan | None:
     """Return the latest scan over a model's environment, as long as a run with it is kept."""
     try:
-        known = _latest.get(function)
+        latest = _latest.get(function)
     except TypeError:  # not hashable, or there can be no weak references to it
         return None
-    return None if known is None else known()
+    return None if latest is None else latest()
 
 
 def remember(function: Callable[..., Any], scanned: CachedScan) -> None:
