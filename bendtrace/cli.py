@@ -968,8 +968,10 @@ def _cost(options: argparse.Namespace) -> str:
     costs = cost(run, by=options.by)
     text = f"{costs}\n\n{size_text(costs.peak)} of values at most"
     if costs.at is not None:
-        held = ", ".join(f"{entry.label} ({size_text(entry.nbytes)})" for entry in costs.alive[:5])
-        text += f", at {costs.at.label}: {held}"
+        listed = ", ".join(
+            f"{entry.label} ({size_text(entry.nbytes)})" for entry in costs.alive[:5]
+        )
+        text += f", at {costs.at.label}: {listed}"
     return text
 
 

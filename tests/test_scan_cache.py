@@ -139,7 +139,7 @@ def told(environment: Environment) -> list[Any]:
 
     held = {
         index: list(content.items())
-        for index, content in environment.held.items()
+        for index, content in environment.content_of.items()
         if index not in environment.places.taken
     }
     return [

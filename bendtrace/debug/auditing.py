@@ -175,18 +175,18 @@ def _unwritten(recording: Recording) -> dict[int, Tensor]:
             written.add(index)
             waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
     states = {ops[index].target for index in written if ops[index].kind is OpKind.STATE}
-    held: dict[Captured, Tensor] = {}
+    tensors: dict[Captured, Tensor] = {}
     for part in recording.environment.parts:
         if part.kind is CaptureKind.TENSOR and not part.is_argument:
             tensor = _read(part)
             if isinstance(tensor, Tensor):
-                held[part] = tensor
-    storages = {0, *(storage_of(held[part]) for part in states & held.keys())}
+                tensors[part] = tensor
+    storages = {0, *(storage_of(tensors[part]) for part in states & tensors.keys())}
     # A backward pass inside of the run adds to `grad`, which is no write of an op.
     collects = not recording.environment.names.isdisjoint(("backward", "grad"))
     return {
         id(tensor): tensor
-        for tensor in held.values()
+        for tensor in tensors.values()
         if tensor.is_leaf
         and storage_of(tensor) not in storages
         and not (collects and tensor.requires_grad)

@@ -729,8 +729,8 @@ class AutogradGraph:
     def _leaf_names(self, capture: ValueCapture) -> dict[int, tuple[str, str]]:
         """Return the name of each leaf, and its label in the log of the run, by identity."""
         names: dict[int, tuple[str, str]] = {}
-        held = {index: state.tensor for index, state in capture.states.items()}
-        for index, weak in {**held, **self._marks.leaves}.items():
+        leaves = {index: state.tensor for index, state in capture.states.items()}
+        for index, weak in {**leaves, **self._marks.leaves}.items():
             tensor, entry = weak(), self._of_op.get(index)
             if tensor is not None and entry is not None:
                 names[id(tensor)] = entry.label, entry.label

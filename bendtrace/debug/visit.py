@@ -492,12 +492,15 @@ class Start(ModelState):
         changed = next((change.label for change in environment.changes()), None)
         if len(reasons) > count:
             changed, reasons[count:] = "the model", []
-        for held, version in zip(self._held.values(), self._versions, strict=True):
+        for earlier, version in zip(self._earlier.values(), self._versions, strict=True):
             if changed is None and (
-                version_of(held.tensor) != version
-                or (held.copy is not None and not same_bits(held.copy, held.tensor.detach()))
+                version_of(earlier.tensor) != version
+                or (
+                    earlier.copy is not None
+                    and not same_bits(earlier.copy, earlier.tensor.detach())
+                )
             ):
-                changed = held.label
+                changed = earlier.label
         if changed is not None:
             raise InputError(
                 f"{changed} has changed since the run was begun, so its values are no longer "
@@ -522,16 +525,18 @@ class Start(ModelState):
         for tensor in tensors_in((args[:1], kwargs.get("out"))):
             if storage_of(tensor) not in self._storages:
                 continue
-            if changes and id(tensor) in self._held:
-                return f"{name} changes more of {self._held[id(tensor)].label} than its values"
-            for key, held in self._held.items():
-                if held.copy is None and storage_of(held.tensor) == storage_of(tensor):
-                    self._held[key] = held._replace(copy=aligned_copy(held.tensor.detach()))
+            if changes and id(tensor) in self._earlier:
+                return f"{name} changes more of {self._earlier[id(tensor)].label} than its values"
+            for key, earlier in self._earlier.items():
+                if earlier.copy is None and storage_of(earlier.tensor) == storage_of(tensor):
+                    self._earlier[key] = earlier._replace(
+                        copy=aligned_copy(earlier.tensor.detach())
+                    )
         return ""
 
     def knows(self, label: str) -> bool:
         """Return whether a tensor that existed before the run was found when it began."""
-        return any(held.label == label for held in self._held.values())
+        return any(earlier.label == label for earlier in self._earlier.values())
 
 
 # What is seen at the positions of a run, as text, within a budget.

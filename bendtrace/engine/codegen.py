@@ -428,7 +428,7 @@ class SegmentWriter(RunWriter):
 
     def _leave(self, number: int, guard: Guard, answer: str, condition: str) -> None:
         """Write how a segment is left, with the values of the holes."""
-        source, holes = self.source, self.schedule.held.get(number, ())
+        source, holes = self.source, self.schedule.holes_at.get(number, ())
         missing = self.schedule.missing(number, source.emitted)
         self._take_out([(op.args, op.kwargs) for op in missing])
         if condition:

@@ -294,11 +294,11 @@ def _written_arguments(
                 yield argument.name, value
     if func.overloadpacket.__name__ in UNTOLD:
         names = [argument.name for argument in func._schema.arguments]
-        held = dict(zip(names, args, strict=False)) | kwargs
-        if held.get("training", held.get("train", True)):
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if named.get("training", named.get("train", True)):
             for name in names:
-                if name.startswith("running_") and isinstance(held.get(name), Tensor):
-                    yield name, held[name]
+                if name.startswith("running_") and isinstance(named.get(name), Tensor):
+                    yield name, named[name]
 
 
 def _operator_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -639,8 +639,8 @@ def why_not_op(op: Op, entry: Context) -> str | None:
             return f"{name} of a tensor is asked for"
         if op.context._replace(grad=entry.grad) != entry:
             return f"{name} runs in another inference or autocast mode than the call"
-    for held in _objects_in((op.args, op.kwargs)):
-        return f"{name} is called with {held}"
+    for thing in _objects_in((op.args, op.kwargs)):
+        return f"{name} is called with {thing}"
     return None
 
 

@@ -390,7 +390,7 @@ class Dispatcher:
             if (floor := self._floor_of(call.plan)).is_counting:
                 floor.count_path(True)
             return result.output
-        with nullcontext() if result.held is not None else gates.again():
+        with nullcontext() if result.computed is not None else gates.again():
             return self._resume(call, program, result)
 
     def _floor_of(self, plan: InsertionPlan | None) -> Floor:

@@ -288,7 +288,7 @@ class Program:
         splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
-        if divergence.held is None:  # nothing was done that cannot be done again
+        if divergence.computed is None:  # nothing was done that cannot be done again
             return self.run(arguments)
         exit = divergence.exit  # read once: another thread may forget it
         if exit is None or _exit_code(exit) is None:
@@ -345,12 +345,12 @@ class Program:
         trips: list[Trip] = []
         exit: Exit | None = graph.beginning
         hold = Hold() if since is None else since[0].hold
-        held = Holes(graph.may_grow and not compiled and since is None, hold)
+        holes = Holes(graph.may_grow and not compiled and since is None, hold)
         if since is not None:
             earlier, exit = since
-            assert earlier.held is not None
+            assert earlier.computed is not None
             trips = earlier.trips
-            held += earlier.held.values()
+            holes += earlier.computed.values()
         assert exit is not None
         piece, entered = exit.piece, exit.number
         code = (exit.compiled if compiled else None) or exit.code
@@ -365,9 +365,9 @@ class Program:
             if piece.casts:
                 hold.take()
             try:
-                result = code.function(arguments, held)
+                result = code.function(arguments, holes)
             except Exception as raised:
-                held.put_back()
+                holes.put_back()
                 if isinstance(raised, Interrupted):
                     stop: Stop = AfterOp(raised.position - 1)
                     has_acted = _have_acted([*trips, (piece, entered, stop)])
@@ -393,7 +393,7 @@ class Program:
                     error = values.pop(stop.index)
                     del departure
             except BaseException:
-                held.put_back()
+                holes.put_back()
                 hold.release()
                 raise
             else:
@@ -425,10 +425,10 @@ class Program:
                     if exit is not None and found is not None:
                         if compiled:
                             found = exit.compiled or found
-                        if held.grown and not held.may_enter(
+                        if holes.grown and not holes.may_enter(
                             exit.piece.growths.values(), found.places
                         ):
-                            held.put_back()
+                            holes.put_back()
                         trips.append((piece, entered, stop))
                         piece, entered, code = exit.piece, exit.number, found
                         continue
@@ -437,8 +437,8 @@ class Program:
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
                 state = piece.recording.tape.states.get(stop)
-                values = None if state is None else dict(zip(state.holes, held, strict=True))
-                held.put_back()
+                values = None if state is None else dict(zip(state.holes, holes, strict=True))
+                holes.put_back()
             trips.append((piece, entered, stop))
             if node is not None:
                 piece, stop = node.piece, node.number

@@ -161,8 +161,8 @@ class Divergence:
         outcome: what the test gave.
         hold: on autocast's cache; released by who goes on.
         trips: the parts of the graph that the call went along.
-        held: the values of the state that it came to, by the ops of the last part; None if no state
-            was read, and the model can do everything again.
+        computed: the values of the state that it came to, by the ops of the last part; None if no
+            state was read, and the model can do everything again.
         error: what an op raised, if it was not a guard that led away.
         follower: knows states that a resumed run may come to.
         asked: how many questions of the last part were asked, if no guard led away (see `Section`).
@@ -174,7 +174,7 @@ class Divergence:
     outcome: Any
     hold: Hold
     trips: list[Trip] = field(default_factory=list)
-    held: dict[int, Any] | None = None
+    computed: dict[int, Any] | None = None
     error: Exception | None = None
     follower: Follower | None = None
     asked: int = 0
@@ -215,11 +215,11 @@ class Divergence:
     def drop(self) -> None:
         """Let go of the values, of which nothing will be used."""
         self.hold.release()
-        self.held = None
+        self.computed = None
 
     def script(self) -> Script | None:
         """Return the part that a resumed run does not have to repeat; None if that is nothing."""
-        if self.held is None:
+        if self.computed is None:
             self.hold.release()
             return None
         sections = [
@@ -227,9 +227,9 @@ class Divergence:
             for piece, entered, left in self.trips
             if left is not None
         ]
-        held, self.held = self.held, {}  # the run alone holds the values
+        computed, self.computed = self.computed, {}  # the run alone holds the values
         error, self.error = self.error, None
-        return scripts.Script(sections, self.outcome, held, error, self.hold, self.follower)
+        return scripts.Script(sections, self.outcome, computed, error, self.hold, self.follower)
 
     def release(self, script: Script | None) -> None:
         """Let go of the values, once a run has been resumed with them."""
@@ -239,7 +239,7 @@ class Divergence:
         # comes by, would keep them alive.
         self.hold.release()  # if the run did not even begin
         script.release()
-        self.held = None
+        self.computed = None
 
 
 _FEW = 8  # sides that are looked at one by one

@@ -555,7 +555,7 @@ class TraceTree:
         """Run a program, going over to paths that are known from other programs."""
         result = program.run(arguments, compiled=compiled, splicer=splicer)
         while isinstance(result, Divergence) and not result.known_live:
-            if splicer is not None and result.held is None:
+            if splicer is not None and result.computed is None:
                 break  # nothing may be done again
             elsewhere = self._find_elsewhere(names, program, result, arguments)
             if elsewhere is None:

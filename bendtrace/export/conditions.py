@@ -90,13 +90,13 @@ def _copy_marks(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     return copy(tensor)
 
 
-def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int]) -> None:
+def require_plain(number: int, inputs: Mapping[str, Any], state: Collection[int]) -> None:
     """Require that inputs are no more than tensors, numbers and containers.
 
     Args:
         number: counts the inputs from 1.
         inputs: the arguments by name.
-        held: the identities of the model's own tensors.
+        state: the identities of the model's own tensors.
 
     Raises:
         ExportError: one is of a class, or has attributes, which no program could read.
@@ -131,7 +131,7 @@ def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int])
                 f"{name} has the attribute {next(iter(leaf.__dict__))}, which a program cannot "
                 "read: pass it as a separate argument"
             )
-        if id(leaf) in held:
+        if id(leaf) in state:
             raise ExportError(f"{name} is a tensor of the model itself: pass a clone()")
 
 

@@ -104,7 +104,7 @@ class Exported:
     _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
     _constants: Sequence[Any] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
-    _held: frozenset[int] = field(default=frozenset(), repr=False, init=False)
+    _state_ids: frozenset[int] = field(default=frozenset(), repr=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program.
@@ -116,7 +116,7 @@ class Exported:
         kwargs = {**kwargs, **{k: v for k, v in self.insertions.items() if k not in kwargs}}
         if self._module is None:
             self._module = self.program.module()
-            self._held = frozenset(map(id, self.program.state_dict.values()))
+            self._state_ids = frozenset(map(id, self.program.state_dict.values()))
         form = self._form(args, kwargs)
         if form not in self._forms:
             raise InputError(
@@ -124,7 +124,7 @@ class Exported:
                 f"{form} in place of {self._forms[0]}"
             )
         leaves = pytree.tree_leaves((args, kwargs))
-        if not self._held.isdisjoint(map(id, leaves)):
+        if not self._state_ids.isdisjoint(map(id, leaves)):
             raise InputError("an argument is a tensor of the program itself: pass a clone()")
         for leaf, constant in zip(leaves, self._constants, strict=False):
             if type(leaf) is type(constant) and type(leaf) in _NUMBERS and leaf != constant:
@@ -211,9 +211,9 @@ def export(
             made.notes = (*inserted.notes, *made.notes)
         return made
 
-    held = frozenset(state)
+    state_names = frozenset(state)
     for number, (args, kwargs) in enumerate(calls, 1):
-        require_plain(number, signature.bind(args, kwargs), held)
+        require_plain(number, signature.bind(args, kwargs), state_names)
     require_constant([signature.bind(*call) for call in calls])
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
@@ -281,8 +281,8 @@ def _export(
             "the model and its inputs to another device"
         )
     machine = Machine(recordings)
-    held = {name: tensor.detach() for name, tensor in added.items()}
-    calls = [(args, {**kwargs, **held}) for args, kwargs in calls]
+    tensors = {name: tensor.detach() for name, tensor in added.items()}
+    calls = [(args, {**kwargs, **tensors}) for args, kwargs in calls]
     args, kwargs = _largest(calls)
     names = signature.names(args, kwargs)
     head = _head(names, len(args))
@@ -320,7 +320,7 @@ def _export(
         in_file = conditions_in_files(program, inputs, facts, above, empty)
     program._guards_code[:0] = required  # torch's, for one, take a rank for granted
     made = Exported(program, written.unseen, len(calls), notes, written.text)
-    made.insertions = held
+    made.insertions = tensors
     made._constants = pytree.tree_leaves((args, kwargs))
     made._form = form = functools.partial(_form, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())

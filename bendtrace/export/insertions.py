@@ -263,8 +263,8 @@ class _Marked:
     def _called(self, form: str, at: NodePass, inputs: Inputs, *more: Any) -> Any:
         pending, tape = self._inserter.pending, self._inserter.recorder.tape
         ops, blockers = len(tape.ops), len(tape.blockers)
-        held = (v for v in more if not callable(v) or isinstance(v, Tensor))
-        pending.append([self._number, form, at.path, *inputs, *inputs.kwargs.values(), *held])
+        values = (v for v in more if not callable(v) or isinstance(v, Tensor))
+        pending.append([self._number, form, at.path, *inputs, *inputs.kwargs.values(), *values])
         try:
             given = getattr(self._what, form)
             return given(at, *more, inputs) if form == "instead" else given(at, inputs, *more)

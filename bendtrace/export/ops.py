@@ -311,8 +311,8 @@ class SegmentOps(Expressions):
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)
         if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
-            held = self._text(self._writer.part(constant, op))
-            name = self._define(f"{held}.clone()", op)
+            constant_text = self._text(self._writer.part(constant, op))
+            name = self._define(f"{constant_text}.clone()", op)
             self.values[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
         if self._run.numbers.has_varying_length(op.index) and gives_rows(op):

@@ -132,13 +132,10 @@ class Affine(Bend):
 
 
 def _bend_effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) -> Effect | str:
-    held = value_of(value)
-    if not isinstance(held, Tensor):
-        return effect_of_value(
-            lambda tensor, held: compute(tensor, number_operand(held, tensor)), held, like, compute
-        )
+    operand = value_of(value)
+    fit = fit_to_tensor if isinstance(operand, Tensor) else number_operand
     return effect_of_value(
-        lambda tensor, held: compute(tensor, fit_to_tensor(held, tensor)), held, like, compute
+        lambda tensor, given: compute(tensor, fit(given, tensor)), operand, like, compute
     )
 
 

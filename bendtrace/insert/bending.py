@@ -887,7 +887,7 @@ class Sources:
         self._catalogue = catalogue
         self._versions = versions
         self._version: Insertion | None = None
-        self._held: tuple[str, ...] = ()
+        self._needed: tuple[str, ...] = ()
         self._sources: tuple[CallbackInsertions, ...] = ()
 
     def __iter__(self) -> Iterator[CallbackInsertions]:
@@ -904,11 +904,11 @@ class Sources:
             )
             for source in self._sources
         ]  # fmt: skip
-        return version, self._held, rows
+        return version, self._needed, rows
 
     def restore(self, state: Any) -> None:
         """Restore the result of `copyable_state`, if the same insertions exist."""
-        version, self._held, rows = state
+        version, self._needed, rows = state
         every = self._owner.insertions
         self._version = None if version is None else every[version]
         sources = []
@@ -951,13 +951,13 @@ class Sources:
         needed, self._version = self._versions.needed, None
         if needed:
             self._version = self._owner.interject(list(map(StateTensor, needed)), self._versions)
-        self._held = needed
+        self._needed = needed
         for source in self._sources:
             self._place(source)
 
     def change_version(self) -> None:
         """Insert the version of the weights in use."""
-        if self._versions.needed != self._held:
+        if self._versions.needed != self._needed:
             self.renew()
 
     def where(self, spec: BendSpec, without: frozenset[str] = frozenset()) -> list[Any]:
@@ -1110,12 +1110,12 @@ class Versions(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Return the weight of the version in use."""
-        held = {name: self._stored_weight(name, at.path, output) for name in self.mixture}
-        if len(held) == 1:
-            return next(iter(held.values()))
+        weights = {name: self._stored_weight(name, at.path, output) for name in self.mixture}
+        if len(weights) == 1:
+            return next(iter(weights.values()))
         mixed: Any = None
         for name, share in _shares(self.mixture).items():
-            part = held[name] * share
+            part = weights[name] * share
             mixed = part if mixed is None else mixed + part
         return mixed
 

@@ -307,8 +307,8 @@ _UNCHANGED: _Returned = None, -1, False  # the value that it was given
 
 
 def _live_tensor(returned: _Returned) -> Tensor | None:
-    held = returned[0]
-    return held() if isinstance(held, weakref.ref) else held
+    tensor = returned[0]
+    return tensor() if isinstance(tensor, weakref.ref) else tensor
 
 
 def _why_not(returned: _Returned) -> str:

@@ -975,11 +975,11 @@ class StateInsertions:
             for name in dict.fromkeys((*every, label))
             for slot in self.slots.get(name, ())
             if slot.place.matcher.holder is None
-            or (name in (called, label) and _is_held(slot.place.matcher.holder, path))
+            or (name in (called, label) and _is_in_holder(slot.place.matcher.holder, path))
         )
 
 
-def _is_held(holder: str | None, here: str) -> bool:
+def _is_in_holder(holder: str | None, here: str) -> bool:
     """Return whether code uses a parameter of its own call, or of a call around it."""
     return holder is None or holder == here or not here or holder.startswith(f"{here}.")
 

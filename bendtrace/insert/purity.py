@@ -239,9 +239,9 @@ class _Lifting:
             items = [self.of(item) for item in thing]
             return ("list", tuple(s for s, _ in items)), (kind, tuple(k for _, k in items))
         if kind is dict and self._trusted and all(map(_is_plain_value, thing)):
-            held = [(name, *self.of(item)) for name, item in thing.items()]
-            keys = tuple((self.of(name)[1], k) for name, _, k in held)
-            return ("dict", tuple((name, s) for name, s, _ in held)), (kind, keys)
+            lifted = [(name, *self.of(item)) for name, item in thing.items()]
+            keys = tuple((self.of(name)[1], k) for name, _, k in lifted)
+            return ("dict", tuple((name, s) for name, s, _ in lifted)), (kind, keys)
         if self._trusted and isinstance(thing, _SEALED):
             return ("constant", thing), _ById(thing)
         if self._trusted and type(getattr(thing, "__dict__", None)) is dict:
@@ -390,9 +390,9 @@ class _Lifting:
     def of_pure(self, what: Interjection) -> tuple[type, list[tuple[str, Any]], Hashable]:
         """Return the class of an interjection, the specs of its attributes, and its key."""
         cls = self._facts.attribute(what, "__class__")
-        held = self._facts.attribute(what, "__dict__")
-        self._facts.content(held)
-        found = [(name, *self.of(value)) for name, value in held.items()]
+        attributes = self._facts.attribute(what, "__dict__")
+        self._facts.content(attributes)
+        found = [(name, *self.of(value)) for name, value in attributes.items()]
         keys = tuple((name, key) for name, _, key in found)
         return cls, [(name, spec) for name, spec, _ in found], (self._of_trusted_class(cls), keys)
 

@@ -173,11 +173,11 @@ class Deviation:
     def script(self, hold: Hold) -> Script:
         """Return the ops that the model's Python need not run again."""
         tape, done = self.prepared.recording.tape, self.finished_ops
-        held = {i: value for i, value in values_in(self.values).items() if i in done}
-        held.update((i, None) for i in done if gives_nothing(tape.ops[i]))
-        held.update((cut.index, self.slots[f"s{cut.slot}"]) for cut in self.prepared.cuts)
+        computed = {i: value for i, value in values_in(self.values).items() if i in done}
+        computed.update((i, None) for i in done if gives_nothing(tape.ops[i]))
+        computed.update((cut.index, self.slots[f"s{cut.slot}"]) for cut in self.prepared.cuts)
         section = Section(tape, -1, self.number)
-        return Script([section], self.outcome, held, None, hold, is_exact=True)
+        return Script([section], self.outcome, computed, None, hold, is_exact=True)
 
     def agrees_with(self, recording: Recording) -> bool:
         """Return whether all decisions so far agree, so that a run belongs to the program."""

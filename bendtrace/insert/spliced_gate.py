@@ -95,8 +95,8 @@ class SplicedGate:
             gate.failed(error, (entry,))
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        is_held = sys.getrefcount(given) > REFERENCES_OF_LOCAL
-        return self._weighed(value, given, is_held, at.number, kind, version)
+        is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
+        return self._weighed(value, given, is_referenced, at.number, kind, version)
 
     def _slowly(self, value: Any, kind: tuple[Any, ...] | None) -> Any:
         if is_repeated():
@@ -107,14 +107,14 @@ class SplicedGate:
         except Exception as error:
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        is_held = sys.getrefcount(given) > REFERENCES_OF_LOCAL
-        return self._weighed(value, given, is_held, number, kind, version)
+        is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
+        return self._weighed(value, given, is_referenced, number, kind, version)
 
     def _weighed(
         self,
         value: Any,
         given: Any,
-        is_held: bool,
+        is_referenced: bool,
         number: int,
         kind: tuple[Any, ...] | None,
         version: int,
@@ -124,17 +124,17 @@ class SplicedGate:
         Args:
             value: what the gate received.
             given: what it has returned.
-            is_held: whether somebody else has that, too.
+            is_referenced: whether somebody else has that, too.
             number: the pass.
             kind: what the value was like before.
             version: the version that it had.
         """
         path, current, splicer = self._path, attempt(), self._splicer
         if given is not value:
-            is_known = is_held and (current.has_met(given) or self._is_part(given))
+            is_known = is_referenced and (current.has_met(given) or self._is_part(given))
             may_change = splicer.writes
             if not is_known and fits(kind, given, may_change):
-                if not may_change or is_held or not splicer.keeps:
+                if not may_change or is_referenced or not splicer.keeps:
                     current.note(path, number, given, splicer.keeps, may_change)
                 else:
                     current.meets(given)

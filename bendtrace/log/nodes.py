@@ -135,7 +135,7 @@ class Events:
             while inner.parent is not None and inner.parent.is_argument:
                 found[inner.parent.index][inner.index] = inner
                 inner = inner.parent
-        return {index: [held[i] for i in sorted(held)] for index, held in found.items()}
+        return {index: [parts[i] for i in sorted(parts)] for index, parts in found.items()}
 
     @cached_property
     def input_of(self) -> dict[int, int]:
@@ -283,12 +283,12 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
     if isinstance(value, Instance):
         return _items_of_instance(value)
     if isinstance(value, Existing):
-        held = events.argument_parts.get(value.part.index)
-        if held is None or value.part.kind is CaptureKind.TENSOR:
+        parts = events.argument_parts.get(value.part.index)
+        if parts is None or value.part.kind is CaptureKind.TENSOR:
             return None
         return [
             _item_of_part(value.part, part)
-            for part in held
+            for part in parts
             # What is an item as well is shown as that.
             if not (isinstance(part.key, AttributeKey) and part.key != part.key.name)
         ]
@@ -931,7 +931,7 @@ class Holders:
             cached = self._tensors.get(id(call.module))
             if cached is None:
                 cached = self._tensors[id(call.module)] = {
-                    id(held): name for name, held in reversed(list(states_of(call.module)))
+                    id(own): name for name, own in reversed(list(states_of(call.module)))
                 }
             if id(tensor) in cached:
                 return cached[id(tensor)]

@@ -548,8 +548,10 @@ def _join(texts: list[str]) -> str:
                 end += 1
             if end - position > _FEW:
                 stop = "" if lag == 1 else str(1 - lag)
-                held = f"{list_name(name)}[-{match[2]}:{stop}]"
-                found.append(f"*[each{access} for each in {held}]" if access else f"*{held}")
+                slice_text = f"{list_name(name)}[-{match[2]}:{stop}]"
+                found.append(
+                    f"*[each{access} for each in {slice_text}]" if access else f"*{slice_text}"
+                )
                 position = end
                 continue
         found.append(texts[position])
@@ -629,8 +631,8 @@ def _instance_text(value: Instance, name: Name) -> str:
     elif value.items is not None:
         given = [value_text(item, name) for item in value.items]
     else:
-        held = value.attributes.items()
-        given = [f"{key}={value_text(item, name)}" for key, item in held]
+        attributes = value.attributes.items()
+        given = [f"{key}={value_text(item, name)}" for key, item in attributes]
         if sum(map(len, given)) > _LONG_OBJECT:
             return f"<{value.cls.__name__}>"
     return f"{value.cls.__name__}({', '.join(given)})"

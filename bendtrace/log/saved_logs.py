@@ -798,12 +798,12 @@ class ShardWriter:
         self._closed = False
         with writing(self.directory):
             os.makedirs(self.directory, exist_ok=True)
-            self._held = DirectoryLock(self.directory)
+            self._directory_lock = DirectoryLock(self.directory)
             try:
                 _make_room(self.directory)
                 self._mark("open")
             except BaseException:
-                self._held.release()
+                self._directory_lock.release()
                 raise
 
     def add(self, name: str, tensor: Tensor) -> StoredTensor | NotSaved:
@@ -849,7 +849,7 @@ class ShardWriter:
                     self._close_shard()
                     self._mark("closed", files=self._headers, tensors=self._rows)
                 self._closed = True
-                self._held.release()
+                self._directory_lock.release()
 
     def _room_for(self, name: str, layout: Strided) -> tuple[TensorFile, DataFile]:
         file = self._file
@@ -883,7 +883,7 @@ class ShardWriter:
         if error is None:
             self.close()
         else:  # the directory goes on saying that it is unfinished
-            self._held.release()
+            self._directory_lock.release()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

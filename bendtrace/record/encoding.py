@@ -234,19 +234,19 @@ class Encoder:
     def _function(self, function: types.FunctionType, what: str, memo: dict[int, Any]) -> Any:
         cells = function.__closure__ or ()
         try:
-            held = tuple(cell.cell_contents for cell in cells)
+            contents = tuple(cell.cell_contents for cell in cells)
         except ValueError:  # a name that is assigned only later
-            held = None
+            contents = None
         # `functools.wraps`, and so each transform of torch.func, leaves what it is around.
         marked = set(vars(function)) - {"__wrapped__"}
-        if held is None or stores_outside(function.__code__) or marked:
+        if contents is None or stores_outside(function.__code__) or marked:
             self._values.tape.block(
                 f"{what} contains the function {function.__name__}, which a replay could not "
                 f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
         metadata = {name: getattr(function, name) for name in FUNCTION_METADATA}
-        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), metadata)
+        parts = (function.__defaults__, function.__kwdefaults__, contents, vars(function), metadata)
         return Construction(
             make_function, function.__code__, FixedObject(function.__globals__),
             *(self.output(part, what, memo) for part in parts),

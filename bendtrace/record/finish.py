@@ -365,8 +365,8 @@ class Finish:
         if not arrays:
             return
         tensors = [part for part in parts if part.kind is CaptureKind.TENSOR]
-        held = ([part.value for part in several] for several in (tensors, arrays))
-        for one, other in sorted(overlap(*held)):
+        values = ([part.value for part in several] for several in (tensors, arrays))
+        for one, other in sorted(overlap(*values)):
             tensor, array = tensors[one], arrays[other]
             self.environment.shared_memory.add((tensor, array))
             if self._writer.writes.wrote_to(tensor.value):
@@ -606,13 +606,13 @@ class Draws:
     An op that draws is called by each replay, which draws the same.
 
     Args:
-        held: the generators that the model holds, or is given.
+        generators: the generators that the model holds, or is given.
     """
 
-    def __init__(self, held: list[Any]) -> None:
+    def __init__(self, generators: list[Any]) -> None:
         # The run may be the first to import numpy; what it has drawn before its first op is
         # unknown, as numpy's generator begins with a seed of the system's.
-        self._generators = [*global_generators(), *held]
+        self._generators = [*global_generators(), *generators]
         self._states = [*map(generator_state, self._generators)]
         self._moved: set[int] = set()
 

@@ -213,7 +213,7 @@ class Recorder(RecordingMode):
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
-        held = holds(self._values.scalars)
+        scalar_holds = holds(self._values.scalars)
         self.active = True
         if self._inserter is None and not hooks_around() and not self.around:
             self._fast_path = fast_path_for(
@@ -245,12 +245,12 @@ class Recorder(RecordingMode):
             self.active = False
             recording.result = without_traced(output, finish.clean(changes, *own))
             del output, changes
-            make_plain(self._values.scalars, held)
+            make_plain(self._values.scalars, scalar_holds)
             return recording
         except BaseException:
             self.active = False
             finish.clean(list(self.environment.changes()), *own)
-            make_plain(self._values.scalars, held)
+            make_plain(self._values.scalars, scalar_holds)
             raise
         finally:
             self.active = False

@@ -152,8 +152,10 @@ class Scopes:
             else:
                 output = module._call_impl(*args, **kwargs)
             # Asked first: what is recorded below refers to the output as well.
-            is_held = type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
-            scope.is_sole = not is_held and _is_known_alone(output)
+            is_referenced = (
+                type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
+            )
+            scope.is_sole = not is_referenced and _is_known_alone(output)
             scope.context = self._writer.context()
             scope.output = self._record_value(output)
             if self._observer is not None:

@@ -207,7 +207,7 @@ class Script:
     Args:
         sections: the parts of recorded runs that it went along, in order.
         answer: the answer to the last question.
-        held: the values that it has at its end, by the ops of the last section.
+        computed: the values that it has at its end, by the ops of the last section.
         error: what the last op raised; None if the script ends with a question.
         hold: keeps autocast's cache until the script is over.
         follower: knows states that the run comes to after the script.
@@ -234,7 +234,7 @@ class Script:
         self,
         sections: Sequence[Section],
         answer: Any,
-        held: Mapping[int, Any],
+        computed: Mapping[int, Any],
         error: Exception | None,
         hold: Hold,
         follower: Follower | None = None,
@@ -270,7 +270,7 @@ class Script:
                 last = following.tape.guards[following.entered].answer
             names = _SectionNames(section, handed, self)
             handed = self._read(section, names, last)
-        for index, value in held.items():
+        for index, value in computed.items():
             if not is_exact:
                 self._learn(names.of(index), value)
             elif type(number := names.of(index)) is int:

@@ -475,7 +475,7 @@ class RunValues:
         if id(thing) in seen:
             return False
         seen.add(id(thing))
-        return any(self.holds_values(held, seen) for held in referents(thing))
+        return any(self.holds_values(referent, seen) for referent in referents(thing))
 
     def guard_presence(self, op: Op, is_present: bool, frame: FrameType) -> None:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""

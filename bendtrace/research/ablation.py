@@ -423,7 +423,7 @@ def _substitute_of(
         return _Substitute(
             "value", _constant(how),
             compiled=lambda path, number, like: effect_of_value(
-                lambda value, held: _constant(held)(path, number, value), how, like, "value"
+                lambda value, constant: _constant(constant)(path, number, value), how, like, "value"
             ),
         )  # fmt: skip
     name = str(getattr(how, "__name__", type(how).__name__))
@@ -439,13 +439,13 @@ def _is_number(how: Any) -> bool:
     return isinstance(how, (Tensor, int, float, complex))
 
 
-def _constant(held: Any) -> Source:
+def _constant(constant: Any) -> Source:
     def source(path: str, number: int, value: Tensor) -> Tensor:
-        if isinstance(held, Tensor):
-            return held
-        if value.is_floating_point() and not isinstance(held, complex):
-            return value.new_tensor(held)
-        return torch.tensor(held)
+        if isinstance(constant, Tensor):
+            return constant
+        if value.is_floating_point() and not isinstance(constant, complex):
+            return value.new_tensor(constant)
+        return torch.tensor(constant)
 
     return source
 

@@ -65,10 +65,10 @@ class LatentEdit:
         """Return its effect on latents, or the reason why that cannot be compiled."""
         if self.setting is None:
             return effect_of_function(self.change)
-        indices, held = self.setting[0], value_of(self.setting[1])
-        given = held if isinstance(held, Tensor) else torch.tensor(held)
-        if type(held) is float:
-            given = torch.tensor(held, dtype=torch.float64)
+        indices, value = self.setting[0], value_of(self.setting[1])
+        given = value if isinstance(value, Tensor) else torch.tensor(value)
+        if type(value) is float:
+            given = torch.tensor(value, dtype=torch.float64)
         return Effect(lambda made, new: _set(made, indices, new), (given,), ("set", indices))
 
     @property
@@ -164,9 +164,9 @@ class _Reconstructs(Interjection):
         functions = [change.function for change in changes]
 
         def coded(value: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-            encoder, decoder, *held = (given[own] for own in spans)
+            encoder, decoder, *more = (given[own] for own in spans)
             latents = changed = build_callable(specs[0], encoder)(value)
-            for function, own in zip(functions, held, strict=True):
+            for function, own in zip(functions, more, strict=True):
                 changed = function(changed.clone(), *own)
             decode = build_callable(specs[1], decoder)
             made = decode(latents)

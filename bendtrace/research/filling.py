@@ -524,9 +524,9 @@ def part_of(batch: Any, key: Any, option: str) -> Any:
     try:
         return batch[key]
     except (LookupError, TypeError):
-        held = f" with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+        keys = f" with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
         raise InputError(
-            f"{option}= names {key!r}, which is not in the batch, a {type(batch).__name__}{held}"
+            f"{option}= names {key!r}, which is not in the batch, a {type(batch).__name__}{keys}"
         ) from None
 
 

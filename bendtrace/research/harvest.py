@@ -508,12 +508,12 @@ class HarvestRun:
         """Put the rows of the last shard, which is not full, into the one that is being filled."""
         filling = self.collector.filling
         filling.number = shard.number
-        held = self.files.form.open(shard.file, shard.about)
-        held.verify()
+        shard_file = self.files.form.open(shard.file, shard.about)
+        shard_file.verify()
         ids = iter(self._ids_of(shard))
         columns: dict[int, list[tuple[str, Tensor]]] = {}
         for key, kept in shard.columns.items():
-            elements = held.elements(key, kept.dtype)
+            elements = shard_file.elements(key, kept.dtype)
             for place, start, shape in kept.pieces(shard.sizes):
                 rows = elements[start : start + shape.numel()].view(shape)
                 columns.setdefault(place, []).append((key, rows))

@@ -211,8 +211,8 @@ def _logits_in(given: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
         given = output(given)
     elif not isinstance(given, Tensor):
         # Outputs of Hugging Face models are mappings, too.
-        held = given.get("logits") if isinstance(given, Mapping) else None
-        given = getattr(given, "logits", given) if held is None else held
+        logits = given.get("logits") if isinstance(given, Mapping) else None
+        given = getattr(given, "logits", given) if logits is None else logits
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2:
         raise InputError(
             f"the model returns {describe(given)}, but logits are needed (examples, ..., "

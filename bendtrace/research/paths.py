@@ -193,15 +193,15 @@ class OpFlow:
         self, made: Edges, carried: set[int], ends: Sequence[PassSpot], frozen: Iterable[PassSpot]
     ) -> None:
         """Add all edges on paths to some nodes that avoid frozen nodes."""
-        held = _values(frozen)
-        came = self._spread(made, carried, lambda op: op.index not in held)
+        frozen_ops = _values(frozen)
+        came = self._spread(made, carried, lambda op: op.index not in frozen_ops)
         if changed := made.sources - carried & made.into.keys():
             raise SiteError(
                 "one of several senders leads to the input of another: patch them one by one",
                 self._tree.path_of(min(changed)),
             )
         self._arrive(made, came, ends)
-        self._require_no_memory(carried, held, ends)
+        self._require_no_memory(carried, frozen_ops, ends)
 
     def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[PassSpot]]) -> None:
         """Add the edges of a path, given as its nodes with their passes, both ends included."""
@@ -321,14 +321,14 @@ class OpFlow:
             raise self._refusal(index, "writes into a part of a tensor")
 
     def _require_no_memory(
-        self, starts: set[int], held: set[int], ends: Sequence[PassSpot]
+        self, starts: set[int], frozen_ops: set[int], ends: Sequence[PassSpot]
     ) -> None:
         """Refuse changes that would reach the ends by writes in place."""
         changed = set(starts)
         for op in self.ops:
             read = self._refs[op.index] | set(op.reads.values())
             is_metadata = op.target in SHAPES or op.target in METADATA
-            if read & changed and op.index not in held and not is_metadata:
+            if read & changed and op.index not in frozen_ops and not is_metadata:
                 changed.add(op.index)
         reads: list[dict[int, int]] = []
         waiting: list[int] = []
@@ -340,7 +340,7 @@ class OpFlow:
             waiting += self._input_ops(spot)
             inner = [spot.index] if spot.call is None else range(spot.call.start, spot.call.stop)
             reads += [self.ops[index].reads for index in inner]
-        seen = starts | held
+        seen = starts | frozen_ops
         waiting += [writer for writers in reads for writer in writers.values()]
         while waiting:
             index = waiting.pop()

@@ -99,7 +99,7 @@ class Harvest:
         self.is_complete: bool = os.path.exists(os.path.join(self.directory, INDEX))
         self.shards: tuple[Shard, ...] = tuple(shards_in(self.directory))
         self._form = form_of(self.settings["format"])
-        self._held: dict[str, OpenShard] = {}
+        self._open_shards: dict[str, OpenShard] = {}
         if self.is_complete:
             index = read(os.path.join(self.directory, INDEX))
             if index["shards"] != self.index()["shards"]:
@@ -252,10 +252,10 @@ class Harvest:
         return {key: Column(key, *facts[key], own, self._open) for key, own in columns.items()}
 
     def _open(self, shard: Shard) -> OpenShard:
-        held = self._held.get(shard.file)
-        if held is None:
-            held = self._held[shard.file] = self._form.open(shard.file, shard.about)
-        return held
+        opened = self._open_shards.get(shard.file)
+        if opened is None:
+            opened = self._open_shards[shard.file] = self._form.open(shard.file, shard.about)
+        return opened
 
     def verify(self) -> None:
         """Read everything, and compare it with the checksums.

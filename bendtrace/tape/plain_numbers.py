@@ -283,7 +283,7 @@ def objects_by_name(
         space: its globals.
         cells: the values of its free variables.
     """
-    held: dict[str, Any] = dict(cells or {})  # and modules that it imports itself
+    values: dict[str, Any] = dict(cells or {})  # and modules that it imports itself
     name, value, package = "", UNKNOWN, None
     for step in single_steps(code):
         path, member = "", UNKNOWN
@@ -302,17 +302,17 @@ def objects_by_name(
                     yield path, UNKNOWN
         elif step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
             path, member = step.value, _global(step.value, space)
-        elif step.name in _VARIABLES and step.value in held:
-            path, member = step.value, held[step.value]
+        elif step.name in _VARIABLES and step.value in values:
+            path, member = step.value, values[step.value]
         elif step.name.startswith("STORE_") and isinstance(value, types.ModuleType):
-            held[step.value] = value
+            values[step.value] = value
             value = UNKNOWN
         if value is not UNKNOWN and (member is UNKNOWN or step.name not in _ATTRIBUTES):
             yield name, value
         name, value = path, member
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from objects_by_name(inner, space, held)
+            yield from objects_by_name(inner, space, values)
 
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -411,9 +411,9 @@ def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
     """Return whether code may look up something that asks, by name in a standard module."""
     if not looks_up(code) or module.__name__ not in sys.stdlib_module_names:
         return True
-    held = vars(module)
-    found = [held[text] for text in code.co_consts if type(text) is str and text in held]
-    return all(map(asks, found or held.values()))
+    members = vars(module)
+    found = [members[text] for text in code.co_consts if type(text) is str and text in members]
+    return all(map(asks, found or members.values()))
 
 
 def _tells_apart(code: CodeType) -> bool:

@@ -132,10 +132,10 @@ def other_names_in(function: types.FunctionType) -> Iterator[str]:
     After `from torch import initial_seed as seed`, code that uses `seed` yields `initial_seed`.
     """
     space, code = function.__globals__, function.__code__
-    held = chain(
+    functions = chain(
         (space[name] for name in facts_in(code).globals & space.keys()), cells_of(function)
     )
-    for value in held:
+    for value in functions:
         if isinstance(value, _FUNCTIONS) and value.__name__ not in code.co_names:
             yield value.__name__
 

@@ -252,8 +252,8 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     if isinstance(model, nn.Module):
         for module in module_tree(model):
             for parameter in gather_records(module):
-                held = getattr(parameter, "_unsharded_param", None)
-                names[id(held)] = f"{len(names)}"
+                full = getattr(parameter, "_unsharded_param", None)
+                names[id(full)] = f"{len(names)}"
     if not names:
         return None
     reached: set[str] = set()
@@ -446,11 +446,11 @@ class _Before(_JointHook):
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
         for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
-                held = holder._parameters
+                table = holder._parameters
                 # A resumed run reaches what was done before: FSDP has the shards back in place.
-                if held[name] is not parameter:
-                    self.shards.append((held, name, held[name]))
-                    held[name] = parameter
+                if table[name] is not parameter:
+                    self.shards.append((table, name, table[name]))
+                    table[name] = parameter
         return rebuild(given[: len(tensors)])
 
 
@@ -466,8 +466,8 @@ class _After(_JointHook):
 
 
 def _restore_shards(shards: list[_Shard]) -> None:
-    for held, name, shard in shards:
-        held[name] = shard
+    for table, name, shard in shards:
+        table[name] = shard
     shards.clear()
 
 

@@ -78,7 +78,7 @@ class Environment(ScanResult):
     """
 
     places: LookupPlaces
-    held: dict[int, dict[Any, Any]]
+    content_of: dict[int, dict[Any, Any]]
     alone: list[Captured]
     bare: list[Captured]
 
@@ -219,7 +219,7 @@ class Environment(ScanResult):
         if growing and growing_in(self).keys() != growing.keys():
             self._scan(arguments, plain_numbers, {}, containers)
             return
-        self.places = LookupPlaces(self.parts, self.held)
+        self.places = LookupPlaces(self.parts, self.content_of)
         self.contents = self.places.read()
         self.bare, self.alone = [], []
         self._sort_out(self.parts)
@@ -374,10 +374,10 @@ class Environment(ScanResult):
 
     def _sort_out(self, parts: list[Captured]) -> None:
         """Separate values that may change by themselves from tensors without own attributes."""
-        held, taken = self.held, self.places.taken
+        content_of, taken = self.content_of, self.places.taken
         for part in parts:
-            if part.index in held and part.index not in taken:
-                is_bare = part.type in _TENSORS and not held[part.index]
+            if part.index in content_of and part.index not in taken:
+                is_bare = part.type in _TENSORS and not content_of[part.index]
                 (self.bare if is_bare else self.alone).append(part)
             elif part.kind in COPIED:
                 self.alone.append(part)
@@ -405,7 +405,7 @@ class Environment(ScanResult):
                 made == {"__annotations__"} and owner["__annotations__"] == {}
             ):
                 self._block_new_names(owner, made)
-        before = self.held
+        before = self.content_of
         now = self.places.read()
         if now is not None and self.contents is not None and now.same_as(self.contents):
             parts = self.alone
@@ -531,8 +531,8 @@ class Environment(ScanResult):
             self._placed.append((part, stand_in))
             store_item(part.parent.value, part.key, stand_in)
             if part.parent.index not in self.places.taken:
-                held = self.held[part.parent.index]
-                self.held[part.parent.index] = {**held, part.key: stand_in}
+                content = self.content_of[part.parent.index]
+                self.content_of[part.parent.index] = {**content, part.key: stand_in}
         if stand_ins:
             self.contents = self.places.read()
 
@@ -549,7 +549,7 @@ class Environment(ScanResult):
         """Let go of tensors and contents once the run is over."""
         if self.compares_identity:
             _ = self.ownership_test
-        self.held, self.contents, self.places = {}, None, LookupPlaces((), {})
+        self.content_of, self.contents, self.places = {}, None, LookupPlaces((), {})
         self._items.clear()
         self.growing = {}
         self.depends: Depends = Depends()
@@ -626,8 +626,8 @@ class OwnershipTest:
                 one is tensor
                 for ref in self._modules
                 if (module := ref()) is not None
-                for held in (module._parameters, module._buffers, vars(module))
-                for one in held.values()
+                for table in (module._parameters, module._buffers, vars(module))
+                for one in table.values()
             )
         )
 

@@ -169,8 +169,8 @@ def types_of_outside(code: types.CodeType, space: Mapping[str, Any]) -> Iterator
         if isinstance(value, type) and not is_steady_type(value):
             yield name
         elif type(value) is types.ModuleType and looks_up(code):
-            held = vars(value)
-            found = (held.get(text) for text in code.co_consts if type(text) is str)
+            members = vars(value)
+            found = (members.get(text) for text in code.co_consts if type(text) is str)
             if any(isinstance(one, type) and not is_steady_type(one) for one in found):
                 yield name
 

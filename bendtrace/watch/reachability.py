@@ -197,9 +197,9 @@ class _ReachabilitySearch:
         is_own = not is_finished(function)
         waiting = [one for one in others.values() if is_own or not is_installed_space(one)]
         while waiting:  # code names what is in a package through the package
-            held = waiting.pop()
-            for name in names & held.keys():
-                inner = self._look(held, name)
+            namespace = waiting.pop()
+            for name in names & namespace.keys():
+                inner = self._look(namespace, name)
                 if (
                     isinstance(inner, types.ModuleType)
                     and id(inner) not in others
@@ -222,10 +222,10 @@ class _ReachabilitySearch:
         computes = not is_finished(function) and facts_in(function.__code__).computes
         finished = [] if is_finished(function) else _foreign_namespaces(modules, names)
         if not is_finished(function):
-            for held in others.values():
-                if not is_installed_space(held):
-                    lacking = None if computes else frozenset(names - held.keys())
-                    self.lacking.append((held, lacking))
+            for namespace in others.values():
+                if not is_installed_space(namespace):
+                    lacking = None if computes else frozenset(names - namespace.keys())
+                    self.lacking.append((namespace, lacking))
         self._follow_puts(function, modules, names)
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())

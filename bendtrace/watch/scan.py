@@ -341,7 +341,7 @@ class CodeScan:
             if name != "__class__" and id(cell) not in self.found.by_id:
                 fixed = Route(None, Access.FIXED, None, name, False)
                 holder = self._add(cell, fixed, CaptureKind.IDENTITY)
-                self.found.held[holder.index] = {name: value}
+                self.found.content_of[holder.index] = {name: value}
                 self._scan(value, Route(holder, Access.CELL, None, name, False))
 
     def _scan_attributes(self, function: types.FunctionType) -> None:
@@ -390,9 +390,9 @@ class CodeScan:
         if holder is None:
             fixed = Route(None, Access.FIXED, None, "globals", False)
             holder = self._add(namespace, fixed, CaptureKind.IDENTITY)
-            found.held[holder.index] = {}
-        if holder.index in found.held:
-            found.held[holder.index][name] = value
+            found.content_of[holder.index] = {}
+        if holder.index in found.content_of:
+            found.content_of[holder.index][name] = value
         route = Route(holder, Access.ITEM, name, name, False)
         by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
         for inner in _called_functions(value) if by_identity else ():
@@ -698,7 +698,7 @@ class Scan(CodeScan):
                 self._scan_attributes(function)
         self._scan_settings()
         for part, route in self._tagged:
-            for key, item in found.held[part.index].items():
+            for key, item in found.content_of[part.index].items():
                 if key in found.names:  # others, such as marks of an optimizer, are not read
                     self._scan(item, route.into(part, key))
         found.generators = [part for part in found.parts if part.type is torch.Generator]
@@ -800,7 +800,7 @@ class Scan(CodeScan):
         elif issubclass(kind, torch.Tensor):
             part = self._add(value, route, CaptureKind.TENSOR)
             is_bare = kind in _TENSORS and not value.__dict__
-            attributes = found.held[part.index] = {} if is_bare else {**attributes_of(value)}
+            attributes = found.content_of[part.index] = {} if is_bare else {**attributes_of(value)}
             part.size = tensor_facts(value, attributes)
             if route.is_argument:
                 for key, item in attributes.items():
@@ -823,9 +823,9 @@ class Scan(CodeScan):
             # A `ContextVar` shows its default to nobody but the collector (Python 3.11 to 3.14).
             for default in gc.get_referents(value):
                 found.watched_objects.add(default, f"the default of {value.name}")
-            held = found.held[part.index] = {value.name: value.get(UNSET)}
+            content = found.content_of[part.index] = {value.name: value.get(UNSET)}
             inside = Route(part, Access.CONTEXT, value.name, value.name, False)
-            self._scan(held[value.name], inside)
+            self._scan(content[value.name], inside)
         elif hides_attributes(value, kind):
             self._add(value, route, CaptureKind.IDENTITY)
             found.block(f"{kind.__qualname__}.__getattribute__ hides what {route.label} holds", "")
@@ -850,7 +850,7 @@ class Scan(CodeScan):
             self._scan_container(value, route)
         elif route.is_argument and (kind is torch.Generator or is_host_generator(value)):
             part = self._add(value, route, CaptureKind.OBJECT)  # any will do
-            found.held[part.index], part.size = {}, Keys(tuple(attributes_of(value)))
+            found.content_of[part.index], part.size = {}, Keys(tuple(attributes_of(value)))
         else:
             self._scan_by_identity(value, route)
 
@@ -961,7 +961,7 @@ class Scan(CodeScan):
         most = value.maxlen if part.type is collections.deque else None
         part.size = Keys(tuple(content)) if by_key else Length(len(content), most)
         if part.kind is not CaptureKind.TUPLE or has_attributes(part.type):
-            self.found.held[part.index] = content
+            self.found.content_of[part.index] = content
         if part.kind is CaptureKind.DICT:
             self._scan_enumerated(value, route.label)
             for key in filterfalse(is_value, value):
@@ -1080,11 +1080,11 @@ class Scan(CodeScan):
         part.hidden = hidden
         part.size = Length(len(mapping))
         if type(mapping) in WHOLE:  # these are compared as a whole
-            held = dict(mapping.items())
+            content = dict(mapping.items())
         else:
-            held = self.found.held[part.index] = container_content(part)
+            content = self.found.content_of[part.index] = container_content(part)
         parts = self.found.parts
-        for key, item in held.items():
+        for key, item in content.items():
             if key in hidden:
                 continue
             kind = type(item)
