@@ -24,7 +24,7 @@ from bendtrace.record.effects import Effects
 from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.serving import call_itself, serving
+from bendtrace.record.redirection import call_itself, redirect_calls
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.intercepts import opaque
 from bendtrace.watch.owners import named_modules
@@ -616,7 +616,7 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         plan = self._insertion_registry.plan(args, kwargs) if self._inserted else None
         names, arguments = self._dispatcher.named_arguments(args, kwargs, plan)
-        tree = self._dispatcher.serving(plan, names, arguments)
+        tree = self._dispatcher.tree_for(plan, names, arguments)
         return self._dispatcher.explanation_of(tree, names, arguments)
 
     def _predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
@@ -642,7 +642,7 @@ class BendedModule(ModuleProxy[ModelT]):
         return None
 
     @contextmanager
-    def _serving_parts(self, method: types.MethodType) -> Iterator[None]:
+    def _redirect_parts(self, method: types.MethodType) -> Iterator[None]:
         """Return a context in which insertions are also called if a method calls a submodule."""
         model = self._model
         if not self._inserted:
@@ -656,7 +656,7 @@ class BendedModule(ModuleProxy[ModelT]):
                     position = inserter.PartPosition(model, name, self._knowledge.path_of(name))
                     if name and (unknown or inserter.may_apply_in(plan, module, position)):
                         part = functools.partial(self._call_part, module, position)
-                        stack.enter_context(serving(module, part))
+                        stack.enter_context(redirect_calls(module, part))
             yield
 
     def _call_part(

@@ -99,7 +99,7 @@ tree in which all values are kept. One of several processes never begins again: 
 states. `from_activations` follows the code of a rest (`suffix.py`), and resumes by an exact script:
 ops whose results are not held are carried out again.
 
-`record/serving.py` handles methods such as `generate` the other way round: called through the
+`record/redirection.py` handles methods such as `generate` the other way round: called through the
 `BendedModule`, they run as they are, and when they call the model, that call follows recorded
 paths.
 

@@ -28,7 +28,7 @@ from bendtrace.python.places import full_place_text
 from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorded_call import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.serving import Calls, call_itself
+from bendtrace.record.redirection import Calls, call_itself
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.watch.mode_queries import seeing_modes
@@ -363,7 +363,7 @@ class Dispatcher:
         splicer.goes_along(graph)
         return splicer, program
 
-    def serving(
+    def tree_for(
         self, plan: InsertionPlan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> TraceTree:
         """Return the paths along which a call would be served."""
@@ -467,25 +467,25 @@ class Dispatcher:
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> Explanation:
         """Say which programs of a tree could serve some arguments."""
-        serving, nearest = self._serving(tree, names, arguments, None)
-        return Explanation(tuple(serving), None if nearest is None else nearest())
+        matching, nearest = self._matching_traces(tree, names, arguments, None)
+        return Explanation(tuple(matching), None if nearest is None else nearest())
 
-    def _serving(
+    def _matching_traces(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
         most: int | None,
     ) -> tuple[list[Trace], Callable[[], Mismatch] | None]:  # fmt: skip
         """Return the traces that could serve, or what says what fails in the nearest one."""
-        serving: list[Trace] = []
+        matching: list[Trace] = []
         nearest: tuple[int, Callable[[], Mismatch]] | None = None
         for program in itertools.islice(tree.programs(names), most):
             failed = program.failing(arguments)
             if failed is None:
-                serving += [self.trace_of(r, program) for r in program.recordings()]
+                matching += [self.trace_of(r, program) for r in program.recordings()]
                 continue
             depth = program.checks.index(failed) if failed in program.checks else -1
             if nearest is None or depth > nearest[0]:
                 nearest = depth, explain.explain_check(failed, program, arguments)
-        return serving, None if serving or nearest is None else nearest[1]
+        return matching, None if matching or nearest is None else nearest[1]
 
     def trace_of(self, recording: Recording, program: Program) -> Trace:
         """Return a run as people see it."""
@@ -524,7 +524,7 @@ class Dispatcher:
         global_state = GlobalState.current()
         call.tree.compare_numbers(call.names, call.arguments)
         evolving = call.tree.outdated(call.names, call.arguments)
-        _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
+        _, mismatch = self._matching_traces(call.tree, call.names, call.arguments, _NEAR)
         recording = self._traced(call, lifting=call.tree.lifting())
         is_mixed = False
         if (splicer := call.splicer) is not None and call.plan is not None:

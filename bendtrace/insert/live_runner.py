@@ -34,7 +34,7 @@ from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, Site, SiteTable
 from bendtrace.record.rank_sync import is_joint
 from bendtrace.record.recorder import Recording
-from bendtrace.record.serving import call_itself
+from bendtrace.record.redirection import call_itself
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.watch.functions import ScriptModule
@@ -72,7 +72,7 @@ class LiveRunner:
         self._modules = modules
         self._is_around = any(module is knowledge.model for module in modules)
         self._reported: Recording | None = None
-        # The model itself may be redirected, see `serving`.
+        # The model itself may be redirected, see `redirect_calls`.
         self._stations = [
             _ModuleInterceptor(module) for module in modules if module is not knowledge.model
         ]

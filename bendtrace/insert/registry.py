@@ -40,7 +40,7 @@ from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
 from bendtrace.record.recorded_call import Signature
 from bendtrace.record.recorder import Recording
-from bendtrace.record.serving import Calls
+from bendtrace.record.redirection import Calls
 from bendtrace.tape.scalars import TRACED
 
 if TYPE_CHECKING:

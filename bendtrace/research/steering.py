@@ -22,7 +22,7 @@ from bendtrace.insert.resolver import describe_where
 from bendtrace.insert.where import Where
 from bendtrace.log.nodes import NodePath
 from bendtrace.module import BendedModule, bended_of, required_bended
-from bendtrace.record.serving import serving_target
+from bendtrace.record.redirection import redirect_target
 from bendtrace.tape.tape import TensorMeta
 
 
@@ -259,7 +259,7 @@ class _Steps(Interjection):
         if self._counting:
             return self
         # It is kept here, so that another one cannot have its identity.
-        return serving_target(self._model)
+        return redirect_target(self._model)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
