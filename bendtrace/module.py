@@ -1207,7 +1207,7 @@ class BendedModule(ModuleProxy[ModelT]):
         return made
 
     def __reduce__(self) -> Any:
-        return _wrap, (type(self), self._model, self._trees.limit, self._carried(None))
+        return _wrap_model, (type(self), self._model, self._trees.limit, self._carried(None))
 
     def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
         """Return everything that a copy has besides the model.
@@ -1242,7 +1242,7 @@ class BendedModule(ModuleProxy[ModelT]):
         return f"BendedModule({self._model!r})\n  calls: {counts}\n  inserted: {inserted}"
 
 
-def _wrap(
+def _wrap_model(
     cls: type[BendedModule], model: Callable[..., Any], limit: int | None, carried: dict[str, Any]
 ) -> BendedModule:
     made = cls.__new__(cls)

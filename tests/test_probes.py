@@ -196,6 +196,6 @@ def test_places_that_are_off_have_a_line_only() -> None:
     internals.switch_off("places", "a reason")
     sites._positions.clear()
     code = counts.__code__
-    place = sites._place(code, len(code.co_code) - 2)
+    place = sites._place_of_code(code, len(code.co_code) - 2)
     assert (place.span.column, place.span.end_column) == (0, 0)
     assert place.line > code.co_firstlineno

@@ -23,7 +23,7 @@ from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.insert.patch_kinds import patched_numbers, raise_all
 from bendtrace.insert.where import Rows
-from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
+from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe_node, identifier, passes_in
 from bendtrace.log.path_views import Node, Tree
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
@@ -214,7 +214,7 @@ class PatchableGraph(BendedModule):
             text = where if type(where) is str else node.path
             inside = tuple(name for name, _ in _paths(node, text + _sign(node)))
             raise NodePathError(
-                f"{text!r} is a {describe(node)}, not a single value; name a value in it: "
+                f"{text!r} is a {describe_node(node)}, not a single value; name a value in it: "
                 f"{', '.join(map(repr, inside[:12]))}",
                 text,
                 inside,

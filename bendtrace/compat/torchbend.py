@@ -355,8 +355,10 @@ class BendedModule(core.BendedModule):
                 trace = part.trace(*args, **kwargs)
         self._latest[fn], self._inputs[fn] = trace, (args, kwargs)
         if not _return_out:
-            return _graph(trace)
-        return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
+            return _folded_graph(trace)
+        return _folded_graph(trace), trace.output if type(trace.output) is tuple else (
+            trace.output,
+        )
 
     def graph(self, fn: str = "forward") -> Graph:  # type: ignore[override]
         """Return the graph of a method's latest trace, one of torch.fx, with its `flow_steps`.
@@ -367,7 +369,7 @@ class BendedModule(core.BendedModule):
         Raises:
             InputError: the method was not traced.
         """
-        return _graph(self._trace_of(fn))
+        return _folded_graph(self._trace_of(fn))
 
     def graph_module(self, fn: str = "forward") -> Any:
         """Return the latest trace of a method as a module of torch.fx; nothing is bent in it."""
@@ -1126,7 +1128,7 @@ class _NoForward:
         raise InputError(f"{kind} has no forward: call a method of it, as in bended.encode(x)")
 
 
-def _graph(trace: Trace) -> Graph:
+def _folded_graph(trace: Trace) -> Graph:
     made: Graph = trace.to_fx(fold=True).graph
     for node in reversed(list(made.nodes)):
         if node.target is check_guard:  # a graph of torchbend is that of one path

@@ -228,7 +228,7 @@ class Bisection:
         self._changes = {change.a.label: change for change in self.difference.changed}
         self._only = {entry.label for entry in self.difference.added}
         outputs = [
-            [_value(entry) for entry in side.log.entries if entry.kind == "output"]
+            [_entry_value(entry) for entry in side.log.entries if entry.kind == "output"]
             for side in (a, b)
         ]
         is_known = all(values and all(value is not None for value in values) for values in outputs)
@@ -289,10 +289,10 @@ class Bisection:
             if entry.label in self._pairs:
                 waiting = others[where[self._pairs[entry.label]]]
             elif entry.kind == "op":
-                value = _value(entry)
+                value = _entry_value(entry)
                 for number, other in enumerate(waiting):
-                    if value is not None and _value(other) is not None:
-                        if self._far(value, _value(other)) is None:
+                    if value is not None and _entry_value(other) is not None:
+                        if self._far(value, _entry_value(other)) is None:
                             yield entry.label, other.label
                             del waiting[: number + 1]
                             break
@@ -312,7 +312,7 @@ class Bisection:
             return
         if a.kind not in ("op", "number", "input"):
             return
-        far = self._far(_value(a), _value(b))
+        far = self._far(_entry_value(a), _entry_value(b))
         if far is None:
             return
         if a.kind == "input" or (a.kind == "number" and not a.parents and not a.state):
@@ -354,11 +354,11 @@ class Bisection:
             raise Unable(str(reason)) from None
         if same_bits(read_a, read_b):
             return "on the same values it gives others"
-        one = mine.again.run(a, [_like(y, x) for x, y in zip(read_a, read_b, strict=False)])
-        if self._far(one, _value(b)) is not None:
+        one = mine.again.run(a, [_cast_like(y, x) for x, y in zip(read_a, read_b, strict=False)])
+        if self._far(one, _entry_value(b)) is not None:
             return "on the values of b it gives others in a"
-        two = theirs.again.run(b, [_like(x, y) for x, y in zip(read_a, read_b, strict=False)])
-        if self._far(_value(a), two) is not None:
+        two = theirs.again.run(b, [_cast_like(x, y) for x, y in zip(read_a, read_b, strict=False)])
+        if self._far(_entry_value(a), two) is not None:
             return "on the values of a it gives others in b"
         return ""
 
@@ -366,8 +366,8 @@ class Bisection:
         """Return whether an op reads the same values in both runs, as far as the logs show."""
         pairs = zip(a.parents, b.parents, strict=False)
         return len(a.parents) == len(b.parents) and all(
-            _value(self._entries_a[x]) is not None
-            and same_bits(_value(self._entries_a[x]), _value(self._entries_b[y]))
+            _entry_value(self._entries_a[x]) is not None
+            and same_bits(_entry_value(self._entries_a[x]), _entry_value(self._entries_b[y]))
             for x, y in pairs
         )
 
@@ -515,7 +515,7 @@ class Bisection:
         if self.path is not None:
             yield f"Another path was taken: {self.path}"
         if len(self.culprits) > 1:
-            rows = [_row(culprit) for culprit in self.culprits[:limit]]
+            rows = [_culprit_row(culprit) for culprit in self.culprits[:limit]]
             yield ""
             yield from tabulate.tabulate(
                 rows, ["cause", "at", "what"], disable_numparse=True
@@ -560,11 +560,11 @@ def _tolerances(difference: Difference) -> tuple[float, float]:
     return found
 
 
-def _value(entry: LayerEntry) -> Any:
+def _entry_value(entry: LayerEntry) -> Any:
     return entry.value if entry.kind == "number" else entry.tensor_contents
 
 
-def _like(value: Any, other: Any) -> Any:
+def _cast_like(value: Any, other: Any) -> Any:
     """Return a value in the dtype, and on the device, of the one that stands there over there."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.to(other.device, other.dtype)
@@ -594,7 +594,7 @@ def _first_unmatched(
     return found
 
 
-def _row(culprit: Culprit) -> tuple[str, str, str]:
+def _culprit_row(culprit: Culprit) -> tuple[str, str, str]:
     source = culprit.entry.source
     at = "" if source is None else place_text(source.file, source.line)
     names = [e.label for e in (culprit.a, culprit.b) if e is not None]
@@ -615,7 +615,7 @@ def partings(
     a: Twin, b: Twin, is_same: Callable[[Tensor, Tensor], bool]
 ) -> tuple[LayerEntry | None, LayerEntry | None]:
     """Return the first entry of each run that is not sound, though all that it reads is."""
-    ones, others = _values(a), _values(b)
+    ones, others = _values_by_shape(a), _values_by_shape(b)
     found_a: set[str] = set()
     found_b: set[str] = set()
     for shape in ones.keys() & others.keys():
@@ -624,14 +624,17 @@ def partings(
             if not is_known and is_same(x, y):
                 found_a.add(one.label)
                 found_b.add(other.label)
-    (first_a, states_a), (first_b, states_b) = _first(a, found_a), _first(b, found_b)
+    (first_a, states_a), (first_b, states_b) = (
+        _first_unsound(a, found_a),
+        _first_unsound(b, found_b),
+    )
     for one, other in itertools.product(states_a, states_b):
         if one.shape == other.shape:
             return one, other
     return first_a, first_b
 
 
-def _values(side: Twin) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
+def _values_by_shape(side: Twin) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
     """Return the entries with their values, by shape, without dimensions of one element."""
     found: dict[Any, list[tuple[LayerEntry, Tensor]]] = {}
     for entry in side.log.entries:
@@ -653,7 +656,7 @@ def _tensor_of(side: Twin, entry: LayerEntry) -> Tensor | None:
     return value if is_plain and value.numel() > 1 else None
 
 
-def _first(side: Twin, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
+def _first_unsound(side: Twin, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
     """Return the first op that is not sound, and what it reads of the state that is not."""
     entries = side.log.entries
     # What an op gives may be several entries, and other ops read one of them.
@@ -726,7 +729,7 @@ def placed(model: object, other: object, call: Call) -> Call:
 
     The dtype of floating point tensors is changed only where the two models differ in theirs.
     """
-    mine, theirs = _parameter(model), _parameter(other)
+    mine, theirs = _parameter_of(model), _parameter_of(other)
     call = own_copy(call)
     if mine is None:
         return call
@@ -739,7 +742,7 @@ def placed(model: object, other: object, call: Call) -> Call:
     return Call(*assemble(shape, parts))
 
 
-def _parameter(model: object) -> Tensor | None:
+def _parameter_of(model: object) -> Tensor | None:
     owner = _native_model(model)
     if not isinstance(owner, nn.Module):
         return None
@@ -1055,8 +1058,8 @@ class _Written:
             text = _LABEL.sub(placed, entry.arguments)
             call = ast.parse(f"call({text[1:-1]})", mode="eval").body
             assert isinstance(call, ast.Call)
-            args = [_read(node, names) for node in call.args]
-            kwargs = {str(word.arg): _read(word.value, names) for word in call.keywords}
+            args = [_read_argument(node, names) for node in call.args]
+            kwargs = {str(word.arg): _read_argument(word.value, names) for word in call.keywords}
             with torch.no_grad():
                 made = function(*args, **kwargs)
         except Unable:
@@ -1088,7 +1091,7 @@ def _overridable() -> frozenset[Any]:
     return frozenset(chain.from_iterable(found))
 
 
-def _read(node: ast.expr, names: dict[str, Any]) -> Any:
+def _read_argument(node: ast.expr, names: dict[str, Any]) -> Any:
     """Return the value of an argument that was written as text; nothing is called."""
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
@@ -1097,6 +1100,6 @@ def _read(node: ast.expr, names: dict[str, Any]) -> Any:
         if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
             return found
     if isinstance(node, (ast.Tuple, ast.List)):
-        items = [_read(item, names) for item in node.elts]
+        items = [_read_argument(item, names) for item in node.elts]
         return items if isinstance(node, ast.List) else tuple(items)
     return ast.literal_eval(node)

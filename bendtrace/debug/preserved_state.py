@@ -262,7 +262,9 @@ class ModelState:
                 if version_of(earlier.tensor) != version:
                     left.append(f"the run changes {earlier.label}")
             elif not same_bits(earlier.copy, earlier.tensor.detach()):
-                _write(earlier.tensor, earlier.copy, version_of(earlier.tensor) == version)
+                _restore_content(
+                    earlier.tensor, earlier.copy, version_of(earlier.tensor) == version
+                )
         self._versions = self._versions_now()
         if left:
             raise self._refuse(left)
@@ -318,11 +320,11 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     names = ("cell_contents",) if kind is types.CellType else tuple(slot_names(kind))
     if not names:
         return None
-    before = [_attribute(value, name) for name in names]
+    before = [_attribute_or_none(value, name) for name in names]
 
     def restore_attributes() -> None:
         for name, item in zip(names, before, strict=True):
-            if _attribute(value, name) is not item:
+            if _attribute_or_none(value, name) is not item:
                 if item is _ABSENT:
                     object.__delattr__(value, name)
                 else:
@@ -336,7 +338,7 @@ _BASES = (collections.OrderedDict, dict, set, collections.deque)
 _ABSENT: Any = object()
 
 
-def _attribute(value: Any, name: str) -> Any:
+def _attribute_or_none(value: Any, name: str) -> Any:
     try:
         return getattr(value, name)
     except (AttributeError, ValueError):  # the latter of an empty cell
@@ -370,7 +372,7 @@ def _remove_new(environment: Environment) -> None:
     for space, names in made:
         for name in names:
             if name[:2] != "__":  # Python's own, and those that torch.compile puts there
-                _put(space, name, _ABSENT, classes)
+                _put_name(space, name, _ABSENT, classes)
 
 
 def _restore_identities(environment: Environment) -> None:
@@ -382,10 +384,10 @@ def _restore_identities(environment: Environment) -> None:
         ):
             for name, item in environment.content_of.get(part.index, {}).items():
                 if part.value.get(name, _ABSENT) is not item:
-                    _put(part.value, name, item, classes)
+                    _put_name(part.value, name, item, classes)
 
 
-def _put(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
+def _put_name(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
     """Put something into a namespace, or remove what is there, if that is possible."""
     cls = classes.get(id(space))
     if cls is not None and item is _ABSENT:
@@ -419,7 +421,7 @@ def _geometry(tensor: Tensor) -> Any:
     return storage_of(tensor), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def _write(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
+def _restore_content(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
     """Restore the content of a tensor.
 
     A graph that has saved the tensor must raise in its backward pass, unless torch has not counted

@@ -88,7 +88,7 @@ class Domain:
         if (low is None) is not (high is None) or (low is not None and values is not None):
             raise InputError("a domain has low and high, or values, or sizes alone")
         for number in (low, high):
-            if number is not None and (not _is_number(number) or not math.isfinite(number)):
+            if number is not None and (not _is_int_or_float(number) or not math.isfinite(number)):
                 raise InputError(f"low and high of a domain are finite numbers, not {number!r}")
         if low is not None and high is not None and low > high:
             raise InputError(f"a domain from {low} to {high} has nothing in it")
@@ -134,7 +134,7 @@ class Domain:
         if not isinstance(value, Tensor):
             if self.sizes:
                 raise InputError(f"{label} has no sizes: it is {value!r}")
-            if self.low is not None and (type(value) is bool or not _is_number(value)):
+            if self.low is not None and (type(value) is bool or not _is_int_or_float(value)):
                 raise InputError(
                     f"{label} is not a number, so its domain has to be values=[...]: it is "
                     f"{value!r}"
@@ -152,7 +152,7 @@ class Domain:
                 raise InputError(
                     f"dimension {dim} of {label} has size {value.shape[dim]}, outside of {self!r}"
                 )
-        if self.values is not None and not all(map(_is_number, self.values)):
+        if self.values is not None and not all(map(_is_int_or_float, self.values)):
             raise InputError(f"values= of a tensor, {label}, are numbers, not {self.values!r}")
         if self.low is not None and value.numel() and value.dtype is not torch.bool:
             least, most = value.min().item(), value.max().item()
@@ -208,7 +208,7 @@ class Domain:
         return f"Domain({', '.join(arguments)})"
 
 
-def _is_number(value: Any) -> bool:
+def _is_int_or_float(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
@@ -291,11 +291,13 @@ class Space:
         """Return random values, of the sizes that the base has."""
         made: dict[str, Any] = {}
         for label, domain, value in self.tensors(base):
-            made[label] = _like(value, domain.draw(tuple(value.shape), value, self._generator))
+            made[label] = _detached_like(
+                value, domain.draw(tuple(value.shape), value, self._generator)
+            )
             if self.chance.random() < 0.3 and value.dtype.is_floating_point:
                 scale = 10 ** -self.chance.uniform(0, 3)
                 noise = made[label].detach() * scale
-                made[label] = _like(value, domain.put(value.detach() + noise))
+                made[label] = _detached_like(value, domain.put(value.detach() + noise))
         made.update((label, self._other(label, value)) for label, value in self._plain(base))
         return self.replaced(base, made)
 
@@ -324,7 +326,7 @@ class Space:
                 flat[places] = torch.as_tensor(number).to(flat.dtype)
             else:
                 flat[places] = domain.draw((len(places),), value, self._generator)
-            made[label] = _like(value, domain.put(flat.view(value.shape)))
+            made[label] = _detached_like(value, domain.put(flat.view(value.shape)))
         return self.replaced(base, made)
 
     def _plain(self, base: TrialInput) -> Iterator[tuple[str, Any]]:
@@ -387,7 +389,7 @@ class Space:
             else:
                 more = plain.narrow(dim, plain.shape[dim] - 1, 1).expand(shape)
             plain = torch.cat([plain, more], dim)
-        return _like(value, plain.narrow(dim, 0, size).clone())
+        return _detached_like(value, plain.narrow(dim, 0, size).clone())
 
 
 def _label_items(label: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -406,7 +408,7 @@ def _with(label: str, value: Any, values: Mapping[str, Any]) -> Any:
     return values.get(label, value)
 
 
-def _like(old: Tensor, new: Tensor) -> Tensor:
+def _detached_like(old: Tensor, new: Tensor) -> Tensor:
     return new.detach().to(old.dtype).requires_grad_(old.requires_grad)
 
 

@@ -21,7 +21,7 @@ from bendtrace.debug.visit import (
     ValueCache,
     cannot,
     require_tensor,
-    text_of,
+    safe_text_of,
 )
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.errors import BendtraceError, InputError, NodePathError, NondeterminismError
@@ -423,8 +423,8 @@ class SteppedRun:
             "sides": [
                 {
                     "at": number,
-                    "answer": text_of(side.answer(number)),
-                    "events": rows.of(side, number + 1, _lines(side, number)),
+                    "answer": safe_text_of(side.answer(number)),
+                    "events": rows.of(side, number + 1, _lines_to_side(side, number)),
                     "end": side.end,
                 }
                 for number, found in sides.items()
@@ -654,7 +654,7 @@ class Version(NamedTuple):
         error = self.recording.error
         if error is not None:
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
-        return {"output": text_of(self.output)}
+        return {"output": safe_text_of(self.output)}
 
 
 def _answer_in(
@@ -708,14 +708,14 @@ class _Rows:
             other = not answer if type(answer) is bool else answer
             row |= {
                 "name": "" if place is None else place.text,
-                "answer": text_of(answer),
+                "answer": safe_text_of(answer),
                 "change": f"run.answer({number}, {_answer_text(other)})",
                 "step": next((n for n, step in steps if is_of(step, event, tape)), None),
             }
         if number in version.edits:
-            row["given"] = text_of(version.edits[number].value)
+            row["given"] = safe_text_of(version.edits[number].value)
         if number in version.own_answers:
-            row["own"] = text_of(version.own_answers[number])
+            row["own"] = safe_text_of(version.own_answers[number])
         if number in looks.frames:
             row["frames"] = tuple(map(self._frame, looks.frames[number]))
         if number in looks.results:
@@ -737,7 +737,7 @@ class _Rows:
         return self._places[text]
 
 
-def _lines(side: Version, number: int) -> dict[int, str | None]:
+def _lines_to_side(side: Version, number: int) -> dict[int, str | None]:
     """Return the lines that lead from the run that is shown to the other side of a question."""
     later = [n for n in sorted(side.edits) if n > number]
     return {

@@ -422,7 +422,7 @@ class ValueCache:
 
     def add(self, index: int, value: Any, nanoseconds: int) -> None:
         """Keep a value as it is now, if it is worth its memory."""
-        size = _size(value)
+        size = _byte_size(value)
         if index in self._values or size > self.budget:
             return
         with torch._C.DisableTorchFunction():
@@ -435,13 +435,13 @@ class ValueCache:
         heapq.heappush(self._ranks, (nanoseconds / max(size, 1), index))
         while self.nbytes > self.budget:
             _, last = heapq.heappop(self._ranks)
-            self.nbytes -= _size(self._values.pop(last))
+            self.nbytes -= _byte_size(self._values.pop(last))
             self._views.discard(last)
 
     def forget(self, index: int) -> None:
         """Forget the values of an op and all later ones."""
         for later in [each for each in self._values if each >= index]:
-            self.nbytes -= _size(self._values.pop(later))
+            self.nbytes -= _byte_size(self._values.pop(later))
         self._views.intersection_update(self._values)
         self._ranks = [rank for rank in self._ranks if rank[1] in self._values]
         heapq.heapify(self._ranks)
@@ -461,7 +461,7 @@ class HandedValues(dict[int, Any]):
         return self._kept.get(index)
 
 
-def _size(value: Any) -> int:
+def _byte_size(value: Any) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
 
 
@@ -605,7 +605,7 @@ class Looks:
     def gave(self, number: int, result: Any) -> None:
         """Keep the result of an op, if its position was kept."""
         if number in self.frames:
-            self.results[number] = text = text_of(result)
+            self.results[number] = text = safe_text_of(result)
             self._count(text, 1)
             self._make_room()
 
@@ -647,11 +647,11 @@ def _frame_text(frame: FrameType) -> FrameText:
         code.co_qualname,
         code.co_filename,
         frame.f_lineno,
-        tuple((name, text_of(variables[name])) for name in ordered if name in variables),
+        tuple((name, safe_text_of(variables[name])) for name in ordered if name in variables),
     )
 
 
-def text_of(value: Any) -> str:
+def safe_text_of(value: Any) -> str:
     """Return a value as text, without running code of the model or of the value's own class.
 
     Tensors have their shape, dtype and first values, and large ones their range; objects of other
@@ -666,11 +666,11 @@ def text_of(value: Any) -> str:
         >>> text_of(torch.nn.ReLU())
         'ReLU(...)'
     """
-    text = _text(value, 0)
+    text = _safe_text(value, 0)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
-def _text(value: Any, depth: int) -> str:
+def _safe_text(value: Any, depth: int) -> str:
     kind = type(value)  # not __class__, which the run would notice
     if issubclass(kind, TracedScalar):
         value = plain(value)
@@ -686,20 +686,20 @@ def _text(value: Any, depth: int) -> str:
     if kind is Tensor or kind is nn.Parameter:
         return _tensor(value)
     if kind is torch.Size:
-        return f"torch.Size({_items(list(value), list, depth)})"
+        return f"torch.Size({_container_text(list(value), list, depth)})"
     if kind in (list, tuple, set, frozenset, dict) or (
         issubclass(kind, tuple) and hasattr(kind, "_fields")
     ):
-        return _items(value, kind, depth)
+        return _container_text(value, kind, depth)
     if kind.__module__ == "torch.return_types":  # what topk returns, say; copies are tuples
-        return _items(tuple(value), tuple, depth)
+        return _container_text(tuple(value), tuple, depth)
     if kind is slice:
-        parts = (_text(part, depth + 1) for part in (value.start, value.stop, value.step))
+        parts = (_safe_text(part, depth + 1) for part in (value.start, value.stop, value.step))
         return f"slice({', '.join(parts)})"
     return _object_text(value, kind)
 
 
-def _items(value: Any, kind: type, depth: int) -> str:
+def _container_text(value: Any, kind: type, depth: int) -> str:
     if depth == _DEEPEST:
         return f"{kind.__name__} of {len(value)}"
 
@@ -709,7 +709,7 @@ def _items(value: Any, kind: type, depth: int) -> str:
         return ", ".join(shown + more)
 
     def one(item: Any) -> str:
-        return _text(item, depth + 1)
+        return _safe_text(item, depth + 1)
 
     if kind is dict:
         return f"{{{inner(value.items(), lambda pair: f'{one(pair[0])}: {one(pair[1])}')}}}"
@@ -749,27 +749,27 @@ def _tensor(tensor: Tensor) -> str:
     if tensor.is_meta or not tensor.numel():
         return text
     try:
-        return f"{text}: {_values(tensor.detach())}"
+        return f"{text}: {_values_text(tensor.detach())}"
     except RuntimeError:  # inside a transform, such as torch.vmap, and of dtypes without numbers
         return f"{text}: its values cannot be read here"
 
 
-def _values(tensor: Tensor) -> str:
+def _values_text(tensor: Tensor) -> str:
     if tensor.numel() <= _WHOLE:
         return _list_text(tensor.tolist())
     first = tensor
     while first.dim() > 1 and first[0].numel() >= _MOST:
         first = first[0]
-    shown = ", ".join(map(_number, first.reshape(-1)[:_MOST].tolist()))
+    shown = ", ".join(map(_figure_text, first.reshape(-1)[:_MOST].tolist()))
     if tensor.is_complex():
         return f"{shown}, ..."
     low, high = (each.item() for each in (tensor.aminmax() if tensor.dim() else (tensor, tensor)))
-    return f"{shown}, ... from {_number(low)} to {_number(high)}"
+    return f"{shown}, ... from {_figure_text(low)} to {_figure_text(high)}"
 
 
 def _list_text(value: Any) -> str:
-    return f"[{', '.join(map(_list_text, value))}]" if type(value) is list else _number(value)
+    return f"[{', '.join(map(_list_text, value))}]" if type(value) is list else _figure_text(value)
 
 
-def _number(value: Any) -> str:
+def _figure_text(value: Any) -> str:
     return f"{value:.5g}" if type(value) in (float, complex) else str(value)

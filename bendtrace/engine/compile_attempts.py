@@ -344,7 +344,7 @@ def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     return tensor.permute(order).contiguous().permute(back)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_dense_layout(tensor: Tensor) -> bool:
     return tensor.permute(_order_of(tensor)).is_contiguous()
 
 
@@ -406,7 +406,7 @@ class _Comparison:
         if ours.is_inference() != theirs.is_inference() or ours.is_leaf != theirs.is_leaf:
             return "a result is another kind of node of the autograd graph"
         if ours.stride() != theirs.stride() and ours.numel() > 1:
-            if not (_is_dense(ours) and _is_dense(theirs)):
+            if not (_is_dense_layout(ours) and _is_dense_layout(theirs)):
                 return f"a result has strides {ours.stride()}, and not {theirs.stride()}"
             self.laid_out[id(ours)] = _order_of(theirs)
         if vars(ours).keys() != vars(theirs).keys():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from bendtrace.engine.cache_growth import Growth
-from bendtrace.engine.guard_kinds import Analysis, GuardKind, is_read
+from bendtrace.engine.guard_kinds import Analysis, GuardKind, is_metadata_read
 from bendtrace.engine.source import ValueSplice, dependencies_of, gives_nothing
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.numbers import error_of
@@ -287,7 +287,7 @@ class Schedule:
     def is_late(self, op: Op) -> bool:
         """Return whether a value can be computed at any time, from arguments and state alone."""
         return op.index in self.analysis.computable or (
-            is_read(op) and all(self.tape.ops[index].is_given for index in op.operands)
+            is_metadata_read(op) and all(self.tape.ops[index].is_given for index in op.operands)
         )
 
     def missing(self, number: int, computed: Collection[int]) -> list[Op]:
@@ -347,12 +347,14 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
         return op.target in HARMLESS
     # Any tensor can be formatted without an error.
     only_writes = VALUES.get(op.target) is Use.FORMAT and not any(op.args[1:])
-    return is_read(op) or only_writes
+    return is_metadata_read(op) or only_writes
 
 
 def is_freed(op: Op) -> bool:
     """Return whether the value of an op takes memory that nothing but the run holds."""
-    is_scalar = type(op.meta) in (int, float, bool, torch.dtype, torch.device) or is_read(op)
+    is_scalar = type(op.meta) in (int, float, bool, torch.dtype, torch.device) or is_metadata_read(
+        op
+    )
     return op.is_work and not is_scalar and op.raised is None and not gives_nothing(op)
 
 

@@ -332,7 +332,7 @@ class SegmentOps(Expressions):
             args, kwargs = self._with_tensors(op)
             if is_stored:
                 args = (*args[:2], _Named(self._assigned(op)))
-            text = self.call(_like(op, args, kwargs))
+            text = self.call(_op_with(op, args, kwargs))
         if is_stored:
             self._scope.add(text, op)
             self._outdate(op)
@@ -620,7 +620,7 @@ class _Named(Ref):
         self.text = text
 
 
-def _like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+def _op_with(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     if args is op.args:
         return op
     made = Op(op.index, op.kind, op.target, args, kwargs, op.scope, op.site, op.context)

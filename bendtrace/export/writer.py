@@ -390,7 +390,7 @@ class ProgramWriter:
             side.add(f"return ({_listed(given)})")
             names.append(f"side{self.new('g')}")
             texts.append(side)
-        free = sorted({name for side in texts for name in self._free(side)}, key=_order)
+        free = sorted({name for side in texts for name in self._free(side)}, key=_variable_order)
         for name, side in zip(names, texts, strict=True):
             self._put(scope, name, side, free, question.guard)
         result = self.new("r")
@@ -475,7 +475,7 @@ class ProgramWriter:
         if isinstance(value, Numeral):
             return f"{value.name}.clone()"
         assert kind is not None
-        return self.define(side, "n", _as_tensor(value, kind))
+        return self.define(side, "n", _tensor_expression(value, kind))
 
     def _after(self, scope: Scope, result: str, kept: Any, outputs: list[Any]) -> tuple[Value, ...]:
         made = self._results(scope, result, outputs)
@@ -626,7 +626,7 @@ class ProgramWriter:
         self, ops: SegmentOps, value: Value, answer: Any, guard: Guard, question: Question, op: Op
     ) -> str:
         if isinstance(value, Several) and type(answer) is list:
-            flat, wanted = [*argument_leaves(value)], _flat(answer)
+            flat, wanted = [*argument_leaves(value)], _flat_leaves(answer)
             if len(flat) != len(wanted):
                 raise ExportError("lists of different lengths are compared", question.place)
             parts = [
@@ -810,7 +810,7 @@ class ProgramWriter:
 
         def enter(leaf: Value, hole: int) -> Value:
             if isinstance(leaf, Static) and leaf.varies and header.differs(hole):
-                name = self.define(scope, "n", _as_tensor(leaf, leaf.type))
+                name = self.define(scope, "n", _tensor_expression(leaf, leaf.type))
                 leaf = Numeral(name, leaf.type)
             entered.append(leaf)
             if isinstance(leaf, Tensors):
@@ -895,7 +895,7 @@ class ProgramWriter:
             if isinstance(one, (Tensors, Numeral)) and isinstance(first, (Tensors, Numeral))
         }
         free = [n for side in (test, body) for n in self._free(side) if n not in params]
-        free = sorted(dict.fromkeys(free), key=_order)
+        free = sorted(dict.fromkeys(free), key=_variable_order)
         names = [f"test{self.new('g')}", f"round{self.new('g')}"]
         for name, side in zip(names, (test, body), strict=True):
             self._put(scope, name, side, [*params, *free], header.guard)
@@ -971,7 +971,7 @@ class ProgramWriter:
         kind = type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)
         if kind in DTYPES:
             self._note("numbers that it returns are tensors without dimensions")
-            return value.name if isinstance(value, Numeral) else _as_tensor(value, kind)
+            return value.name if isinstance(value, Numeral) else _tensor_expression(value, kind)
         if isinstance(value, Constant):
             return self.bound(value.value)
         assert isinstance(value, Several), "what is outdated is refused before it is returned"
@@ -987,7 +987,7 @@ def _listed(texts: Iterable[Any]) -> str:
     return "".join(f"{text}, " for text in texts)
 
 
-def _as_tensor(value: Value, kind: type) -> str:
+def _tensor_expression(value: Value, kind: type) -> str:
     """Return an expression for a number as a tensor without dimensions."""
     if isinstance(value, Static):
         return f"torch.scalar_tensor({value.text}, dtype={DTYPES[kind]})"
@@ -1040,7 +1040,7 @@ def _shared_outputs(outputs: list[list[Value]]) -> set[int]:
     }
 
 
-def _order(name: str) -> tuple[str, int]:
+def _variable_order(name: str) -> tuple[str, int]:
     """Sort variables by letter and number."""
     return name[1], int(name[2:])
 
@@ -1051,7 +1051,7 @@ _ANOTHER = (
 )
 
 
-def _flat(value: Any) -> list[Any]:
+def _flat_leaves(value: Any) -> list[Any]:
     if type(value) is list:
-        return [leaf for item in value for leaf in _flat(item)]
+        return [leaf for item in value for leaf in _flat_leaves(item)]
     return [value]

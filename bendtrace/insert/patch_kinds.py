@@ -33,7 +33,7 @@ from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import Knowledge, describe_where, node_name_of, resolve_meaning
 from bendtrace.insert.where import OfRows, Rows, Where, alias_of
 from bendtrace.log.nodes import Chosen, NodePath, TreeNode
-from bendtrace.log.path_views import Node, NodeSelector, Tree, find, require_leaf
+from bendtrace.log.path_views import Node, NodeSelector, Tree, find_node, require_leaf
 from bendtrace.python.checks import shown
 from bendtrace.tape.tape import TensorMeta
 from bendtrace.watch.owners import modules_in
@@ -303,7 +303,7 @@ def _parameter_call(knowledge: Knowledge, where: Where) -> Where:
     if isinstance(where, str) and (resolution := resolve_meaning(where, knowledge)) is not None:
         for tree in knowledge.trees() if resolution.is_whole_state else ():
             try:
-                return Node(tree, *find(tree.data, where))
+                return Node(tree, *find_node(tree.data, where))
             except NodePathError:
                 continue
     return where
@@ -377,7 +377,7 @@ def _find_node(trees: Iterable[Tree], path: str) -> list[tuple[TreeNode, TreeNod
     """Return the node of a path in the first run that has it."""
     for tree in trees:
         try:
-            return [(tree.data, *find(tree.data, path))]
+            return [(tree.data, *find_node(tree.data, path))]
         except NodePathError:
             continue
     return []

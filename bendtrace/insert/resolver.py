@@ -17,7 +17,7 @@ from bendtrace.insert.plan import StateTensor
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import Meaning, RunNames, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
-from bendtrace.log.nodes import describe as describe_node
+from bendtrace.log.nodes import describe_node as describe_node
 from bendtrace.log.path_views import (
     Candidate,
     Node,
@@ -25,7 +25,7 @@ from bendtrace.log.path_views import (
     NodeSelector,
     RunNodes,
     Tree,
-    find,
+    find_node,
     is_path_only,
     plain_path,
 )
@@ -484,7 +484,7 @@ def path_in(tree: Tree, text: str) -> str:
         NodePathError: the tree has no such node.
     """
     try:
-        find(tree.data, text)
+        find_node(tree.data, text)
     except NodePathError:
         around, _, last = text.rpartition(".")
         if last == "output":  # which has another name if it has another type
@@ -513,7 +513,7 @@ def spots_of(
         NodePathError: the run has no such node.
         InputError: the value of the node cannot be given.
     """
-    node, chosen = find(tree.data, path_in(tree, text))
+    node, chosen = find_node(tree.data, path_in(tree, text))
     passes = list(range(len(node.passes))) if chosen is None else list(chosen)
     if len(passes) != 1:
         raise InputError(
@@ -912,7 +912,7 @@ class Knowledge:
     def count_passes(self, path: str, run: Recording) -> int:
         """Return how often a run reached a node."""
         try:
-            return len(find(self.run(run).tree.data, path)[0].passes)
+            return len(find_node(self.run(run).tree.data, path)[0].passes)
         except NodePathError:
             return 0
 

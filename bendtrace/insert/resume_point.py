@@ -54,7 +54,7 @@ from bendtrace.insert.resolver import (
 from bendtrace.insert.splicer import record_with_insertions
 from bendtrace.insert.state_access import read_and_changed
 from bendtrace.log.capture import aligned_copy
-from bendtrace.log.path_views import Node, Tree, find
+from bendtrace.log.path_views import Node, Tree, find_node
 from bendtrace.python.checks import required_arguments
 from bendtrace.python.places import place_text
 from bendtrace.record.rank_sync import ENDS, joint_call, needs_agreement
@@ -561,7 +561,7 @@ class _SuffixRun:
         """Raise for a path without a number if the rest has reached its node again."""
         tree = self._rests.tree_of(recording)
         for text in self._given:
-            node, chosen = find(tree.data, path_in(tree, text))
+            node, chosen = find_node(tree.data, path_in(tree, text))
             if chosen is None and len(node.passes) > 1:
                 raise InputError(
                     f"{text!r} has {len(node.passes)} passes for these arguments: name one, as in "
@@ -786,7 +786,7 @@ class Suffixes:
 
     def _require_same(self, tree: Tree, text: str) -> None:
         """Raise for a path that is an alias here but the path of another node elsewhere."""
-        found, _ = find(tree.data, path_in(tree, text))
+        found, _ = find_node(tree.data, path_in(tree, text))
         if is_named(found, text):
             return
         other = node_of_name(self._model, text)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from bendtrace.engine.guard_kinds import Analysis, is_read
+from bendtrace.engine.guard_kinds import Analysis, is_metadata_read
 from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import Code, Unfit, ValueSplice
@@ -259,7 +259,7 @@ class _Places:
             and index not in self._outside
             and index not in self._analysis.computable
             and index not in self._piece.growths
-            and not is_read(self._tape.ops[index])
+            and not is_metadata_read(self._tape.ops[index])
         )
         inserted = SplicedGate(gate, self._splicer, self._is_part, (position, guards))
         return ValueSplice(index, position, guards, context, inserted, gate.at.path, is_fit)

@@ -32,7 +32,7 @@ from bendtrace.log.path_views import (
     OneSelectable,
     Tree,
     dug,
-    find,
+    find_node,
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
@@ -881,7 +881,7 @@ def _require_own(node: Node, knowledge: ModelRuns) -> None:
     others = []
     for tree in knowledge.trees():
         try:
-            other = find(tree.data, data.path)[0]
+            other = find_node(tree.data, data.path)[0]
         except NodePathError:
             continue
         if not other.places or _source_key(other) == _source_key(data):
@@ -917,7 +917,7 @@ def _resolve_name(text: str, knowledge: ModelRuns, original: Any) -> tuple[Targe
     errors: list[NodePathError] = []
     for tree in knowledge.trees():
         try:
-            find(tree.data, text)
+            find_node(tree.data, text)
         except NodePathError as error:
             errors.append(error)
     if not errors:  # the first run shows it (see `registry.py`)

@@ -389,8 +389,8 @@ class _Builder:
             return Text(names[0] if len(names) == 1 else f"({', '.join(names)})")
 
         args, kwargs = map_refs((op.args, op.kwargs), word_of)
-        parts = [_text(value) for value in args]
-        parts += [f"{name}={_text(value)}" for name, value in kwargs.items()]
+        parts = [_argument_repr(value) for value in args]
+        parts += [f"{name}={_argument_repr(value)}" for name, value in kwargs.items()]
         return f"({', '.join(parts)})"
 
     def _source(self, scope: ModuleCall, site: Site | None) -> Source | None:
@@ -408,7 +408,7 @@ class _Builder:
 _LONGEST = 200
 
 
-def _text(value: Any) -> str:
+def _argument_repr(value: Any) -> str:
     if isinstance(value, (Existing, Opaque)):
         return str(value).removeprefix("self.")
     text = repr(value)

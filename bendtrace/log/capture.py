@@ -700,11 +700,11 @@ class Selection:
     def layer(self, names: tuple[str, ...], position: int) -> bool:
         """Return whether a layer is selected by its names or its position."""
         found = [want for want in self._names if want.matches(names)]
-        return _meet([*found, self._positions.get(position)])
+        return _meet_requests([*found, self._positions.get(position)])
 
     def from_the_end(self, position: int, count: int) -> bool:
         """Return whether a layer is selected by its position from the end."""
-        return _meet([self._positions.get(position - count)])
+        return _meet_requests([self._positions.get(position - count)])
 
     def module(self, module: nn.Module | None, names: tuple[str, ...]) -> bool:
         """Return whether the outputs of a module are selected."""
@@ -713,7 +713,7 @@ class Selection:
             key = want.key
             if module is key or (isinstance(key, type) and isinstance(module, key)):
                 found.append(want)
-        return _meet(found)
+        return _meet_requests(found)
 
     def apply_functions(self, entry: LayerEntry) -> Any:
         """Return the results of the functions for an entry: True for the value, None for nothing.
@@ -735,7 +735,7 @@ class Selection:
         return [want.key for want in wants if not want.met]
 
 
-def _meet(wants: Iterable[_Want | None]) -> bool:
+def _meet_requests(wants: Iterable[_Want | None]) -> bool:
     """Note that requests are met; return whether there are any."""
     found = [want for want in wants if want is not None]
     for want in found:

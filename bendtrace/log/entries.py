@@ -265,12 +265,12 @@ class LayerEntry:
         If `save=` was a function, its result for the entry. Values that are streamed to disk, or
         were loaded, are read again on each access.
         """
-        return _read(self.saved)
+        return _read_kept(self.saved)
 
     @property
     def grad_contents(self) -> Tensor | None:
         """Its gradient in the latest backward pass; None if there was none, or it was not saved."""
-        gradient: Tensor | None = _read(self.gradient)
+        gradient: Tensor | None = _read_kept(self.gradient)
         return gradient
 
     def __iter__(self) -> Iterator[LayerEntry]:
@@ -288,7 +288,7 @@ class LayerEntry:
         return repr(self) if about is None else about._describe(self)
 
 
-def _read(kept: Any) -> Any:
+def _read_kept(kept: Any) -> Any:
     if kept is None or isinstance(kept, Tensor):  # checking for a protocol is slow
         return kept
     return kept.read() if isinstance(kept, Readable) else kept
@@ -702,15 +702,15 @@ def _target(entry: LayerEntry) -> str:
     return entry.target or entry.function
 
 
-def _parameters(entry: LayerEntry) -> int:
+def _parameter_count(entry: LayerEntry) -> int:
     return sum(use.numel for use in entry.state if use.is_parameter)
 
 
-def _place(entry: LayerEntry) -> str | None:
+def _source_text(entry: LayerEntry) -> str | None:
     return None if entry.source is None else str(entry.source)
 
 
-def _source(entry: LayerEntry) -> str | None:
+def _source_line(entry: LayerEntry) -> str | None:
     return None if entry.source is None else f"{entry.source}: {entry.source.text}"
 
 
@@ -735,12 +735,12 @@ COLUMNS = (
     LogColumn("nbytes", ("ops",)),
     LogColumn("parents", ("frame",)),
     LogColumn("children", ("frame",)),
-    LogColumn("parameters", ("frame",), _parameters),
+    LogColumn("parameters", ("frame",), _parameter_count),
     LogColumn("seconds", ("frame",), lambda entry: entry.time),
     LogColumn("flops", ("frame",)),
     LogColumn("node_path", ("frame",)),
-    LogColumn("source", ("frame",), _place),
-    LogColumn("source", ("chrome", "model_explorer"), _source),
+    LogColumn("source", ("frame",), _source_text),
+    LogColumn("source", ("chrome", "model_explorer"), _source_line),
     LogColumn("saved", ("frame",), lambda entry: entry.has_contents),
 )
 

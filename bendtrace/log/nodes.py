@@ -298,14 +298,14 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
 def _item_of_part(whole: Captured, part: Captured) -> Item:
     value = Existing(part)
     if isinstance(part.key, AttributeKey):
-        return _attribute(part.key.name, value)
+        return _attribute_item(part.key.name, value)
     if part.access is not Access.ITEM:
-        return _attribute(str(part.key), value)
+        return _attribute_item(str(part.key), value)
     if type(part.key) is not int or issubclass(whole.type, dict):
         return _key_item(part.key, value)
     names = _fields(whole.type)
     if part.key < len(names):
-        return _attribute(names[part.key], value, part.key)
+        return _attribute_item(names[part.key], value, part.key)
     return _index_item(part.key, value)
 
 
@@ -330,12 +330,12 @@ def _items_of_instance(value: Instance) -> list[Item]:
         names = _fields(value.cls)
         items: Iterable[Any] = value.items
         found = [
-            _attribute(names[i], item, i) if i < len(names) else _index_item(i, item)
+            _attribute_item(names[i], item, i) if i < len(names) else _index_item(i, item)
             for i, item in enumerate(items)
         ]
     for name, item in value.attributes.items():
         if str(name) not in names and any(refs_in(item)):
-            found.append(_attribute(str(name), item))
+            found.append(_attribute_item(str(name), item))
     return found
 
 
@@ -356,7 +356,7 @@ def _key_item(key: Any, value: Any) -> Item:
     return Item(name, str(name), value, f"[{key!r}]")
 
 
-def _attribute(name: str, value: Any, key: int | None = None) -> Item:
+def _attribute_item(name: str, value: Any, key: int | None = None) -> Item:
     return Item(name if key is None else key, name, value, f".{name}")
 
 
@@ -390,7 +390,7 @@ class Text(str):
 Chosen = Sequence[int] | None
 
 
-def describe(node: TreeNode, chosen: Chosen = None) -> str:
+def describe_node(node: TreeNode, chosen: Chosen = None) -> str:
     """Return a short description of a node: `Graph(5)`, `Tensor(3, 2)`, `tuple(2)`, `float`."""
     passes = node.passes if chosen is None else [node.passes[i] for i in chosen]
     text = node.type
@@ -417,7 +417,7 @@ def passes_in(child: TreeNode, chosen: Chosen) -> Chosen:
     return [i for i, made in enumerate(child.passes) if made.parent in within]
 
 
-def draw(
+def draw_tree(
     node: TreeNode, title: str, chosen: Chosen = None, *, flow: bool = False,
     depth: int | None = None, limit: int | None = LIMIT,
 ) -> str:  # fmt: skip
@@ -443,7 +443,7 @@ def draw(
             if shown and lines + size > limit:
                 break
             shown, lines = shown + 1, lines + size
-    drawn = [f"{title}: {describe(node, chosen)}", *picture.lines(node, chosen, "", shown)]
+    drawn = [f"{title}: {describe_node(node, chosen)}", *picture.lines(node, chosen, "", shown)]
     if limit is not None and total > limit:
         drawn = drawn[:limit]
         left = total - len(drawn)
@@ -504,7 +504,7 @@ class _Picture:
                 others = [like[1][0].name, like[-1][0].name][: len(like) - 1]
                 shown = (", ..., " if len(like) > 3 else ", ").join(others)
                 each = " each" if len(like) > 2 else ""
-                text = f"{shown}: {describe(*like[0])}{each}, as {like[0][0].name}"
+                text = f"{shown}: {describe_node(*like[0])}{each}, as {like[0][0].name}"
                 rows.append(_Row(text))
             like.clear()
 
@@ -515,7 +515,7 @@ class _Picture:
                 like.append((child, passes))
                 continue
             tell_alike()
-            rows.append(_Row(f"{child.name}: {describe(child, passes)}", child, passes))
+            rows.append(_Row(f"{child.name}: {describe_node(child, passes)}", child, passes))
             rows += after
             if folds:
                 like.append((child, passes))
@@ -525,15 +525,15 @@ class _Picture:
     def _form(self, node: TreeNode, chosen: Chosen) -> int:
         """Return a number that is the same for nodes that look the same."""
         below = tuple((c.name, self._form(c, passes)) for c, passes in children_of(node, chosen))
-        return self._forms.setdefault((describe(node, chosen), below), len(self._forms))
+        return self._forms.setdefault((describe_node(node, chosen), below), len(self._forms))
 
 
 def _step_rows(steps: Sequence[Step], chosen: Chosen) -> list[_Row]:
-    texts = (step_text(step, chosen) for step in steps)
+    texts = (step_line(step, chosen) for step in steps)
     return [_Row(text) for text in texts if text]
 
 
-def step_text(step: Step, chosen: Chosen = None) -> str:
+def step_line(step: Step, chosen: Chosen = None) -> str:
     """Return a flow step as one line: `if x.sum() > 3: True  (model.py:41)`."""
     counts: dict[str, int] = {}
     for made, text, count in step.outcomes:
@@ -956,20 +956,20 @@ class Holders:
 
 def dotted(label: str) -> str:
     """Return a label with dots before all parts of it: `layers[0].weight` is `layers.0.weight`."""
-    return ".".join(_split(label))
+    return ".".join(_split_path(label))
 
 
 def _relative(path: str, base: str) -> str:
     """Return a path as seen from another, as far as the two have a beginning in common."""
-    parts = _split(path)
-    for part in _split(base):
+    parts = _split_path(path)
+    for part in _split_path(base):
         if len(parts) < 2 or parts[0] != part:
             break
         parts.pop(0)
     return ".".join(parts)
 
 
-def _split(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     return [part.strip("'\"") for part in re.split(r"\.|\[|\]", path) if part]
 
 

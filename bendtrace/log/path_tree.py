@@ -511,12 +511,12 @@ def value_text(value: Any, name: Name) -> str:
     if kind is Ref:
         return name(value)
     if kind is tuple:
-        inner = _join([value_text(item, name) for item in value])
+        inner = _join_items([value_text(item, name) for item in value])
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if kind is list:
-        return f"[{_join([value_text(item, name) for item in value])}]"
+        return f"[{_join_items([value_text(item, name) for item in value])}]"
     if isinstance(value, dict):
-        items = (f"{_plain(key)}: {value_text(item, name)}" for key, item in value.items())
+        items = (f"{_constant_text(key)}: {value_text(item, name)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if kind is slice:
         return f"slice({', '.join(value_text(part, name) for part in _bounds(value))})"
@@ -527,10 +527,10 @@ def value_text(value: Any, name: Name) -> str:
         return name(refs[0]) if len(refs) == 1 else f"<{value.maker.__name__}>"
     if kind is Existing:
         return str(value.part.label)
-    return _plain(value)
+    return _constant_text(value)
 
 
-def _join(texts: list[str]) -> str:
+def _join_items(texts: list[str]) -> str:
     """Join items; a run of the values of one variable becomes a slice of what is kept of it."""
     found: list[str] = []
     position = 0
@@ -638,10 +638,10 @@ def _instance_text(value: Instance, name: Name) -> str:
     return f"{value.cls.__name__}({', '.join(given)})"
 
 
-def _plain(value: Any) -> str:
+def _constant_text(value: Any) -> str:
     if isinstance(value, Enum):
         return str(value)
-    if isinstance(value, (type, type(_plain), type(len))):
+    if isinstance(value, (type, type(_constant_text), type(len))):
         return getattr(value, "__qualname__", repr(value))
     text = " ".join(repr(value).split())
     if len(text) > _LONG or " at 0x" in text:

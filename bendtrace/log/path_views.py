@@ -22,8 +22,8 @@ from bendtrace.log.nodes import (
     Text,
     TreeNode,
     children_of,
-    describe,
-    draw,
+    describe_node,
+    draw_tree,
     metas_in,
     passes_in,
     plain_keys,
@@ -55,7 +55,7 @@ def is_path_only(text: str) -> bool:
     return isinstance(text, NodePath) or text.lstrip().startswith(".")
 
 
-def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
+def find_node(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
     """Return the node at a path, and its passes if the path names some.
 
     Args:
@@ -81,7 +81,7 @@ def require_leaf(root: TreeNode, found: Found, path: str) -> None:
     if node.kind == "graph":
         names = tuple(inner.path for inner, _ in children_of(node, chosen))
         raise NodePathError(
-            f"{path or '<root>'!r} is a {describe(node, chosen)}, not a value; it contains "
+            f"{path or '<root>'!r} is a {describe_node(node, chosen)}, not a value; it contains "
             f"{_list_names(names)}",
             path,
             names,
@@ -90,7 +90,7 @@ def require_leaf(root: TreeNode, found: Found, path: str) -> None:
         digs = tuple(dug(root, inner) for inner in _values_in(node, chosen))
         way = f"name a value in it: {_list_names(digs)}" if digs else "it contains no values"
         raise NodePathError(
-            f"{path!r} is a {describe(node, chosen)}, not a single value; {way}", path, digs
+            f"{path!r} is a {describe_node(node, chosen)}, not a single value; {way}", path, digs
         )
 
 
@@ -169,7 +169,7 @@ class _PathSearch:
         elif rest[0] == "|" and node.kind != "container":
             self._fail(
                 node, chosen, depth,
-                f"{node.path!r} is a {describe(node, chosen)}: '|' leads only into tuples, "
+                f"{node.path!r} is a {describe_node(node, chosen)}: '|' leads only into tuples, "
                 "lists, dicts and other containers",
             )  # fmt: skip
         elif rest[0] in ".|" and len(rest) > 1:
@@ -190,7 +190,7 @@ class _PathSearch:
             return NodePathError(f"no node {self.path!r}: {reason}", self.path, completions)
         where = repr(node.path) if node.path else "the model"
         if not names:
-            message = f"{where} is a {describe(node, chosen)} with nothing below it"
+            message = f"{where} is a {describe_node(node, chosen)} with nothing below it"
             return NodePathError(f"no node {self.path!r}: {message}", self.path)
         near = did_you_mean(wrong, names, cutoff=0.5, otherwise=";")
         message = f"{where} has no {wrong!r}{near} it has {_list_names(tuple(names))}"
@@ -269,7 +269,7 @@ class Tree:
         text = path._path if isinstance(path, Node) else path
         if not isinstance(text, str):
             raise InputError(f"a node path has to be a string or a node, not {type(path).__name__}")
-        found = find(self.data, text)
+        found = find_node(self.data, text)
         if leaf:
             require_leaf(self.data, found, text)
         return Node(self, *found)
@@ -423,7 +423,7 @@ class Node:
         for a container, the shape of the output for a graph.
         """
         number = 0 if self._chosen is None else self._chosen[0]
-        return _shape(self._data, number)
+        return _shape_of_node(self._data, number)
 
     @property
     def _code(self) -> Text:
@@ -452,7 +452,7 @@ class Node:
         if flow:
             self._tree.place_steps()
         title = self._name
-        return Text(draw(self._data, title, self._chosen, flow=flow, depth=depth, limit=limit))
+        return Text(draw_tree(self._data, title, self._chosen, flow=flow, depth=depth, limit=limit))
 
     def __getattr__(self, name: str) -> Node:
         if name.startswith("__"):
@@ -471,7 +471,7 @@ class Node:
         return self._below(path)
 
     def _below(self, path: str) -> Node:
-        return Node(self._tree, *find(self._data, path, self._chosen))
+        return Node(self._tree, *find_node(self._data, path, self._chosen))
 
     def __contains__(self, path: object) -> bool:
         try:
@@ -541,11 +541,11 @@ class LazyRoot(Node):
         return getattr(self, name)
 
 
-def _shape(node: TreeNode, number: int) -> Any:
+def _shape_of_node(node: TreeNode, number: int) -> Any:
     if node.kind == "tensor":
         return torch.Size(node.passes[number].shape or ())
     inside = [
-        _shape(child, passes[0] if passes else 0)
+        _shape_of_node(child, passes[0] if passes else 0)
         for child, passes in children_of(node, [number])
         if node.kind == "container" or child.role == "output"
     ]
@@ -571,7 +571,7 @@ def _without_place(node: TreeNode) -> str:
         "state": "a parameter, buffer or other tensor of the model",
     }
     text = descriptions.get(node.role, "given out" if node.role == "output" else "")
-    return f"{node.path}: {describe(node)}, {text}" if text else node.path
+    return f"{node.path}: {describe_node(node)}, {text}" if text else node.path
 
 
 # The nodes of a run in the form that selectors use, and the flow of values between them.

@@ -157,7 +157,7 @@ def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str
                 rows.append({})
                 found.append((inner, tensor))
         written.append([_CODEC.encode(name), _CODEC.encode(plain)])
-    stored = _write(draft, kind, found)
+    stored = _write_tensors(draft, kind, found)
     for row in rows:
         if not row:
             row.update(next(stored))
@@ -185,7 +185,7 @@ def _take_out(value: Any, name: str, slots: list[Any], first: int, around: tuple
     )
 
 
-def _write(
+def _write_tensors(
     draft: Draft, kind: str, tensors: list[tuple[str, Tensor | StoredTensor]]
 ) -> Iterator[dict[str, Any]]:
     """Write tensors to as many files as it takes; yield a row for each."""
@@ -290,7 +290,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
             "facts": FACTS.write(history._facts),
             "entries": list(map(LAYERS.write, entries)),
             "modules": list(map(MODULES.write, history.modules)),
-            "cells": cells_among(_files(history)),
+            "cells": cells_among(_source_files(history)),
         }
         draft.write_json("log.json", content)
         flow = {
@@ -311,7 +311,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
         draft.write_json("tensors.json", values)
 
 
-def _files(history: RunLog) -> set[str]:
+def _source_files(history: RunLog) -> set[str]:
     sources = [*(e.source for e in history.entries), *(call.source for call in history.modules)]
     places = [place for node in history._tree.data.walk() for place in node.places]
     return {one.file for one in (*sources, *places, *history.flow_steps) if one is not None}
@@ -589,7 +589,7 @@ def open_manifest(directory: str) -> Opened:
     if not os.path.isdir(directory):
         if os.path.lexists(directory):
             raise LoadError(directory, "it is a file; a save is a directory")
-        raise LoadError(directory, f"there is no such directory{_near(directory)}")
+        raise LoadError(directory, f"there is no such directory{_near_directories(directory)}")
     names = os.listdir(directory)
     if MANIFEST in names:
         return Opened(directory, _manifest(directory))
@@ -609,7 +609,7 @@ def open_manifest(directory: str) -> Opened:
     raise LoadError(directory, f"it is not a save of bendtrace: there is no {MANIFEST}")
 
 
-def _near(directory: str) -> str:
+def _near_directories(directory: str) -> str:
     folder, name = os.path.split(directory)
     if not os.path.isdir(folder):
         return f", nor {folder!r}"

@@ -490,7 +490,7 @@ def write_json(path: str, value: Any) -> tuple[int, str]:
 
 def read_json(path: str, size: int, sha256: str) -> Any:
     """Read a file of `write_json`."""
-    content = _read(path)
+    content = _read_tensors(path)
     if len(content) < size:
         raise LoadError(path, f"the file is truncated ({len(content)} bytes instead of {size})")
     if hashlib.sha256(content).hexdigest() != sha256:
@@ -510,7 +510,7 @@ def read_sealed(path: str, form: str, version: int) -> dict[str, Any]:
     """Read a file of `replace_sealed`."""
     from_here = "it is not one of bendtrace's, or is damaged"
     try:
-        value = json.loads(_read(path))
+        value = json.loads(_read_tensors(path))
     except (ValueError, RecursionError):
         raise LoadError(path, f"{from_here}: it is not complete JSON") from None
     if not isinstance(value, dict) or value.get("format") != form:
@@ -534,7 +534,7 @@ def _seal(value: dict[str, Any]) -> str:
     return hashlib.sha256(plain.encode("ascii")).hexdigest()
 
 
-def _read(path: str) -> bytes:
+def _read_tensors(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()

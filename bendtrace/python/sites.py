@@ -186,7 +186,7 @@ class Site:
     @cached_property
     def places(self) -> tuple[InstructionPlace, ...]:
         """The call chain as places in the source, innermost first."""
-        return tuple(_place(code, offset) for code, offset in self.chain)
+        return tuple(_place_of_code(code, offset) for code, offset in self.chain)
 
     @cached_property
     def identity(self) -> tuple[int, ...]:
@@ -292,10 +292,10 @@ _positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
 
 def place_at(code: CodeType, offset: int) -> InstructionPlace:
     """Return the place of a frame's current instruction."""
-    return _place(code, instruction_at(code, offset))
+    return _place_of_code(code, instruction_at(code, offset))
 
 
-def _place(code: CodeType, offset: int) -> InstructionPlace:
+def _place_of_code(code: CodeType, offset: int) -> InstructionPlace:
     cached = _positions.get(id(code))
     if cached is None:
         cached = _positions[id(code)] = (code, list(code.co_positions()))
@@ -344,10 +344,10 @@ def operates(code: CodeType, offset: int) -> bool:
 
 def first_offset(code: CodeType, offset: int) -> int:
     """Return the offset of an instruction; for copies of a `while` test, of the first copy."""
-    return _repeated(code).get(offset, offset)
+    return _repeated_tests(code).get(offset, offset)
 
 
-def _repeated(code: CodeType) -> dict[int, int]:
+def _repeated_tests(code: CodeType) -> dict[int, int]:
     """Return, for instructions that repeat the test of a `while`, those that they repeat."""
     cached = _repeats.get(id(code))
     if cached is None:

@@ -95,14 +95,14 @@ def position_of(value: Any, name: str = "positions") -> Position:
     if isinstance(value, Tensor) and value.dim() and not value.dtype.is_floating_point:
         value = value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor)):
-        several = tuple(_number(item, name) for item in value)
+        several = tuple(_checked_number(item, name) for item in value)
         if not several:
             raise InputError(f"{name}= has an empty group of positions")
         return several
-    return _number(value, name)
+    return _checked_number(value, name)
 
 
-def _number(value: Any, name: str) -> int:
+def _checked_number(value: Any, name: str) -> int:
     if not isinstance(value, (bool, float, str)):
         try:
             return operator.index(value)
@@ -177,7 +177,7 @@ class Part:
         found: dict[int, Any] = {}
         if self.position is not None:
             axis = _axis(self.axis, value)
-            found[axis] = _entry(self.position, value.shape[axis], axis)
+            found[axis] = _index_part(self.position, value.shape[axis], axis)
         if self.head is not None:
             axis = _axis(self.head_axis, value)
             if axis in found:
@@ -214,7 +214,7 @@ def _axis(axis: int, value: Tensor) -> int:
     return axis % value.dim()
 
 
-def _entry(position: Position, size: int, axis: int) -> Any:
+def _index_part(position: Position, size: int, axis: int) -> Any:
     if isinstance(position, slice):
         if size and not len(range(*position.indices(size))):
             raise NoPart(
@@ -542,7 +542,7 @@ def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor
     """Replace tensors in the value of a node, each of which has its own path."""
     shape, found = take_apart(value)
     changed = False
-    for i, name in enumerate(_names(shape, ())):
+    for i, name in enumerate(_leaf_names(shape, ())):
         if isinstance(found[i], Tensor):
             made = change(f"{path}|{name}", found[i])
             if made is not None:
@@ -550,7 +550,7 @@ def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor
     return assemble(shape, found) if changed else None
 
 
-def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
+def _leaf_names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
     """Yield the names of the leaves of a container, as node paths have them."""
     if isinstance(shape, LeafShape):
         yield ".".join(path)
@@ -561,12 +561,12 @@ def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
         fields = of_tuple if issubclass(kind, tuple) else ()
         for key, item in zip(shape.keys, shape.items, strict=True):
             name = f"sub_{key}" if isinstance(key, int) else str(key)
-            yield from _names(item, (*path, fields[key] if fields else name))
+            yield from _leaf_names(item, (*path, fields[key] if fields else name))
         for name, item in zip(shape.names, shape.attributes, strict=True):
-            yield from _names(item, (*path, str(name)))
+            yield from _leaf_names(item, (*path, str(name)))
 
 
-def differing(
+def why_differing(
     source: Mapping[int, Tensor] | None, target: Mapping[int, Tensor] | None, names: tuple[str, str]
 ) -> str:
     """Return why a node's values in one run cannot replace those in another; "" if they can."""
@@ -719,7 +719,7 @@ class Sites:
         """
         found = []
         for number, item in enumerate(self._items[: self._count]):
-            keys = _keys_of(number, runs)
+            keys = _keys_of_pass(number, runs)
             if not keys and not self._allow_none:
                 notes = "; ".join(self._group.insertions[number].report().notes)
                 label = describe_where(item)
@@ -743,7 +743,7 @@ class Sites:
                 any(target.is_ahead for target in insertion.targets)
                 and not insertion.passes.needs_total
             ):
-                if keys := _keys_of(number, runs):
+                if keys := _keys_of_pass(number, runs):
                     self._group.replace(number, [NodePath(path) for _, path in keys])
 
     def note(self, number: int, at: NodePass) -> None:
@@ -806,7 +806,7 @@ class Sites:
         self._group.insert_all(*made[self._count :], *made[: self._count])
 
 
-def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
+def _keys_of_pass(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
     return list(dict.fromkeys(key for run in runs for key in run if key[0] == number))
 
 
@@ -866,7 +866,9 @@ class ValueExchange:
     def _known_flaw(self, keys: Sequence[Key], part: Part) -> str:
         for key in keys:
             if key not in self._flaws:
-                self._flaws[key] = differing(self.source.get(key), self.target.get(key), self.names)
+                self._flaws[key] = why_differing(
+                    self.source.get(key), self.target.get(key), self.names
+                )
             if why := self._flaws[key]:
                 return f"{key[1]}: {why}"
             try:
@@ -952,7 +954,7 @@ def require_heads(
         log = model._knowledge.run(recording).log if found else None
         for node, place, kind, alias in found:
             assert log is not None
-            for entry in _values(log, node, kind, place.dig):
+            for entry in _values_at(log, node, kind, place.dig):
                 _require_heads_in(entry, log, columns, kind, alias, node.path)
         if found:
             return
@@ -976,7 +978,9 @@ def _require_heads_in(
         )
 
 
-def _values(log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:
+def _values_at(
+    log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]
+) -> Iterator[LayerEntry]:
     """Yield the first value that a node is given, or that it returns, or a part of that."""
     by_label = {entry.label: entry for entry in log.entries}
     if node.module is not None:

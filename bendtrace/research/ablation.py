@@ -392,7 +392,7 @@ def _substitute_of(
     if not axes:
         raise InputError("over= is empty: pass the axes to take the mean over")
     named = how if isinstance(how, str) and how in ("zero", "mean", "resample") else None
-    if named is None and (isinstance(how, str) or not (callable(how) or _is_number(how))):
+    if named is None and (isinstance(how, str) or not (callable(how) or _is_constant_value(how))):
         raise InputError(
             f'how= is "zero", "mean", "resample", a number, a tensor or a function, not {how!r}'
         )
@@ -419,7 +419,7 @@ def _substitute_of(
                 ),
             )  # fmt: skip
         return _Substitute(named, _shuffle(seed))
-    if _is_number(how):
+    if _is_constant_value(how):
         return _Substitute(
             "value", _constant(how),
             compiled=lambda path, number, like: effect_of_value(
@@ -435,7 +435,7 @@ def _zeros(path: str, number: int, value: Tensor) -> Tensor:
     return value.new_zeros(())
 
 
-def _is_number(how: Any) -> bool:
+def _is_constant_value(how: Any) -> bool:
     return isinstance(how, (Tensor, int, float, complex))
 
 

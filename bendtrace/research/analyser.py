@@ -364,7 +364,7 @@ class Analyser(Interjection):
 
     def _check_settings(self, mine: Any, theirs: Any, whose: str, why: str) -> None:
         for name in mine.keys() | theirs.keys():
-            if not _same(mine.get(name), theirs.get(name)):
+            if not _same_settings(mine.get(name), theirs.get(name)):
                 raise InputError(
                     f"this {self.label} has {name}={mine.get(name)!r}, {whose} has "
                     f"{theirs.get(name)!r}: {why}"
@@ -409,7 +409,7 @@ class Analyser(Interjection):
         given = ", ".join(
             f"{name}={value!r}"
             for name, value in self.settings.items()
-            if name not in defaults or not _same(value, defaults[name].default)
+            if name not in defaults or not _same_settings(value, defaults[name].default)
         )
         seen = [f"{path!r} {calls}x" for path, calls in self._calls.items()]
         more = f" and {len(seen) - _SHOWN} more" if len(seen) > _SHOWN else ""
@@ -467,7 +467,7 @@ def _check_targets(value: Tensor, targets: Tensor | None) -> None:
         )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_settings(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return (
             isinstance(one, Tensor)
@@ -476,11 +476,13 @@ def _same(one: Any, other: Any) -> bool:
             and torch.equal(one.cpu(), other.cpu())
         )
     if isinstance(one, Analyser) and type(one) is type(other):
-        return _same(one.settings, other.settings)
+        return _same_settings(one.settings, other.settings)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_same_settings, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            _same_settings(one[key], other[key]) for key in one
+        )
     return bool(one == other)
 
 

@@ -318,7 +318,7 @@ class SplicedAutoencoder(InsertionHandle):
         Raises:
             InputError: there are no latents, or several.
         """
-        return _only(self._inner.latents, "latents")
+        return _only_item(self._inner.latents, "latents")
 
     @property
     def errors(self) -> dict[str, Tensor]:
@@ -332,7 +332,7 @@ class SplicedAutoencoder(InsertionHandle):
         Raises:
             InputError: there are no error terms, or several.
         """
-        return _only(self._inner.errors, "error terms")
+        return _only_item(self._inner.errors, "error terms")
 
     def edit(self, change: Callable[[Tensor], Any]) -> LatentEdit:
         """Change the latents from now on, before they are decoded.
@@ -475,7 +475,7 @@ def _set(latents: Tensor, indices: Sequence[int], value: Any) -> Tensor:
     return torch.where(where, torch.as_tensor(value, dtype=latents.dtype), latents)
 
 
-def _only(kept: dict[str, Tensor], what: str) -> Tensor:
+def _only_item(kept: dict[str, Tensor], what: str) -> Tensor:
     if len(kept) != 1:
         listed = ", ".join(map(repr, kept)) or "none; no call reached a node"
         raise InputError(f"expected one set of {what}, but there are {listed}")
@@ -670,7 +670,7 @@ def load_autoencoder(folder: str | os.PathLike[str]) -> SparseAutoencoder:
     ):
         config, weights = (os.path.join(folder, name) for name in files)
         if os.path.isfile(config) and os.path.isfile(weights):
-            return load(_read(config), weights)
+            return load(_read_file(config), weights)
     raise LoadError(
         folder,
         "it holds neither cfg.json and sae_weights.safetensors (SAE-Lens) nor config.json and "
@@ -709,13 +709,13 @@ def _of_sae_lens(config: dict[str, Any], path: str) -> SparseAutoencoder:
         )
     if torch.all(tensors.get("scaling_factor", torch.ones(1)) == 1):
         tensors.pop("scaling_factor", None)
-    _check(tensors, {name: name for name in _READS[architecture]}, architecture, path)
+    _check_tensors(tensors, {name: name for name in _READS[architecture]}, architecture, path)
     dtype = getattr(torch, str(config.get("dtype", "")).removeprefix("torch."), None)
     if isinstance(dtype, torch.dtype):
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     options: dict[str, Any] = {
         "subtracts": bool(config.get("apply_b_dec_to_input", True)),
-        "k": _number(k, path) if architecture == "topk" else None,
+        "k": _check_count(k, path) if architecture == "topk" else None,
         "rescales": architecture == "topk" and bool(config.get("rescale_acts_by_decoder_norm")),
     }
     if scaling in ("layer_norm", "constant_norm_rescale"):
@@ -739,14 +739,14 @@ def _of_dictionary_learning(config: dict[str, Any], path: str) -> SparseAutoenco
     called = {ours: theirs for theirs, ours in names.items()}
     ours = {called.get(wanted, wanted): wanted for wanted in _READS[architecture]}
     found = {theirs: tensor for theirs, tensor in state.items() if theirs not in ignored}
-    _check(found, ours, name, path)
+    _check_tensors(found, ours, name, path)
     tensors = {
         ours[theirs]: tensor.T.contiguous() if theirs.endswith(".weight") else tensor
         for theirs, tensor in found.items()
     }
     k = None
     if architecture == "topk":
-        k = _number(state["k"].item() if "k" in state else config["trainer"].get("k"), path)
+        k = _check_count(state["k"].item() if "k" in state else config["trainer"].get("k"), path)
     if name == "AutoEncoder":
         # Give the rows of the decoder length 1, and the latents their lengths.
         norms = tensors["W_dec"].norm(dim=1)
@@ -758,7 +758,9 @@ def _of_dictionary_learning(config: dict[str, Any], path: str) -> SparseAutoenco
     return SparseAutoencoder(architecture, tensors, config, subtracts=subtracts, k=k)
 
 
-def _check(found: Mapping[str, Tensor], wanted: Mapping[str, str], what: str, path: str) -> None:
+def _check_tensors(
+    found: Mapping[str, Tensor], wanted: Mapping[str, str], what: str, path: str
+) -> None:
     """Raise an error that names tensors that are missing, unused or of a wrong shape."""
     missing = ", ".join(repr(name) for name in wanted if name not in found)
     others = ", ".join(repr(name) for name in found if name not in wanted)
@@ -779,13 +781,13 @@ def _check(found: Mapping[str, Tensor], wanted: Mapping[str, str], what: str, pa
     raise LoadError(path, f"the shapes of its tensors do not fit: {shapes}")
 
 
-def _number(k: Any, path: str) -> int:
+def _check_count(k: Any, path: str) -> int:
     if type(k) is not int or k < 1:
         raise LoadError(path, f"the number k of latents that 'topk' keeps is {k!r}")
     return k
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)

@@ -101,7 +101,7 @@ def sweep(
         1.0
     """
     call, bended = Call.of(inputs), bended_of(model)
-    found = _parameter(bended, parameter)
+    found = _named_parameter(bended, parameter)
     listed = tuple(values)
     if not listed:
         raise InputError("values= is empty")
@@ -121,7 +121,7 @@ def sweep(
     return Sweep(found.name, listed, tuple(outputs), bended.stats.traces - traces)
 
 
-def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> BendingParameter:
+def _named_parameter(bended: BendedModule, parameter: BendingParameter | str) -> BendingParameter:
     if isinstance(parameter, BendingParameter):
         return parameter
     controllables = bended.bending.controllables

@@ -621,10 +621,10 @@ class _Requests:
                 self._add(alias.where, is_alias=True, allow_none=True)
 
         def of_output(node: Candidate) -> bool:
-            return any(map(says, _names_of(node, "output")))
+            return any(map(says, _names_of_node(node, "output")))
 
         def of_input(node: Candidate) -> bool:
-            return node.is_module and any(map(says, _names_of(node, "input")))
+            return node.is_module and any(map(says, _names_of_node(node, "input")))
 
         self._keep(of_output, allow_none=True)
         self._keep(of_input, True, allow_none=True)
@@ -769,7 +769,7 @@ def _any_module(node: Candidate) -> bool:
     return node.is_module
 
 
-def _names_of(node: Candidate, part: str) -> Iterator[str]:
+def _names_of_node(node: Candidate, part: str) -> Iterator[str]:
     path = node.path or "output"
     yield path if part == "output" else f"{path}.{part}"
     if node.is_module and node.module_path:

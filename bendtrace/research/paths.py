@@ -33,13 +33,13 @@ from bendtrace.research._sites import (
     SiteRow,
     Sites,
     TwoRunTable,
-    differing,
     number_of,
     required_metric,
     site_list,
     unlike,
+    why_differing,
 )
-from bendtrace.research.patching import Direction, in_order
+from bendtrace.research.patching import Direction, runs_in_order
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
@@ -176,7 +176,7 @@ class OpFlow:
         """Return the changed values at the beginning, and the values that pass them on."""
         made = Edges()
         if not within:
-            made.sources = _values(senders)
+            made.sources = _value_indices(senders)
             return made, set(made.sources)
         carried: set[int] = set()
         for spot in senders:
@@ -193,7 +193,7 @@ class OpFlow:
         self, made: Edges, carried: set[int], ends: Sequence[PassSpot], frozen: Iterable[PassSpot]
     ) -> None:
         """Add all edges on paths to some nodes that avoid frozen nodes."""
-        frozen_ops = _values(frozen)
+        frozen_ops = _value_indices(frozen)
         came = self._spread(made, carried, lambda op: op.index not in frozen_ops)
         if changed := made.sources - carried & made.into.keys():
             raise SiteError(
@@ -368,7 +368,7 @@ def _refs(value: Any) -> list[int]:
     return list(dict.fromkeys(ref.index for ref in refs_in(value)))
 
 
-def _values(spots: Iterable[PassSpot]) -> set[int]:
+def _value_indices(spots: Iterable[PassSpot]) -> set[int]:
     return {index for spot in spots for index in spot.values}
 
 
@@ -517,7 +517,7 @@ def path_patching(
         ... ).values
         tensor([[2.7183, 4.0000, 5.7183]], dtype=torch.float64)
     """
-    first, patched, names = in_order(direction)
+    first, patched, names = runs_in_order(direction)
     columns = Columns.of(None, 1, heads, head, head_axis)
     measured, missed = required_metric(metric), MissingCells(missing, "send")
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
@@ -560,7 +560,7 @@ class _PathRequest:
     def __init__(self, senders: Any, receivers: Any, paths: Any, frozen: Any) -> None:
         self.senders = site_list(senders, "senders")
         self.receivers = site_list(receivers, "receivers")
-        self.names = [_name(item) for item in self.receivers]
+        self.names = [_name_of_item(item) for item in self.receivers]
         self.paths: Any = paths
         self.noted: list[Any] = list(self.receivers)
         self.frozen = range(0)
@@ -589,11 +589,11 @@ class _PathRequest:
         return range(first, first + len(items))
 
 
-def _name(item: Any) -> str:
+def _name_of_item(item: Any) -> str:
     if isinstance(item, str):
         return item
     if isinstance(item, (list, tuple, set, frozenset)):
-        return " + ".join(map(_name, item))
+        return " + ".join(map(_name_of_item, item))
     return describe_where(item)
 
 
@@ -650,7 +650,7 @@ class _Cells:
             flow.require_own(spot)
         for i, row in enumerate(rows):
             for key in row.keys:
-                if why := differing(self._source.get(key), self._target.get(key), names):
+                if why := why_differing(self._source.get(key), self._target.get(key), names):
                     self._flaws.setdefault(i, f"{key[1]}: {why}")
             if i not in self._flaws:
                 senders = [flow.spot(key[1], n) for key in row.keys for n in self._target[key]]

@@ -448,8 +448,8 @@ class Comparison:
         direct_b = {self.b.position[label] for label in b.parents if label in self.b.position}
         if {pairs.get(i) for i in direct_a} == direct_b:
             return False
-        reached_a = _through(self.a, direct_a, pairs.keys())
-        reached_b = _through(self.b, direct_b, self.matching.back)
+        reached_a = _nearest_common(self.a, direct_a, pairs.keys())
+        reached_b = _nearest_common(self.b, direct_b, self.matching.back)
         names_b = self._names_b
         mine = {names_b[pairs[i]] for i in direct_a if i in pairs}
         theirs = {names_b[j] for j in direct_b if j in self.matching.back}
@@ -458,7 +458,7 @@ class Comparison:
         return not (mine <= all_theirs and theirs <= all_mine)
 
 
-def _through(run: RunIndex, positions: set[int], positions_of: Any) -> set[int]:
+def _nearest_common(run: RunIndex, positions: set[int], positions_of: Any) -> set[int]:
     """Return the nearest ancestors that both runs have."""
     reached, seen, left = set(), set(positions), list(positions)
     while left:
@@ -492,7 +492,7 @@ def _other_arguments(
     """Return the arguments that differ, ignoring the names of values."""
     if _blank(a.arguments, run_a) == _blank(b.arguments, run_b):
         return None
-    mine, theirs = _arguments(a.arguments), _arguments(b.arguments)
+    mine, theirs = _split_arguments(a.arguments), _split_arguments(b.arguments)
     if len(mine) != len(theirs):
         return a.arguments, b.arguments
     pairs = [(x, y) for x, y in zip(mine, theirs, strict=True)
@@ -500,7 +500,7 @@ def _other_arguments(
     return ", ".join(x for x, _ in pairs), ", ".join(y for _, y in pairs)
 
 
-def _arguments(text: str) -> list[str]:
+def _split_arguments(text: str) -> list[str]:
     """Split the arguments of a call, as far as their text allows."""
     parts, depth = [""], 0
     for letter in text[1:-1]:
@@ -671,8 +671,8 @@ class Timeline:
 
     def _layer_events(self) -> Iterator[tuple[Time, Parting]]:
         """Yield the earliest place where one run has a layer that the other does not have."""
-        only_a = next(_only(self.a, self.matching.entries), None)
-        only_b = next(_only(self.b, self.matching.back), None)
+        only_a = next(_entries_of_one(self.a, self.matching.entries), None)
+        only_b = next(_entries_of_one(self.b, self.matching.back), None)
         firsts = ((self.of_a, only_a), (self.of_b, only_b))
         times = [time_of(position) for time_of, position in firsts if position is not None]
         if not times:
@@ -779,7 +779,7 @@ def _is_cause(change: FlowChange) -> bool:
     return a.bound is not None and b.bound is not None and a.bound != b.bound
 
 
-def _only(run: RunIndex, both: Collection[int]) -> Iterator[int]:
+def _entries_of_one(run: RunIndex, both: Collection[int]) -> Iterator[int]:
     """Yield the positions of entries that only one run has.
 
     Reads of state are reported anyway. Another number of results of one op, or of numbers from one
@@ -971,7 +971,7 @@ class _RunDifferences:
         if len(missing) == len(passes):
             return "missing"
         changes = [self._changed[e.label] for e in passes if e.label in self._changed]
-        parts = [f"{name}{_distance(name, changes)}" for name in _aspects(changes)]
+        parts = [f"{name}{_distance_text(name, changes)}" for name in _aspects(changes)]
         if missing:
             parts.append(f"without pass{'es' * (len(missing) > 1)} {numbers_text(missing)}")
         return ", ".join(parts)
@@ -981,7 +981,7 @@ def _aspects(changes: list[LayerChange]) -> dict[str, None]:
     return dict.fromkeys(name for change in changes for name in change.what)
 
 
-def _distance(name: str, changes: list[LayerChange]) -> str:
+def _distance_text(name: str, changes: list[LayerChange]) -> str:
     if name not in ("value", "gradient"):
         return ""
     found = [getattr(change, name) for change in changes]

@@ -19,7 +19,7 @@ from bendtrace.python.places import place_text
 from bendtrace.record.op_names import NodeRef
 from bendtrace.record.recorder import Recording
 from bendtrace.show.model_tree import Chart, joined, selection, signature_of
-from bendtrace.show.outline import value_text
+from bendtrace.show.outline import outcome_text
 from bendtrace.show.walks import PathEnd, PathEvent, Walk, key_of_guard, walks_of
 from bendtrace.tape.tape import OpKind, Tape
 
@@ -287,7 +287,7 @@ class _ProgramStates:
         segment = place.out.get((by, after))
         if segment is None or id(segment.recording) not in self._current:
             hits = 0 if segment is None else segment.hits
-            outcome = "" if before is None else value_text(answer)
+            outcome = "" if before is None else outcome_text(answer)
             segment = _Segment(answer, outcome, after, recording, first, max(first, stop), hits)
             place.out[by, after] = segment
         segment.hits += walk.hits

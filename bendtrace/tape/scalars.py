@@ -285,12 +285,12 @@ _ON_INTS = frozenset({"lshift", "rshift", "and", "or", "xor"})
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-def _index(scalar: TracedScalar) -> int:
+def _index_number(scalar: TracedScalar) -> int:
     return operator.index(scalar._consume(Use.INDEX))
 
 
 def _operator_functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {"__index__": _index}
+    found: dict[str, Callable[..., Any]] = {"__index__": _index_number}
     for name, function in _UNARY.items():
         found[f"__{name}__"] = _unary(function)
     for name, binary in _BINARY.items():

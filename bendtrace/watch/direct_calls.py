@@ -173,7 +173,7 @@ def _clamp(given: _Given) -> EquivalentCall | None:
     return _activation(_nn.hardtanh, _nn.hardtanh_, "min_val", "max_val")(given)
 
 
-def _split(given: _Given) -> EquivalentCall | None:
+def _as_split(given: _Given) -> EquivalentCall | None:
     tensor, size, dim = given.values()
     if _is_int(size):
         return EquivalentCall(_functions.split, (tensor, size, dim))
@@ -241,10 +241,10 @@ def _all_equivalents() -> dict[Any, FunctionEquivalent]:
     enter(functional.sigmoid, lambda given: EquivalentCall(Tensor.sigmoid, (given["input"],)))
     enter(functional.tanh, lambda given: EquivalentCall(Tensor.tanh, (given["input"],)))
     enter(
-        Tensor.split, _split, "Tensor", "isinstance", "int", "ValueError", "SymInt",
+        Tensor.split, _as_split, "Tensor", "isinstance", "int", "ValueError", "SymInt",
         "split_with_sizes",
     )  # fmt: skip
-    enter(torch.functional.split, _split)
+    enter(torch.functional.split, _as_split)
     enter(
         functional.pad, _pad, "nn", "functional", "jit", "is_scripting", "is_cuda", "is_xpu",
         "are_deterministic_algorithms_enabled", "compiler", "is_compiling", "_dynamo",
