@@ -116,7 +116,8 @@ def fast_path_for(
         context, unchanged = writer.context(), _GlobalState().check
         grad = context.grad
         if context.inference or context.settings:
-            unchanged = _never_unchanged  # it would not notice the end of inference mode, or of all settings
+            # `check` would not notice the end of inference mode, or of all settings.
+            unchanged = _never_unchanged
 
     def fast_path(
         func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType

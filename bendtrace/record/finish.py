@@ -199,6 +199,19 @@ class Finish:
     ) -> tuple[Recording, list[EnvironmentChange]]:
         """Record the result and the changes of the run; return the recording and the plain changes.
 
+        The checks stand in this order:
+
+        - Changes are listed before the blockers of the environment are read: listing adds some.
+          So does looking at containers, with the codes that the run reached.
+        - Code is searched for what no run may call only if nothing blocks the run yet: that reads
+          all code of the run, and such a run is live in any case.
+        - Changes and output are encoded with one memo, so that an object in both is one object.
+        - Arguments of the last op are forgotten before the output is encoded: `writers` then tells
+          of the output alone.
+        - Caches are looked at after that, since what the output or a change holds outlives the run.
+        - The root's end is set after all of that, since encoding may add ops. At the end, a resumed
+          run that went astray raises, even if the model caught the error.
+
         Args:
             output: its output.
             code_monitor: the code that it reached.

@@ -205,6 +205,16 @@ class Recorder(RecordingMode):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """Call the function on the (traced) arguments and return what was recorded.
 
+        The steps stand in this order:
+
+        - `Finish` is made first: it notes the random states, seeds and modes before the run.
+        - Arrays get their content back (`contents.end`) before `Finish` looks for changes.
+        - The observer is asked about the writes that the output shows before `close` forgets them.
+        - The recorder is inactive from then on: what cleaning up reads is not the model's reading.
+        - `clean` makes the known changes plain, and then `make_plain` all other traced scalars. It
+          finds them by their number of holders, so `output` and `changes` are deleted before.
+        - The scalars retire last: `clean` knows them by the class that they then lose.
+
         Raises:
             Exception: whatever the function raises, unchanged.
         """

@@ -771,6 +771,16 @@ class Scan(CodeScan):
             self.found.computes = True
 
     def _scan(self, value: Any, route: Route) -> None:
+        # Order matters: each branch takes away what a later one would get wrong.
+        #   plain values        before aliases: equal numbers and texts can be one object by chance
+        #   aliases             before all else: an object is one part, and a cycle ends here
+        #   growing, watched    before containers: they are not looked into
+        #   enums, constants    before containers: an enum can be a tuple or a number as well
+        #   proxies             before all that asks for attributes, which the referent would answer
+        #   lazy ones           before tensors: an uninitialized parameter is a tensor without shape
+        #   arrays, sets, ...   in any order: no object is of two of these kinds
+        #   hidden attributes   before the branches that read the dict of an object
+        #   settings            before objects: they are guarded by identity, with their attributes
         found = self.found
         kind = type(value)
         if kind in PLAIN_TYPES:
