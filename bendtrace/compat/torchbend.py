@@ -233,7 +233,7 @@ class BendedModule(core.BendedModule):
 
     def _has_part(self, fn: str) -> bool:
         """Return whether calls of a method have their own paths."""
-        owner, bent = self.module, bool(self._bending.callbacks or self._is_versioned())
+        owner, bent = self.module, bool(self._bending.callbacks or self._bending.versions.needed)
         if self._has_others():
             if self._is_used(fn) and (bent or self._parts[fn].bending.callbacks):
                 raise InputError(_OF_OTHERS.format(fn))
@@ -271,9 +271,6 @@ class BendedModule(core.BendedModule):
         return part is not None and (
             self.is_traced(fn) or any(s.spec.activations for s in part.bending._sources)
         )
-
-    def _is_versioned(self) -> bool:
-        return bool(self._bending.versions.needed)
 
     def _part(self, fn: str, *, align: bool = True) -> core.BendedModule:
         """Return the model that calls a method, with the bends of the weights."""

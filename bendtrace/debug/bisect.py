@@ -226,7 +226,6 @@ class Bisection:
         self.passing: list[str] = []
         self.unknown: dict[str, str] = {}
         self._changes = {change.a.label: change for change in self.difference.changed}
-        self._only = {entry.label for entry in self.difference.added}
         outputs = [
             [_entry_value(entry) for entry in side.log.entries if entry.kind == "output"]
             for side in (a, b)

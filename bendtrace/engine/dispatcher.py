@@ -881,11 +881,7 @@ class Trees:
         return [run for tree in list(self._inserted.values()) for run in _recorded_runs(tree)]
 
     def _new(self, joins: bool = True) -> TraceTree:
-        return TraceTree(self.limit, _divergence_reason, joins)
-
-
-def _divergence_reason(tree: TraceTree) -> str | None:
-    return outlines.most_divergent(tree)
+        return TraceTree(self.limit, lambda tree: outlines.most_divergent(tree), joins)
 
 
 def _recorded_runs(tree: TraceTree) -> list[Recording]:

@@ -104,7 +104,8 @@ def require_plain(number: int, inputs: Mapping[str, Any], state: Collection[int]
     leaves = pytree.tree_leaves_with_path(inputs)
     if inputs and not leaves:
         raise ExportError(f"input {number} holds no value: pass a tensor, a number or None")
-    if pytree.tree_structure(_rebuild(inputs)) != pytree.tree_structure(inputs):
+    rebuilt = pytree.tree_map(lambda leaf: leaf, inputs)
+    if pytree.tree_structure(rebuilt) != pytree.tree_structure(inputs):
         raise ExportError(f"input {number} holds a torch.Size: pass it as a tuple")
     for path, leaf in leaves:
         name = f"{path[0].key}{pytree.keystr(path[1:])} of input {number}"
@@ -136,10 +137,6 @@ def require_plain(number: int, inputs: Mapping[str, Any], state: Collection[int]
 
 
 _PLAIN_KEY = re.compile(r"[^'\"\\\n]*")
-
-
-def _rebuild(inputs: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf, inputs)
 
 
 # What is asked of the inputs of a program

@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from bendtrace.insert.registry import NameLookup
 
 
-class Matcher(Protocol):
-    """A predicate on nodes. Matchers are values: two that select the same nodes are equal."""
-
-    needs_output: bool
-    is_broad: bool
-
-    def matches(self, node: Candidate) -> bool:
-        """Return whether it selects a node."""
-
-
 class PlacedInsertion(Protocol):
     """An insertion, as the gates see it."""
 

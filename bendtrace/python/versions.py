@@ -547,7 +547,7 @@ def _find_offset(candidates: Iterable[int], matches: Callable[[int], bool]) -> i
 
 
 def _size_of(cls: type) -> int:
-    return cls.__basicsize__
+    return cls.__basicsize__  # of `type` itself, mypy would take it for a descriptor
 
 
 def _word(address: int) -> int:

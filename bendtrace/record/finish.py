@@ -489,7 +489,8 @@ class Finish:
         while waiting:
             thing = waiting.pop()
             if isinstance(thing, types.CodeType):
-                found.append(types.FunctionType(thing, {}, closure=_cells_for(thing)))
+                cells = tuple(types.CellType() for _ in thing.co_freevars)
+                found.append(types.FunctionType(thing, {}, closure=cells))
             elif isinstance(thing, Construction):
                 waiting += thing.args
             elif isinstance(thing, (tuple, list)):
@@ -573,10 +574,6 @@ def _keeps(function: types.FunctionType) -> bool:
     if is_finished(function):
         return False
     return any(any(assigned_in(code)) for code in codes_in(function.__code__))
-
-
-def _cells_for(code: types.CodeType) -> tuple[types.CellType, ...]:
-    return tuple(types.CellType() for _ in code.co_freevars)
 
 
 def _context_of(function: types.FunctionType, owner: Any) -> str | None:
