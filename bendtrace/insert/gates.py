@@ -214,6 +214,7 @@ class Attempt:
     def __init__(self) -> None:
         self.answers: dict[tuple[str, int], Any] = {}
         self._returned: dict[tuple[str, int], _Returned] = {}
+        # By identity, which another tensor may have once one is gone: the references tell.
         self._met: dict[int, weakref.ref[Tensor]] = {}
         self._given: tuple[Any, ...] = ()
 

@@ -587,6 +587,7 @@ def write_count(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
     if not isinstance(value, Tensor):
         return 0
+    # Tensors of inference mode raise where they are asked for a version (seen in torch 2.13).
     if type(value) in PLAIN_TENSORS and not function_modes():
         return 0 if value.is_inference() else value._version
     with torch._C.DisableTorchFunction():

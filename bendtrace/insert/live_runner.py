@@ -41,7 +41,9 @@ from bendtrace.watch.functions import ScriptModule
 from bendtrace.watch.intercepts import INTERCEPT_CODES
 from bendtrace.watch.owners import named_modules
 
-_KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
+# `nn.Module.__call__` asks for it first (seen in torch 2.13), and nothing keeps a reference to it,
+# as torch._dynamo does to `__call__` itself: see `_ModuleCall` in `watch/intercepts.py`.
+_KEY = "_compiled_call_impl"
 _WRAPPED: Any = internal("torch.nn.Module._wrapped_call_impl.__code__", None, "calls of modules")
 # Forms of an insertion that need nothing but a tensor that a module returns.
 _PLAIN_FORMS = frozenset({"after", "observes", "permits"})

@@ -252,6 +252,7 @@ class _OpenCall:
         """Return whether the call is still running, as far as can be determined."""
         if self._frame is None:
             return True
+        # `sys._getframe` shows the frames of the asking thread alone.
         is_own = self._thread == threading.get_ident()
         frame = sys._getframe() if is_own else sys._current_frames().get(self._thread)
         while frame is not None and id(frame) != self._frame:

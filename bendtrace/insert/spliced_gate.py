@@ -66,7 +66,7 @@ class SplicedGate:
             gate.begin(passes)
             return value
         kind = tensor_kind(value)
-        if kind is None or kind[0]:
+        if kind is None or kind[0]:  # a tensor of inference mode has no version to compare
             return self._slowly(value, kind)
         # The usual case: what `AfterGate` does, in a third of the instructions.
         at, version = gate.begin(passes), value._version
@@ -215,5 +215,7 @@ def _storage_uses(tensor: Tensor) -> int:
 # `sys.getrefcount` counts Python's references only, and a view has a storage object of its own over
 # the same memory. Without the count of torch (2.13), all memory is taken to be shared.
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
+# What it says of memory that one tensor has: asking makes a storage object, which counts as well
+# (2 in torch 2.13), so the number is measured.
 _probe = torch.empty(1, device="cpu")
 _ONE = _storage_uses(_probe)

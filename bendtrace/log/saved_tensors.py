@@ -155,7 +155,7 @@ def bits_of(tensor: Tensor, layout: Strided) -> Iterator[memoryview]:
     # Not reshape: a single element can keep a stride of its own, which bars it from being viewed.
     bits = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     buffer = torch.empty(min(bits.numel(), _CHUNK), dtype=torch.uint8, device="cpu")
-    raw = (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
+    raw = (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())  # as in `bytes_of`
     for start in range(0, bits.numel(), _CHUNK):
         piece = bits[start : start + _CHUNK]
         buffer[: piece.numel()].copy_(piece)
@@ -428,7 +428,7 @@ def crc32(tensor: Tensor) -> int:
     """Return the CRC-32 of a contiguous tensor of uint8."""
     if not tensor.numel():
         return 0
-    raw = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+    raw = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())  # as in `bytes_of`
     return zlib.crc32(memoryview(raw).cast("B"))
 
 

@@ -234,7 +234,7 @@ def _interrupts(frame: FrameType, places: FrameLayout) -> bool:
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS)
     for k in range(count):
         value = _object_at(first + _WORD * k)
-        if type(value) is CellType:
+        if type(value) is CellType:  # which `cell_contents` raises for if it is empty
             value = next(iter(gc.get_referents(value)), None)
         for item in (value, *value) if type(value) is tuple else (value,):
             if type(item) is FrameType:

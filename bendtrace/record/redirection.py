@@ -14,7 +14,7 @@ from torch import nn
 
 from bendtrace.record.rank_sync import ENDS, is_joint, joint_call
 
-_KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
+_KEY = "_compiled_call_impl"  # `nn.Module.__call__` asks for it first, see `watch/intercepts.py`
 _lock = threading.Lock()
 
 
