@@ -90,7 +90,7 @@ def agree(model: Callable[..., Any], group: Any = None) -> Agreement:
         bendtrace.errors.InputError: ranks can agree only after torch.distributed is ...
     """
     inner = model.model if isinstance(model, BendedModule) else model
-    if not core.can_be_known(inner):
+    if not core.is_attachable(inner):
         raise InputError(
             f"ranks can agree on the calls of a module or a function, not of {type(model)!r}"
         )

@@ -230,10 +230,12 @@ class Bisection:
             [_entry_value(entry) for entry in side.log.entries if entry.kind == "output"]
             for side in (a, b)
         ]
-        is_known = all(values and all(value is not None for value in values) for values in outputs)
+        has_values = all(
+            values and all(value is not None for value in values) for values in outputs
+        )
         ops = [sum(entry.kind == "op" for entry in side.log.entries) for side in (a, b)]
         aligned = sum(e.kind == "op" and e.label in self._pairs for e in a.log.entries)
-        self.by_content: bool = is_known and aligned / max(*ops, 1) < _ALIKE
+        self.by_content: bool = has_values and aligned / max(*ops, 1) < _ALIKE
         self._parts: bool = self.by_content and self._far(*outputs) is not None
         if self.by_content:
             self.path = None
@@ -619,8 +621,8 @@ def partings(
     found_b: set[str] = set()
     for shape in ones.keys() & others.keys():
         for (one, x), (other, y) in itertools.product(ones[shape], others[shape]):
-            is_known = one.label in found_a and other.label in found_b
-            if not is_known and is_same(x, y):
+            are_paired = one.label in found_a and other.label in found_b
+            if not are_paired and is_same(x, y):
                 found_a.add(one.label)
                 found_b.add(other.label)
     (first_a, states_a), (first_b, states_b) = (

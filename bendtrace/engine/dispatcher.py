@@ -647,9 +647,9 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _DispatchedCall, program: Program, divergence: Divergence) -> Any:
-        was_live = divergence.known_live
-        known_live = was_live and not call.tree.looks_again_after(divergence)
-        if known_live and call.plan is None and not divergence.has_acted:
+        was_live = divergence.continues_live
+        stays_live = was_live and not call.tree.looks_again_after(divergence)
+        if stays_live and call.plan is None and not divergence.has_acted:
             self.stats.live += 1
             self.floor.count_live()
             call.tree.ran_live(program, divergence)
@@ -670,7 +670,7 @@ class Dispatcher:
         self._mismatch = mismatch
         is_mixed = call.splicer is not None and call.splicer.is_apart
         is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
-        is_live = known_live or (was_live and bool(recording.tape.blockers))
+        is_live = stays_live or (was_live and bool(recording.tape.blockers))
         if self._passes(recording) or is_live or is_mixed:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)

@@ -136,7 +136,7 @@ class ProgramGraph:
                 trips.append((piece, piece.after, number))
                 piece = None
             elif latest is not None:
-                if not repeats_known_path(recording, latest[1], number, latest[0]):
+                if not repeats_path(recording, latest[1], number, latest[0]):
                     return None
                 ahead = latest[0].number + number - latest[1]
                 trips.append((latest[0].piece, latest[0].number, ahead))
@@ -169,7 +169,7 @@ class ProgramGraph:
         if (
             piece is None
             and latest is not None
-            and not repeats_known_path(recording, latest[1], None, latest[0])
+            and not repeats_path(recording, latest[1], None, latest[0])
         ):
             return None
         if self.first.stop is None:
@@ -338,7 +338,7 @@ def _is_repeated(tape: Tape, number: int) -> bool:
 # what each is, seen from the state.
 
 
-def repeats_known_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
+def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
     """Compare the work of a run after an answer with the known continuation.
 
     Another run that was in the same state shows what follows. The two runs are compared

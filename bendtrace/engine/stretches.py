@@ -200,7 +200,7 @@ class Divergence:
         return None if node is None else node.after(self.outcome)
 
     @property
-    def known_live(self) -> bool:
+    def continues_live(self) -> bool:
         """Return whether the continuation is known to run live only."""
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None

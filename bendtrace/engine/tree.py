@@ -554,7 +554,7 @@ class TraceTree:
     ) -> FinishedReplay | Divergence:  # fmt: skip
         """Run a program, going over to paths that are known from other programs."""
         result = program.run(arguments, compiled=compiled, splicer=splicer)
-        while isinstance(result, Divergence) and not result.known_live:
+        while isinstance(result, Divergence) and not result.continues_live:
             if splicer is not None and result.computed is None:
                 break  # nothing may be done again
             elsewhere = self._find_elsewhere(names, program, result, arguments)

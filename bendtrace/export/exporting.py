@@ -887,10 +887,10 @@ class _Operands:
             if _is_varying(size) and str(size) not in self.sizes:
                 self.sizes[str(size)] = len(sizes)
                 sizes.append(_size_tensor(size))
-        self.places = [n for n, v in enumerate(self._values) if self._is_passed(v)]
+        self.places = [n for n, v in enumerate(self._values) if self._is_operand(v)]
         self.given = (*(self._values[place] for place in self.places), *sizes)
 
-    def _is_passed(self, value: Any) -> bool:
+    def _is_operand(self, value: Any) -> bool:
         is_open = isinstance(value, torch.SymInt) and str(value) not in self.sizes
         return is_open or isinstance(value, Tensor)
 

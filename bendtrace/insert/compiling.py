@@ -255,12 +255,12 @@ class SplicedTurns:
 
     def changing(self, calls: int = 1) -> frozenset[int]:
         """Return the numbers of functions that are known to change their value."""
-        is_known = (
+        is_reusable = (
             calls == 1
             and self._reset is CallTally.latest_reset
             and self._latest_changes is not None
         )
-        if is_known and self._changing is not None:
+        if is_reusable and self._changing is not None:
             return self._changing
         turns = (turn for turn, effect in self._all if effect is not None)
         found = frozenset(
@@ -268,7 +268,7 @@ class SplicedTurns:
             for number, turn in enumerate(turns)
             if turn.entry.insertion.is_known_to_change(turn.at.path, calls)
         )
-        self._changing = found if is_known else None
+        self._changing = found if is_reusable else None
         return found
 
     def served(
@@ -330,7 +330,7 @@ class SplicedTurns:
         """Return whether each insertion has changed its value, for all that is known."""
         if self._latest_changes is not None and self._reset is CallTally.latest_reset:
             return self._latest_changes
-        reset, flags, number, is_known = CallTally.latest_reset, None, -1, True
+        reset, flags, number, is_reusable = CallTally.latest_reset, None, -1, True
         numbers = (number for number in range(len(self._all)) if number not in silent)
         found: list[bool] = []
         for turn, effect in self._all:
@@ -340,10 +340,10 @@ class SplicedTurns:
                 if flags is None:
                     assert changed is not None
                     flags = dict(zip(numbers, changed.tolist(), strict=False))
-                has_changed, is_known = flags[number], False
+                has_changed, is_reusable = flags[number], False
             found.append(has_changed)
         changes = tuple(found)
-        if is_known:
+        if is_reusable:
             self._latest_changes, self._reset = changes, reset
         return changes
 

@@ -843,7 +843,7 @@ class InsertionGroup:
         self._insertion_registry = model._insertion_registry
         self._knowledge = model._knowledge
 
-    def known_runs(self) -> list[Recording]:
+    def recorded_runs(self) -> list[Recording]:
         """Return the known runs of the model, including those with insertions."""
         return list(self._knowledge.recordings())
 

@@ -131,9 +131,9 @@ class SplicedGate:
         """
         path, current, splicer = self._path, attempt(), self._splicer
         if given is not value:
-            is_known = is_referenced and (current.has_met(given) or self._is_part(given))
+            is_met = is_referenced and (current.has_met(given) or self._is_part(given))
             may_change = splicer.writes
-            if not is_known and fits(kind, given, may_change):
+            if not is_met and fits(kind, given, may_change):
                 if not may_change or is_referenced or not splicer.keeps:
                     current.note(path, number, given, splicer.keeps, may_change)
                 else:

@@ -265,12 +265,12 @@ class LayerEntry:
         If `save=` was a function, its result for the entry. Values that are streamed to disk, or
         were loaded, are read again on each access.
         """
-        return _read_kept(self.saved)
+        return _materialize_value(self.saved)
 
     @property
     def grad_contents(self) -> Tensor | None:
         """Its gradient in the latest backward pass; None if there was none, or it was not saved."""
-        gradient: Tensor | None = _read_kept(self.gradient)
+        gradient: Tensor | None = _materialize_value(self.gradient)
         return gradient
 
     def __iter__(self) -> Iterator[LayerEntry]:
@@ -288,7 +288,7 @@ class LayerEntry:
         return repr(self) if about is None else about._describe(self)
 
 
-def _read_kept(kept: Any) -> Any:
+def _materialize_value(kept: Any) -> Any:
     if kept is None or isinstance(kept, Tensor):  # checking for a protocol is slow
         return kept
     return kept.read() if isinstance(kept, Readable) else kept

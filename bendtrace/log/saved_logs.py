@@ -306,7 +306,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
         values = {
             "activations": write_values(draft, "activations", activations),
             "gradients": write_values(draft, "gradients", gradients),
-            "passed": _write_passed(draft, log),
+            "passed": _write_boundary_entries(draft, log),
         }
         draft.write_json("tensors.json", values)
 
@@ -317,7 +317,7 @@ def _source_files(history: RunLog) -> set[str]:
     return {one.file for one in (*sources, *places, *history.flow_steps) if one is not None}
 
 
-def _write_passed(draft: Draft, log: RunData) -> dict[str, Any]:
+def _write_boundary_entries(draft: Draft, log: RunData) -> dict[str, Any]:
     """Write values that modules received or returned in place of other entries."""
     own = {id(entry) for entry in log.entries}
     values: dict[str, Any] = {}
@@ -331,7 +331,7 @@ def _write_passed(draft: Draft, log: RunData) -> dict[str, Any]:
     return write_values(draft, "passed", values) | {"rows": GRAPH_CODEC.encode(rows)}
 
 
-def _read_passed(
+def _read_boundary_entries(
     index: Mapping[str, Any],
     entries: Mapping[str, LayerEntry],
     files: Mapping[str, tuple[DataFile, FileIndex]],
@@ -419,7 +419,7 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
         for label, value in read_values(tensors["gradients"], files, device).items():
             entries[label].gradient = value
         if "passed" in tensors:  # else it was written by a version that did not know it
-            log.boundary_entries = _read_passed(tensors["passed"], entries, files, device)
+            log.boundary_entries = _read_boundary_entries(tensors["passed"], entries, files, device)
         facts = FACTS.read(contents["facts"])
         rows = decode(flow["guards"])
         return RunLog(log, Tree.from_dict(decode(tree)), from_node_link(graph), facts, rows)

@@ -39,7 +39,7 @@ def _count_local() -> int:
     return sys.getrefcount(thing)
 
 
-def _is_known_alone(tensor: Tensor) -> bool:
+def _is_tracked_alone(tensor: Tensor) -> bool:
     """Return whether there is no weak reference to a tensor, except for those of recorders."""
     return all(type(one) is TrackedTensor for one in weakref.getweakrefs(tensor))
 
@@ -156,7 +156,7 @@ class Scopes:
             is_referenced = (
                 type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
             )
-            scope.is_sole = not is_referenced and _is_known_alone(output)
+            scope.is_sole = not is_referenced and _is_tracked_alone(output)
             scope.context = self._writer.context()
             scope.output = self._record_value(output)
             if self._observer is not None:

@@ -85,7 +85,7 @@ class _Step:
         tape: a run that has recorded its value, which the one before may not have.
         index: the op there.
         value: its value, if that is known.
-        is_known: whether it is.
+        has_value: whether it is known.
         elements: what is known of its elements, if the value is not known.
     """
 
@@ -94,13 +94,13 @@ class _Step:
     tape: Tape
     index: int
     value: Any = None
-    is_known: bool = False
+    has_value: bool = False
     elements: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def result(self) -> Any:
         """The number or fact that it gives."""
-        return self.value if self.is_known else self.elements.get((), self.op.meta)
+        return self.value if self.has_value else self.elements.get((), self.op.meta)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Script:
             if not is_exact:
                 self._learn(names.of(index), value)
             elif type(number := names.of(index)) is int:
-                self._steps[number].value, self._steps[number].is_known = value, True
+                self._steps[number].value, self._steps[number].has_value = value, True
         if not is_exact:
             self._learn_from_answers()
         if not self._steps and not self._questions:
@@ -360,8 +360,8 @@ class Script:
         path, step = self._root_step(self.first(name))
         if step is not None and path:
             step.elements[path] = value
-        elif step is not None and not step.is_known:
-            step.value, step.is_known = value, True
+        elif step is not None and not step.has_value:
+            step.value, step.has_value = value, True
 
     def _learn_same(self, guard: IdentityGuard, names: _SectionNames) -> None:
         """Note that a result, or an element of one, is a tensor that was there before."""
@@ -384,9 +384,9 @@ class Script:
             elif isinstance(question.guard, TruthGuard) and type(question.name) is int:
                 truths.append((self._steps[question.name], question.answer))
         for step, truth in truths:
-            if not step.is_known:
+            if not step.has_value:
                 if type(step.op.meta) is bool:
-                    step.value, step.is_known = truth, True
+                    step.value, step.has_value = truth, True
                 elif bool(step.op.meta) != truth:
                     step.elements[()] = type(step.op.meta)(truth)
 
@@ -461,13 +461,13 @@ class Script:
         }
         self._name(op.index, number)
         raised = None if self._is_exact else self._raised.get(number)
-        if step.is_known and isinstance(step.value, Exception):
+        if step.has_value and isinstance(step.value, Exception):
             self.errors[op.index] = step.value
         elif raised is not None:
             self.errors[op.index] = _error_like(*raised)
         elif self._error is not None and self._taken == len(self._steps):
             self.errors[op.index] = self._error
-        elif step.is_known or not self._is_exact:
+        elif step.has_value or not self._is_exact:
             self._objects[number] = self.values[op.index] = self._value_of(step, number)
         if self._taken == len(self._steps) and self._asked == len(self._questions):
             latest = {key: self.values[key] for key in (op.index,) if key in self.values}
@@ -543,7 +543,7 @@ class Script:
 
     def _value_of(self, step: _Step, number: int) -> Any:
         """Return the value of a step, or its stand-in."""
-        if step.is_known:
+        if step.has_value:
             return step.value
         if (first := self.first(number)) != number:
             return self._object(first)
@@ -576,7 +576,7 @@ class Script:
         if self._is_exact:
             return True
         path, step = self._root_step(self.first(name))
-        return step is None or step.is_known or (path != () and path in step.elements)
+        return step is None or step.has_value or (path != () and path in step.elements)
 
     def result_of(self, function: Any, operands: Sequence[int]) -> tuple[Any] | None:
         """Return the result of arithmetic, where its operands are not those of this call.

@@ -129,8 +129,8 @@ class RunValues:
             self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
             tracked = self._writer.tracked.get(id(out))
-            is_known = tracked is not None and tracked() is out
-            if tracked is not None and is_known:
+            is_tracked = tracked is not None and tracked() is out
+            if tracked is not None and is_tracked:
                 before = tracked.ref or self.element(tracked.parent, tracked.key, out)
                 self._writer.name_as(op.index, before.index)
                 if not works_in_place(op):
@@ -140,7 +140,7 @@ class RunValues:
             elif self._may_be_compared(op, frame) and not works_in_place(op):
                 self._guard_identity(op, op.index, None, frame)
             self.bind_tensor(out, op)
-            if op.target in OPTIONAL and self.environment.compares_identity and not is_known:
+            if op.target in OPTIONAL and self.environment.compares_identity and not is_tracked:
                 self.tape.block(
                     f"{display_name(op.target)} at {user_place(frame)} may return a tensor that "
                     "the model holds, and its code tests whether two objects are one (`is`)"

@@ -841,7 +841,7 @@ class ValueExchange:
             metric: of the output.
         """
         try:
-            flaw = self._known_flaw(keys, part)
+            flaw = self._flaw_between(keys, part)
         except Beyond:
             return math.nan
         if not flaw:
@@ -863,7 +863,7 @@ class ValueExchange:
                 return number_of(metric, output)
         return self.missing.note(row.name, flaw)
 
-    def _known_flaw(self, keys: Sequence[Key], part: Part) -> str:
+    def _flaw_between(self, keys: Sequence[Key], part: Part) -> str:
         for key in keys:
             if key not in self._flaws:
                 self._flaws[key] = why_differing(

@@ -443,7 +443,7 @@ def run_with_cache(
     # The model's own Python could write to shared memory by its address, as through numpy arrays.
     # Whether it does is known from the first run on.
     group = InsertionGroup(bended)
-    runs = group.known_runs()
+    runs = group.recorded_runs()
     is_lazy = bool(runs) and not any(map(_hands_out, runs))
     wanted = _Requests(bended, group, alias_map, _Clock(fixed, is_lazy))
     wanted.read(names_filter)

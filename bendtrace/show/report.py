@@ -55,10 +55,10 @@ class SharedLine:
 
 
 def group_entries(
-    entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]
+    entries: Sequence[LayerEntry], run: RunIndex, other_modules: Iterable[str]
 ) -> list[SharedLine]:
     """Group the entries that only one run has, ordered by the first of each group."""
-    modules = set(known_modules)
+    modules = set(other_modules)
 
     def part_of(entry: LayerEntry) -> tuple[str, ...]:
         module = _whole_module(entry, run, modules)

@@ -119,14 +119,14 @@ def asks(value: Any) -> bool:
         return True
     if isinstance(value, type):
         is_seeded = any(base.__name__ in _SEEDED for base in value.__mro__)
-        return _is_known_type(value) and not is_seeded
+        return _is_asking_type(value) and not is_seeded
     if kind is functools.partial:
         return asks(value.func) and all(map(asks, (*value.args, *value.keywords.values())))
     if kind.__name__ == "cython_function_or_method":  # no class that all of them share
         is_draw = value.__qualname__.startswith(("Generator.", "RandomState.", "seed"))
         return is_draw or uses_torch(str(value.__module__))
     if kind not in _OF_C:
-        return _is_known_type(kind, _OBJECTS)
+        return _is_asking_type(kind, _OBJECTS)
     try:
         if value in ASKING or value in _DRAWING:
             return True
@@ -139,7 +139,7 @@ def asks(value: Any) -> bool:
     if owner in _NUMBERS if isinstance(owner, type) else type(owner) in _NUMBERS:
         return value.__name__ in _FROM_TEXT
     owner = owner if isinstance(owner, type) else type(owner)
-    return owner in _CONTAINERS or _is_known_type(owner, _OBJECTS)
+    return owner in _CONTAINERS or _is_asking_type(owner, _OBJECTS)
 
 
 def looks_up(code: CodeType) -> bool:
@@ -156,7 +156,7 @@ _FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|c)")
 _OF_TIME = re.compile(r"[<>=]?([mM]8|datetime64|timedelta64)")  # types of numpy's that insist too
 
 
-def _is_known_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
+def _is_asking_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
     """Return whether objects of a class are made, and their methods written, by code that asks.
 
     Args:
@@ -210,7 +210,7 @@ _PASSING_ON = frozenset(
 )  # fmt: skip
 # Packages for tensors, where their imports do not show it.
 _FOR_TENSORS = frozenset({"torch", "bendtrace", "einops", "opt_einsum", "jaxtyping", "omegaconf"})
-_known_packages: dict[str, tuple[int, bool]] = {}
+_package_uses: dict[str, tuple[int, bool]] = {}
 
 
 def uses_torch(module: str) -> bool:
@@ -220,19 +220,19 @@ def uses_torch(module: str) -> bool:
         return True
     if not package or package in sys.stdlib_module_names or package == "numpy":
         return False
-    count, is_cached = _known_packages.get(package, (0, False))
-    if not is_cached and count != len(sys.modules):
+    count, is_used = _package_uses.get(package, (0, False))
+    if not is_used and count != len(sys.modules):
         inside = f"{package}."
-        is_cached = any(
+        is_used = any(
             getattr(part, "__dict__", {}).get("torch") is torch
             for name, part in list(sys.modules.items())
             if name == package or name.startswith(inside)
         )
-        _known_packages[package] = len(sys.modules), is_cached
-    return is_cached
+        _package_uses[package] = len(sys.modules), is_used
+    return is_used
 
 
-def is_known_code(code: CodeType, module: str) -> bool:
+def may_receive_traced(code: CodeType, module: str) -> bool:
     """Return whether installed code written in Python may receive traced numbers."""
     package = module.partition(".")[0]
     if module.startswith("namedtuple_"):  # their constructors, which Python writes

@@ -293,8 +293,8 @@ class Environment(ScanResult):
             return True
         if self.cached is other.cached:  # of one scan
             return False
-        known_code = {one.__code__ for one in other.functions}
-        if not all(one.__code__ in known_code for one in self.functions):
+        codes = {one.__code__ for one in other.functions}
+        if not all(one.__code__ in codes for one in self.functions):
             return True
         for cache, entries in self.cached.items():
             seen_entries = dict(other.filled_caches.get(cache, ()))

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bendtrace.python.bytecode import CONSTANTS, single_steps
 from bendtrace.python.places import full_place_text
 from bendtrace.python.usage import asks_for_ids
-from bendtrace.tape.plain_numbers import is_known_code, is_of_c, looks_up, objects_by_name
+from bendtrace.tape.plain_numbers import is_of_c, looks_up, may_receive_traced, objects_by_name
 from bendtrace.watch.code_facts import UNDETECTABLE, codes_in, line_naming
 from bendtrace.watch.host_io import MEASURES
 from bendtrace.watch.mode_queries import QUESTIONS, hide_recorder, is_answered_without, put_back
@@ -253,7 +253,7 @@ class CodeMonitor:
             cached = int(is_finished_code(code, space))
             if not cached:
                 self.codes[code] = space
-            elif not is_known_code(code, str(space.get("__name__"))):
+            elif not may_receive_traced(code, str(space.get("__name__"))):
                 cached = _FOREIGN
             self._kinds[code] = cached
         return cached

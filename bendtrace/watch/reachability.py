@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bendtrace.python.bytecode import names_passed_on, put_on_globals
+from bendtrace.python.bytecode import names_used_whole, put_on_globals
 from bendtrace.python.sites import PACKAGE
 from bendtrace.python.versions import CodeVersion, Depends, Named
 from bendtrace.tape.captured import module_name_of
@@ -211,7 +211,7 @@ class _ReachabilitySearch:
         self.depends.sized |= {id(space): space for space in others.values()}
         spaces += others.values()
         if others and not is_finished(function):
-            for path in names_passed_on(function.__code__):
+            for path in names_used_whole(function.__code__):
                 found: Any = None
                 inside: Mapping[str, Any] = function.__globals__
                 for name in path.split("."):
