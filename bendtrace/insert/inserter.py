@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -874,29 +874,6 @@ def _tensors_among(value: Any) -> Iterator[Tensor]:
 # Replacing the parameters and buffers of a model while it runs.
 
 
-class Host(Protocol):
-    """The inserter of a run.
-
-    Attributes:
-        stage: the run.
-        names: the names of its nodes.
-        entry: the grad mode and other modes at the start of the run.
-    """
-
-    stage: Stage
-    names: LiveNames
-    entry: Context
-
-    def put(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
-        """Put a gate on the tape."""
-
-    def require_once(self, path: str) -> None:
-        """Raise if the backward pass will run the current code again."""
-
-    def qualified(self, scope: ModuleCall | None) -> str:
-        """Return the qualified name of the module of a call, in the whole model."""
-
-
 class StateInsertions:
     """The parameters and buffers with insertions.
 
@@ -910,7 +887,7 @@ class StateInsertions:
         made: what the run has replaced so far, and goes on using: names, grad modes and tensors.
     """
 
-    def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: Host) -> None:
+    def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: LiveInserter) -> None:
         self.slots: dict[str, tuple[Slot, ...]] = plan.states()
         self._plan = plan
         self._host = host

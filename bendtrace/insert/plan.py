@@ -4,48 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from bendtrace.engine.floor import Floor
-from bendtrace.insert.interjection import Interjection, NodePass, Passes
+from bendtrace.insert.interjection import Interjection
 from bendtrace.log.path_views import Candidate
 from bendtrace.record.recorder import Recording
 
 if TYPE_CHECKING:
-    from bendtrace.insert.insertion import CallTally
+    from bendtrace.insert.insertion import Insertion
     from bendtrace.insert.registry import NameLookup
-
-
-class PlacedInsertion(Protocol):
-    """An insertion, as the gates see it."""
-
-    allow_none: bool
-
-    @property
-    def passes(self) -> Passes:
-        """The passes of a node in which it is called."""
-
-    @property
-    def _tally(self) -> CallTally:
-        """The object that counts its calls."""
-
-    def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
-        """Record that it was called."""
-
-    def fires_later(self, settle: Callable[[], None]) -> None:
-        """Note what records calls that are not recorded so far."""
-
-    def fired_backward(self, at: NodePass) -> None:
-        """Record that it received gradients."""
-
-    def failed(self) -> None:
-        """Record that an error was raised where it is called."""
-
-    def is_known_to_change(self, path: str, calls: int = 1) -> bool:
-        """Return whether it has changed a value at a node."""
-
-    def ran(self, recording: Recording) -> None:
-        """Record that a call took a path."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +91,8 @@ class LocatedInsertion:
         "wants_inputs", "what",
     )  # fmt: skip
 
-    def __init__(self, insertion: PlacedInsertion, what: Interjection, place: Location) -> None:
-        self.insertion: PlacedInsertion = insertion
+    def __init__(self, insertion: Insertion, what: Interjection, place: Location) -> None:
+        self.insertion: Insertion = insertion
         self.what: Interjection = what
         self.place: Location = place
         self.dig: tuple[Hashable, ...] = place.dig

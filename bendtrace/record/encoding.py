@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.scalars import (
     RETIRED,
     TRACED,
-    Origin,
     TracedScalar,
 )
 from bendtrace.tape.structure import (
@@ -52,39 +51,11 @@ from bendtrace.tape.structure import (
     refill_dict,
     with_attributes,
 )
-from bendtrace.tape.tape import Ref, Tape
 from bendtrace.watch.collectives import is_wiring
-from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, tells_sizes_from_tuples
 
-
-class ValueLookup(Protocol):
-    """The mapping from values to the ops that returned them."""
-
-    tape: Tape
-    environment: Environment
-    origin: Origin
-
-    def ref(self, tensor: Tensor) -> Ref:
-        """Return the value number of a tensor."""
-
-    def scalar_ref(self, scalar: TracedScalar) -> Ref:
-        """Return the value number of a traced scalar."""
-
-    def producer_of(self, tensor: Tensor) -> int | None:
-        """Return the op that made a tensor; None if it was there before the run, or is unknown."""
-
-    def here(self) -> str:
-        """Return the current place of the model, as text."""
-
-    def tensor_of_array(self, value: Any, /) -> Tensor | None:
-        """Return the tensor that stands for an array (see `arrays.py`)."""
-
-    def writes_outside(self) -> bool:
-        """Return whether the run has written to tensors that existed before it."""
-
-    def holds_values(self, thing: Any, seen: set[int]) -> bool:
-        """Return whether code holds values that the run computed."""
+if TYPE_CHECKING:
+    from bendtrace.record.values import RunValues
 
 
 class Memo(collections.UserDict[Any, Any]):
@@ -104,7 +75,7 @@ class Encoder:
         called: the function that the arguments are for, if it is not one of the most usual.
     """
 
-    def __init__(self, values: ValueLookup) -> None:
+    def __init__(self, values: RunValues) -> None:
         self._values = values
         self.called: Any = None
 

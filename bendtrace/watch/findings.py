@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, getitem, is_, methodcaller
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -60,12 +60,15 @@ from bendtrace.tape.structure import entries_of, has_state_of_c, is_heap_type, r
 from bendtrace.watch.code_facts import place_naming
 from bendtrace.watch.provenance import is_users_class
 
+if TYPE_CHECKING:
+    from bendtrace.watch.scan import Scan
+
 # Objects that a run can read and no captured value describes, watched by their content.
 #
 # A replay can take captured values from their places and write back to them. Other objects, such as
 # counters, registries, and classes of other packages, are only compared: as long as each of them
 # holds the same objects, a run would read the same. An object whose content cannot be read, such as
-# an iterator, is reported to the `Finder`, which makes the run live.
+# an iterator, is reported to the `Scan`, which makes the run live.
 
 
 def read_items(value: Any) -> tuple[Any, ...]:
@@ -346,22 +349,6 @@ def class_dict(cls: type) -> dict[Any, Any]:
 # Objects that a run can read and no captured value describes, watched by their content.
 
 
-class Finder(Protocol):
-    """Receives what watched objects hold that is not watched by content."""
-
-    def take_thing(self, value: Any, label: str) -> bool:
-        """Take a tensor, module, function or class; return False for any other thing."""
-
-    def note_object(self, kind: type) -> None:
-        """Note that there is an object of a class."""
-
-    def note_opaque(self, value: Any, label: str) -> None:
-        """Note an object whose content cannot be read."""
-
-    def note_too_many(self) -> None:
-        """Note that there is more than can be watched."""
-
-
 MOST = 10_000  # objects that are watched, and names that are scanned
 
 
@@ -372,8 +359,8 @@ class WatchedContent:
         finder: lists tensors, functions and classes among what the objects hold.
     """
 
-    def __init__(self, finder: Finder) -> None:
-        self._finder: Finder | None = finder
+    def __init__(self, finder: Scan) -> None:
+        self._finder: Scan | None = finder
         self._seen: dict[int, Any] = {}
         self._tables: list[_Content] = []
         self._dicts: list[dict[Any, Any]] = []

@@ -730,7 +730,7 @@ class Scan(CodeScan):
         """List a value that the run reached only while it ran."""
         self._scan(value, Route(None, Access.FIXED, None, label, False))
 
-    # What `WatchedContent` finds (see `findings.Finder`).
+    # What `WatchedContent` finds (see `findings.py`).
 
     def take_thing(self, value: Any, label: str) -> bool:
         """Scan a tensor, module, function or class; return False for any other value."""
