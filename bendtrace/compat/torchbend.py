@@ -750,7 +750,10 @@ class BendedModule(core.BendedModule):
         for fn, bending in self._all().items():
             for spec in (source.spec for source in bending._sources):
                 if spec.activations:
-                    where = [f"{fn}:{w}" if isinstance(w, str) else At(fn, w) for w in spec.where]
+                    where = [
+                        f"{fn}:{w}" if isinstance(w, str) else MethodValue(fn, w)
+                        for w in spec.where
+                    ]
                     made.append(replace(spec, where=tuple(where)))
                 elif fn == "forward":
                     made.append(spec)
@@ -1167,7 +1170,7 @@ def _version(name: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class At:
+class MethodValue:
     """A named value in one method of a model.
 
     Attributes:
@@ -1181,7 +1184,7 @@ class At:
 
 def split(item: Any) -> tuple[str | None, Any]:
     """Return the method that a location names, `"encode:conv"`, and the location in it."""
-    if isinstance(item, At):
+    if isinstance(item, MethodValue):
         return item.fn, item.what
     if isinstance(item, str) and (named := re.fullmatch(r"([A-Za-z_]\w*):(.+)", item, re.S)):
         return named[1], named[2]

@@ -709,7 +709,7 @@ class Twin:
     """
 
     log: RunLog
-    again: Again
+    again: OpRunner
     kind: str
     output: Any = None
 
@@ -774,7 +774,7 @@ def side_of(model: Any, call: Call | None) -> Twin:
             raise InputError(
                 f"the log of {model.name} holds no values to compare: trace with save='all'"
             )
-        return Twin(model, again_of(model), "traced" if isinstance(model, Trace) else "loaded")
+        return Twin(model, op_runner_of(model), "traced" if isinstance(model, Trace) else "loaded")
     if call is None:
         raise InputError("a model needs inputs: bisect(a, b, inputs)")
     if hasattr(model, "_torchdynamo_orig_callable") and not _is_compiled(model):
@@ -787,7 +787,7 @@ def side_of(model: Any, call: Call | None) -> Twin:
         if _is_compiled(model):
             return _compile_side(model, call)
         log = _traced(model, call)
-        return Twin(log, again_of(log), "traced", log.output)
+        return Twin(log, op_runner_of(log), "traced", log.output)
 
 
 def _traced(model: Callable[..., Any], call: Call) -> Trace:
@@ -833,7 +833,7 @@ def _replay_side(model: BendedModule, call: Call) -> Twin:
         value = seen.values.get((entry.node_path, entry.pass_number - 1))
         if entry.index is not None and isinstance(value, Tensor) and not entry.element:
             kept.saved[entry.index, ()] = value
-    return Twin(_with_values(log, kept), again_of(log, kept), "replayed", output)
+    return Twin(_with_values(log, kept), op_runner_of(log, kept), "replayed", output)
 
 
 def _own_call(model: Callable[..., Any], call: Call) -> Any:
@@ -866,7 +866,7 @@ def _compile_side(model: Any, call: Call) -> Twin:
     kept = _of_same_run(log)
     for key, value in zip(keys, values, strict=True):
         kept.saved[key] = value.detach()
-    return Twin(_with_values(log, kept), again_of(log, kept), "compiled", output)
+    return Twin(_with_values(log, kept), op_runner_of(log, kept), "compiled", output)
 
 
 def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any, ...]]]:
@@ -928,7 +928,7 @@ class Unable(Exception):
     """An op cannot be run again: why."""
 
 
-class Again(Protocol):
+class OpRunner(Protocol):
     """Runs ops of one log again."""
 
     def inputs(self, entry: LayerEntry) -> list[Any]:
@@ -944,7 +944,7 @@ class Again(Protocol):
         """Return the tensor of a state entry; None if it is not known."""
 
 
-def again_of(log: RunLog, kept: SavedValues | None = None) -> Again:
+def op_runner_of(log: RunLog, kept: SavedValues | None = None) -> OpRunner:
     """Return an object that runs the ops of a log again."""
     if isinstance(log, Trace):
         capture = kept if kept is not None else log._capture

@@ -787,8 +787,8 @@ class LiveInserter:
         if not spot.inputs:
             return {}
         owner = self._function if spot.candidate.module is None else spot.candidate.module
-        positions = tuple(_At((0, i)) for i in range(len(args)))
-        named = {name: _At((1, name)) for name in kwargs}
+        positions = tuple(_InputKeys((0, i)) for i in range(len(args)))
+        named = {name: _InputKeys((1, name)) for name in kwargs}
         given = bound(parameters_of(owner), positions, named)
         found: dict[Slot, tuple[Any, ...]] = {}
         for name, where in given.items():
@@ -833,13 +833,13 @@ def place_of_node(site: Site | None, scope: ModuleCall | None) -> str:
         site, scope = scope.site, scope.parent
 
 
-class _At(tuple[Any, ...]):
+class _InputKeys(tuple[Any, ...]):
     """The keys that lead to an argument."""
 
 
 def _resolve(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
     for position, key in enumerate((*dig, None)):
-        if isinstance(where, _At):
+        if isinstance(where, _InputKeys):
             return (*where, *dig[position:])
         if key is None:
             raise noted(

@@ -222,7 +222,7 @@ class _ModuleInterceptor:
         return run.module(self.module, own, args, kwargs, frame)
 
 
-class _Around(NamedTuple):
+class _CallerFrame(NamedTuple):
     """A frame around the call of a module.
 
     Attributes:
@@ -251,12 +251,14 @@ class _ModuleCallPlace:
 
     __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "spot")
 
-    def __init__(self, frames: tuple[_Around, ...], scope: ModuleCall, spot: NodeSlots) -> None:
+    def __init__(
+        self, frames: tuple[_CallerFrame, ...], scope: ModuleCall, spot: NodeSlots
+    ) -> None:
         outermost = len(frames)
         while outermost and frames[outermost - 1].code.co_filename.startswith(_NOT_OF_MODELS):
             outermost -= 1
-        self.inner: tuple[_Around, ...] = frames[:outermost]
-        self.outer: tuple[_Around, ...] = frames[outermost:]
+        self.inner: tuple[_CallerFrame, ...] = frames[:outermost]
+        self.outer: tuple[_CallerFrame, ...] = frames[outermost:]
         self.scope: ModuleCall = scope
         self.spot: NodeSlots = spot
         self.gate: AfterGate | None = None
@@ -318,7 +320,7 @@ class _InsertionRun:
         self._inserter.names.call(self._whole, (), {})
         self.places: dict[int, list[_ModuleCallPlace]] = {id(module): [] for module in modules}
         self.outermost: FrameType | None = None
-        self.outer: tuple[_Around, ...] = ()
+        self.outer: tuple[_CallerFrame, ...] = ()
 
     def ended(self) -> None:
         """Forget what belongs to the call."""
@@ -386,14 +388,14 @@ class _InsertionRun:
 
     def _place(self, module: nn.Module, frame: FrameType | None) -> _ModuleCallPlace:
         """Find out where a module is called."""
-        frames: list[_Around] = []
+        frames: list[_CallerFrame] = []
         calls: list[tuple[nn.Module, FrameType]] = []
         inner, begun = module, frame
         while frame is not None and frame.f_code is not _OUTERMOST:
             # The frames are read in full for a new place only. Hooks on all modules around would
             # know the callers as well, but would run in each call.
             called = frame.f_locals["self"] if frame.f_code is _WRAPPED else None
-            frames.append(_Around(frame.f_code, frame.f_lasti, called))
+            frames.append(_CallerFrame(frame.f_code, frame.f_lasti, called))
             frame = frame.f_back
             if called is not None:
                 assert begun is not None

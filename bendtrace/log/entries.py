@@ -46,7 +46,7 @@ else:
     folded = LazyMethod("bendtrace.show.treescope_forms", "entry")
 
 
-class About(Protocol):
+class EntryLog(Protocol):
     """The interface that an entry uses to query its log."""
 
     def _count_flops(self) -> None:
@@ -208,7 +208,7 @@ class LayerEntry:
     unsaved: str = ""
     gradient: Any = None
 
-    def _belong(self, log: Callable[[], About | None]) -> None:
+    def _belong(self, log: Callable[[], EntryLog | None]) -> None:
         """Set the log that it belongs to.
 
         The log is referenced weakly, except by entries that were looked up: when nobody holds the
@@ -216,8 +216,8 @@ class LayerEntry:
         """
         self.__dict__["_log"] = log
 
-    def _about(self) -> About | None:
-        log: Callable[[], About | None] | None = self.__dict__.get("_log")
+    def _about(self) -> EntryLog | None:
+        log: Callable[[], EntryLog | None] | None = self.__dict__.get("_log")
         return None if log is None else log()
 
     @property

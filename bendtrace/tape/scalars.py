@@ -370,7 +370,7 @@ _RETIRED = {
 RETIRED: frozenset[type] = frozenset(_RETIRED.values())
 
 
-class _Over:
+class _NoOrigin:
     """The origin of scalars whose run is over."""
 
     active = False
@@ -386,7 +386,7 @@ class _Over:
         return function(scalar._value, *args)
 
 
-_OVER = _Over()
+_OVER = _NoOrigin()
 _set_class: Any = vars(object)["__class__"].__set__
 
 

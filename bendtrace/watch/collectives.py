@@ -437,7 +437,7 @@ class _JointHook:
 _Shard = tuple[dict[str, Any], str, Any]
 
 
-class _Before(_JointHook):
+class _JointPreHook(_JointHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         watcher = current_watcher()
         if watcher is None:
@@ -454,7 +454,7 @@ class _Before(_JointHook):
         return rebuild(given[: len(tensors)])
 
 
-class _After(_JointHook):
+class _JointPostHook(_JointHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         watcher = current_watcher()
         if watcher is None:
@@ -483,8 +483,8 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
     exchanged: list[tuple[Any, int, Any]] = []
     shards: list[_Shard] = []
     for hooks, name, kind in (
-        (module._forward_pre_hooks, _BEFORE, _Before),
-        (module._forward_hooks, _AFTER, _After),
+        (module._forward_pre_hooks, _BEFORE, _JointPreHook),
+        (module._forward_hooks, _AFTER, _JointPostHook),
     ):
         found = _hook_of_fsdp(hooks, name)
         if found is not None and not isinstance(hooks[found[0]], _JointHook):
