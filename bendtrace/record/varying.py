@@ -346,7 +346,7 @@ class Varying:
                 continue
             for index in range(first, end):
                 # Floats rarely come twice, and the whole numbers that they are rounded to do.
-                if not _is_rounding(tape, index):
+                if not _rounds(tape, index):
                     origins.setdefault(index, set()).add(place)
         for op in tape.ops if origins else ():
             if op.kind is OpKind.SCALAR:
@@ -432,7 +432,7 @@ class Rounds:
         raise StopIteration
 
 
-def _is_rounding(tape: Tape, index: int) -> bool:
+def _rounds(tape: Tape, index: int) -> bool:
     """Return whether an op makes whole numbers of floats."""
     op = tape.ops[index]
     return op.target in _ROUNDING and type(tape.ops[op.operands[0]].meta) is float
