@@ -133,7 +133,7 @@ class Wire:
     joins: bool = False
 
 
-class _Levelling:
+class _RankHeights:
     """The heights of the ranks of a level, and the lines between them.
 
     Attributes:
@@ -372,7 +372,7 @@ def _place_box(
     order(level, desired_position)
     _fan_out(level)
     place_vertices(level, _gap)
-    done[box] = _finish(box, level)
+    done[box] = _draw_lines(box, level)
 
 
 def _measure(level: Level, done: dict[Tile, _Placed]) -> None:
@@ -427,9 +427,9 @@ def _gap(left: Vertex, right: Vertex) -> float:
     return _LINE
 
 
-def _finish(box: Tile, level: Level) -> _Placed:
+def _draw_lines(box: Tile, level: Level) -> _Placed:
     """Give everything its y, and draw the lines."""
-    plan = _Levelling(level, box.head)
+    plan = _RankHeights(level, box.head)
     left = min((v.x - v.left for v in level.vertices()), default=0.0) - _PAD
     right = max((v.x + v.right for v in level.vertices()), default=0.0) + _PAD
     for vertex in level.vertices():
