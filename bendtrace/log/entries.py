@@ -41,22 +41,10 @@ from bendtrace.watch.functions import METADATA, SHAPES, is_inserted, name_of
 if TYPE_CHECKING:
     import pandas
 
+    from bendtrace.log.run_log import RunLog
     from bendtrace.show.treescope_forms import entry as folded
 else:
     folded = LazyMethod("bendtrace.show.treescope_forms", "entry")
-
-
-class EntryLog(Protocol):
-    """The interface that an entry uses to query its log."""
-
-    def _count_flops(self) -> None:
-        """Count the floating point operations of all entries."""
-
-    def _describe(self, entry: LayerEntry) -> str:
-        """Return a text that describes an entry in full."""
-
-    def _keys_of(self, entry: LayerEntry) -> list[str]:
-        """Return the keys that find an entry."""
 
 
 @runtime_checkable
@@ -208,7 +196,7 @@ class LayerEntry:
     unsaved: str = ""
     gradient: Any = None
 
-    def _belong(self, log: Callable[[], EntryLog | None]) -> None:
+    def _belong(self, log: Callable[[], RunLog | None]) -> None:
         """Set the log that it belongs to.
 
         The log is referenced weakly, except by entries that were looked up: when nobody holds the
@@ -216,8 +204,8 @@ class LayerEntry:
         """
         self.__dict__["_log"] = log
 
-    def _about(self) -> EntryLog | None:
-        log: Callable[[], EntryLog | None] | None = self.__dict__.get("_log")
+    def _about(self) -> RunLog | None:
+        log: Callable[[], RunLog | None] | None = self.__dict__.get("_log")
         return None if log is None else log()
 
     @property
