@@ -31,8 +31,8 @@ from bendtrace.log.run import Run, name_of_function
 from bendtrace.log.run_log import Facts, Lookup, RunLog
 from bendtrace.python.checks import required_model, similar
 from bendtrace.python.lazy import LazyMethod, LazyModule
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.tape.tape import ModuleCall, Op
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from bendtrace.log import validate
     from bendtrace.log.mirror import Graph
     from bendtrace.log.validate import Validation
-    from bendtrace.show.folded import log as folded
     from bendtrace.show.picture import Picture, draw
+    from bendtrace.show.treescope_forms import log as folded
     from bendtrace.show.viewer import viewer_html
     from bendtrace.storage import save
 else:
@@ -57,7 +57,7 @@ else:
     storage = LazyModule("bendtrace.storage")
     validate = LazyModule("bendtrace.log.validate")
     draw = LazyMethod("bendtrace.show.picture", "draw")
-    folded = LazyMethod("bendtrace.show.folded", "log")
+    folded = LazyMethod("bendtrace.show.treescope_forms", "log")
     save = LazyMethod("bendtrace.storage", "save")
     viewer_html = LazyMethod("bendtrace.show.viewer", "viewer_html")
 

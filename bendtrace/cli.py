@@ -49,7 +49,7 @@ from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import pytree
 from bendtrace.python.lazy import imported, required, tabulate
 from bendtrace.python.places import place_text
-from bendtrace.record.run import Signature
+from bendtrace.record.recorded_call import Signature
 from bendtrace.research.costs import cost
 from bendtrace.show.example import AdaptiveBlock
 from bendtrace.watch.draws import seed_all
@@ -59,11 +59,11 @@ _SAFETENSORS = ".safetensors"
 
 
 def is_tensor_file(text: str) -> bool:
-    """Return whether a text is the name of a file that `load` accepts."""
+    """Return whether a text is the name of a file that `load_tensors` accepts."""
     return text.endswith((*_TORCH_FILES, _SAFETENSORS))
 
 
-def load(path: str) -> Any:
+def load_tensors(path: str) -> Any:
     """Read a file of tensors onto the CPU."""
     path = os.path.expanduser(path)
     if not is_tensor_file(path):
@@ -179,7 +179,7 @@ class InputTexts:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for text in self.texts:
-            for name, value in _arguments(text):
+            for name, value in _argument_values(text):
                 if name is None:
                     args.append(value)
                 elif name in kwargs:
@@ -192,20 +192,23 @@ class InputTexts:
         return "; ".join(self.texts)
 
 
-def _arguments(text: str) -> Iterator[tuple[str | None, Any]]:
+def _argument_values(text: str) -> Iterator[tuple[str | None, Any]]:
     """Yield (name or None, value) of the arguments that one text stands for."""
     named = re.match(r"\s*([^\W\d]\w*)\s*=(?!=)\s*(.*)", text, re.DOTALL)
     if named is not None and not keyword.iskeyword(named[1]):
         content = named[2].strip()
-        yield named[1], load(content) if is_tensor_file(content) else read(content)
+        yield (
+            named[1],
+            load_tensors(content) if is_tensor_file(content) else read_expression(content),
+        )
         return
     text = text.strip()
     if not text:
         raise InputError("an input is empty")
     if not is_tensor_file(text):
-        yield None, read(text)
+        yield None, read_expression(text)
         return
-    content = load(text)
+    content = load_tensors(text)
     if isinstance(content, Tensor):
         yield None, content
     elif isinstance(content, dict) and all(isinstance(key, str) for key in content):
@@ -217,7 +220,7 @@ def _arguments(text: str) -> Iterator[tuple[str | None, Any]]:
         )
 
 
-def read(text: str) -> Any:
+def read_expression(text: str) -> Any:
     """Return the value of an expression made of literals, arithmetic and known functions.
 
     Example:
@@ -299,7 +302,7 @@ class _Reader:
         if name == "load":
             match node:
                 case ast.Call(args=[ast.Constant(value=str() as path)], keywords=[]):
-                    return load(path)
+                    return load_tensors(path)
             raise InputError(f'`{self._piece(node)}`: write load("file.pt")')
         if name not in MAKERS:
             raise self._unknown(node.func)
@@ -352,8 +355,8 @@ class _Reader:
         raise self._refused(node)
 
     def _unknown(self, node: ast.expr) -> InputError:
-        known = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
-        hint = did_you_mean(self._name(node), known, otherwise=";", quotes=False)[1:]
+        names = [*MAKERS, "load", *_CONSTANTS, *DTYPES]
+        hint = did_you_mean(self._name(node), names, otherwise=";", quotes=False)[1:]
         return InputError(f"{self._where(node)} is not known:{hint} {_KNOWN}")
 
     def _refused(self, node: ast.expr) -> InputError:
@@ -375,7 +378,7 @@ class _Reader:
 _FORM = "write a target as package.module:name or path/to/file.py:name"
 
 
-def find(text: str) -> Any:
+def find_object(text: str) -> Any:
     """Import the object that a target names."""
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
@@ -388,7 +391,7 @@ def find(text: str) -> Any:
         if not hasattr(found, part):
             owner = f"{place}:{'.'.join(parts[:depth])}" if depth else place
             every, own = _callables(found), _callables(found, own=True)
-            raise InputError(f"{owner} has no {part!r}{_near(part, every, own)}")
+            raise InputError(f"{owner} has no {part!r}{_near_text(part, every, own)}")
         found = getattr(found, part)
     return found
 
@@ -421,7 +424,7 @@ def build(target: Any, text: str) -> Callable[..., Any]:
 
 def _default_module(function: Callable[..., Any]) -> nn.Module | None:
     """Return the module that a function returns when it is left to its defaults, if any."""
-    parameters = _parameters(function)
+    parameters = _signature_parameters(function)
     if not inspect.isfunction(function) or any(p.default is p.empty for p in parameters):
         return None
     try:
@@ -432,7 +435,7 @@ def _default_module(function: Callable[..., Any]) -> nn.Module | None:
 
 
 def _make(factory: Callable[..., Any], text: str) -> Any:
-    parameters = _parameters(factory)
+    parameters = _signature_parameters(factory)
     needed = [p.name for p in parameters if p.default is p.empty and "VAR_" not in p.kind.name]
     if needed:
         raise InputError(
@@ -443,7 +446,7 @@ def _make(factory: Callable[..., Any], text: str) -> Any:
         return factory()
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _signature_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     signature = _signature(function)
     return [] if signature is None else list(signature.parameters.values())
 
@@ -476,9 +479,9 @@ def _import_module(name: str) -> ModuleType:
         path = ".".join(parts[:depth])
         if not _exists(path, module):
             within = None if module is None else getattr(module, "__path__", ())
-            known = [found.name for found in pkgutil.iter_modules(within)]
+            names = [found.name for found in pkgutil.iter_modules(within)]
             where = "" if module is None else f" in {module.__name__}"
-            hint = _near(part, known)
+            hint = _near_text(part, names)
             if module is not None and hasattr(module, part):
                 hint = f"; did you mean {module.__name__}:{'.'.join(parts[depth - 1 :])}?"
             raise InputError(f"there is no module {part!r}{where}{hint}")
@@ -500,7 +503,9 @@ def _import_file(name: str) -> ModuleType:
     path = Path(name).expanduser().resolve()
     if not path.is_file():
         siblings = path.parent.glob("*.py") if path.parent.is_dir() else ()
-        raise InputError(f"there is no file {name!r}{_near(path.name, [p.name for p in siblings])}")
+        raise InputError(
+            f"there is no file {name!r}{_near_text(path.name, [p.name for p in siblings])}"
+        )
     parts, folder = [path.stem], path.parent
     while (folder / "__init__.py").is_file():  # part of a package: its relative imports must work
         parts.insert(0, folder.name)
@@ -529,13 +534,13 @@ def _callables(holder: Any, *, own: bool = False) -> list[str]:
     ]
 
 
-def _near(name: str, known: Iterable[str], own: Sequence[str] = ()) -> str:
-    known = list(known)
-    folded = [other for other in known if other.lower() == name.lower()]
+def _near_text(name: str, names: Iterable[str], own: Sequence[str] = ()) -> str:
+    names = list(names)
+    folded = [other for other in names if other.lower() == name.lower()]
     otherwise = f"; it has {', '.join(own)}" if 0 < len(own) <= 12 else ""
     if folded:
         otherwise = f"; did you mean {' or '.join(folded)}?"
-    return did_you_mean(name, known, cutoff=0.7, otherwise=otherwise, quotes=False)
+    return did_you_mean(name, names, cutoff=0.7, otherwise=otherwise, quotes=False)
 
 
 # Errors raised by the user's own code, and the user's part of their tracebacks.
@@ -615,7 +620,7 @@ def check(model: Callable[..., Any], args: Any, kwargs: Any, target: str) -> Non
         raise InputError(f"{target} takes ({takes}): {error}") from None
 
 
-def describe(model: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, str]:
+def describe_arguments(model: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, str]:
     """Return a description of each argument, by name."""
     bound = Signature(model).bind(args, kwargs)
     return {name: _short_text(value) for name, value in bound.items()}
@@ -730,7 +735,7 @@ class _Session:
         seed = self.seed + number
         args, kwargs = _make_inputs(inputs, seed)
         check(self.eager, args, kwargs, self.target)
-        described = describe(self.eager, args, kwargs)
+        described = describe_arguments(self.eager, args, kwargs)
         shown = ", ".join(f"{name}: {text}" for name, text in described.items())
         with during(f"{self.target}, called with {shown or 'no inputs'},"):
             output = self.eager(*args, **kwargs)
@@ -925,7 +930,7 @@ def _example(_: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _model(options: argparse.Namespace) -> Callable[..., Any]:
-    target: Any = find(options.target)
+    target: Any = find_object(options.target)
     seed_all(options.seed)
     return build(target, options.target)
 
@@ -949,7 +954,7 @@ def _explore_text(options: argparse.Namespace) -> str:
     domain = {}
     for text in options.domain:
         name, equals, bounds = text.partition("=")
-        given = read(bounds) if equals else None
+        given = read_expression(bounds) if equals else None
         if not isinstance(given, tuple) or len(given) != 2:
             raise InputError(f"--domain is NAME=(LEAST, GREATEST), not {text!r}")
         domain[name.strip()] = given
@@ -960,7 +965,7 @@ def _explore_text(options: argparse.Namespace) -> str:
     return str(found)
 
 
-def _cost(options: argparse.Namespace) -> str:
+def _print_cost(options: argparse.Namespace) -> str:
     args, kwargs = InputTexts(tuple(options.input)).make()
     model = _model(options)
     with torch.no_grad():
@@ -968,8 +973,10 @@ def _cost(options: argparse.Namespace) -> str:
     costs = cost(run, by=options.by)
     text = f"{costs}\n\n{size_text(costs.peak)} of values at most"
     if costs.at is not None:
-        held = ", ".join(f"{entry.label} ({size_text(entry.nbytes)})" for entry in costs.alive[:5])
-        text += f", at {costs.at.label}: {held}"
+        listed = ", ".join(
+            f"{entry.label} ({size_text(entry.nbytes)})" for entry in costs.alive[:5]
+        )
+        text += f", at {costs.at.label}: {listed}"
     return text
 
 
@@ -977,7 +984,7 @@ _COMMANDS: dict[str | None, Callable[[argparse.Namespace], tuple[str, bool]]] = 
     None: _example,
     "trace": _trace_text,
     "explore": lambda options: (_explore_text(options), True),
-    "cost": lambda options: (_cost(options), True),
+    "cost": lambda options: (_print_cost(options), True),
     "export": lambda options: (_export_text(options), True),
 }
 
@@ -1151,49 +1158,51 @@ def as_text(run: CommandRun, *, source: bool = False, full: bool = False, width:
     same = sum(call.equal for call in run.calls)
     verdict = f"{same} of {counted(len(run.calls), 'call')} equal to eager, bit for bit"
     sections = {
-        "Result": [*_wrap(verdict, width), *_wrap(repr(run.stats), width)],
+        "Result": [*_wrap_text(verdict, width), *_wrap_text(repr(run.stats), width)],
         f"Flow: {counted(len(steps), 'step')}": flow,
         "Calls": list(_calls(run, width)),
-        "torch.fx": _wrap(run.fx_error or "also traces it, and is right on these inputs", width),
+        "torch.fx": _wrap_text(
+            run.fx_error or "also traces it, and is right on these inputs", width
+        ),
     }
     graph = f"Graph: {counted(len(trace.graph), 'node')}"
     if full:
-        sections[graph] = list(_graph(trace, width))
+        sections[graph] = list(_print_graph(trace, width))
     elif not source:
         sections[graph] = ["--full prints them"]
     if source:
-        sections = {"Model": _source(trace.function), **sections}
+        sections = {"Model": _source_of(trace.function), **sections}
     texts = [f"{head}\n{indent(chr(10).join(body), _INDENT)}" for head, body in sections.items()]
     inputs = ", ".join(f"{name}: {text}" for name, text in run.calls[0].inputs.items())
     return "\n\n".join([f"{run.target}, traced on {inputs or 'no inputs'}", *texts])
 
 
-def _source(function: Any) -> list[str]:
+def _source_of(function: Any) -> list[str]:
     called = type(function).forward if isinstance(function, nn.Module) else function
     return dedent(inspect.getsource(called)).rstrip().splitlines()
 
 
-def _graph(trace: Trace, width: int) -> Iterator[str]:
+def _print_graph(trace: Trace, width: int) -> Iterator[str]:
     for line in (line.strip() for line in str(trace.graph).splitlines()[1:]):
         shorter = line.replace(", kwargs = {})", ")")
         head, args, rest = shorter.partition("(args = ")
         if len(shorter) <= width or not args:
-            yield from _wrap(shorter, width)
+            yield from _wrap_text(shorter, width)
         else:
-            yield from [*_wrap(head + "(", width), *_indent(args[1:] + rest, width)]
+            yield from [*_wrap_text(head + "(", width), *_indent_wrapped(args[1:] + rest, width)]
 
 
 def _steps(steps: FlowSteps, width: int) -> list[str]:
     rows = [
-        (place_text(step.file, step.line), step.kind, step.text, _value(step),
+        (place_text(step.file, step.line), step.kind, step.text, _step_value(step),
          ".".join(map(str, step.iteration)), step.name)
         for step in steps
     ]  # fmt: skip
     headers = ("at", "kind", "source", "value", "iteration", "node")
-    return _table(rows, headers, width, flexible=2, least=4)
+    return _fitting_table(rows, headers, width, flexible=2, least=4)
 
 
-def _value(step: FlowStep) -> str:
+def _step_value(step: FlowStep) -> str:
     if not isinstance(step, LoopFlowStep):
         return shorten(number_text(step.value), 20, placeholder="...")
     if step.iterations is None:
@@ -1214,7 +1223,7 @@ def _calls(run: CommandRun, width: int) -> Iterator[str]:
         for number, call in enumerate(run.calls, 1)
     ]
     headers = ("", "inputs", "that is", "how", "to eager")
-    lines = _table(rows, headers, width, flexible=1, least=5)
+    lines = _fitting_table(rows, headers, width, flexible=1, least=5)
     yield from lines[: len(lines) - len(rows)]
     for line, call in zip(lines[len(lines) - len(rows) :], run.calls, strict=True):
         yield line
@@ -1222,10 +1231,10 @@ def _calls(run: CommandRun, width: int) -> Iterator[str]:
         if reason is None and call.how == "live" and run.why_live:
             reason = run.why_live[0]
         if reason is not None:
-            yield from _indent(reason, width)
+            yield from _indent_wrapped(reason, width)
 
 
-def _table(
+def _fitting_table(
     rows: Sequence[tuple[str, ...]],
     headers: tuple[str, ...],
     width: int,
@@ -1260,9 +1269,9 @@ def _fit(text: str, room: int) -> str:
     return text if len(text) <= room else text[: room - 3] + "..."
 
 
-def _wrap(text: str, width: int) -> list[str]:
+def _wrap_text(text: str, width: int) -> list[str]:
     return wrap(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _indent(text: str, width: int) -> list[str]:
-    return [" " * 4 + line for line in _wrap(text, width - 4)]
+def _indent_wrapped(text: str, width: int) -> list[str]:
+    return [" " * 4 + line for line in _wrap_text(text, width - 4)]

@@ -90,7 +90,7 @@ def agree(model: Callable[..., Any], group: Any = None) -> Agreement:
         bendtrace.errors.InputError: ranks can agree only after torch.distributed is ...
     """
     inner = model.model if isinstance(model, BendedModule) else model
-    if not core.can_be_known(inner):
+    if not core.is_attachable(inner):
         raise InputError(
             f"ranks can agree on the calls of a module or a function, not of {type(model)!r}"
         )
@@ -107,10 +107,10 @@ def agree(model: Callable[..., Any], group: Any = None) -> Agreement:
             f"`group` has to be a process group, not {type(group)!r}; those of a mesh are "
             "`mesh.get_all_groups()`"
         )
-    known = group_of(chosen)
+    members = group_of(chosen)
     name = type(inner).__name__ if isinstance(inner, nn.Module) else repr(inner)
-    text = f"ranks {known.ranks} agree at the end of each call of {name}"
-    return Agreement(text, core.ask(inner, known))
+    text = f"ranks {members.ranks} agree at the end of each call of {name}"
+    return Agreement(text, core.ask(inner, members))
 
 
 def agreement(*, enabled: bool | None = None, timeout: float | None = None) -> Agreement:

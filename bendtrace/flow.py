@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from bendtrace.errors import InputError
 from bendtrace.python.checks import required_choice
-from bendtrace.python.features import is_off
+from bendtrace.python.internals import is_off
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.places import is_installed, path_text, place_text
 from bendtrace.python.sites import InstructionPlace, Site, Span
@@ -35,7 +35,7 @@ from bendtrace.record.iterations import (
     running_code,
     user_code,
 )
-from bendtrace.record.probes import look_at_flow_once
+from bendtrace.record.self_test import look_at_flow_once
 from bendtrace.tape.guards import LengthGuard, TruthGuard
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.functions import SHAPES, is_gate

@@ -13,7 +13,7 @@ from bendtrace import _public
 if TYPE_CHECKING:
     from bendtrace.log.fx import from_fx, to_fx
     from bendtrace.log.mirror import Graph, to_dot, to_graphml, to_node_link
-    from bendtrace.record.names import NodeRef
+    from bendtrace.record.op_names import NodeRef
     from bendtrace.show.state_graph import StateGraph
 
 __all__ = [
@@ -33,7 +33,7 @@ if not TYPE_CHECKING:  # what only tracing needs of this package comes without n
         globals(),
         {
             "Graph": "bendtrace.log.mirror",
-            "NodeRef": "bendtrace.record.names",
+            "NodeRef": "bendtrace.record.op_names",
             "StateGraph": "bendtrace.show.state_graph",
             "from_fx": "bendtrace.log.fx",
             "to_dot": "bendtrace.log.mirror",

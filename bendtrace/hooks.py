@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, TypeAlias
 from torch import nn
 
 from bendtrace.errors import InputError
-from bendtrace.insert.hooks import (
+from bendtrace.insert.hook_store import (
     Category,
     HookContext,
     HookedModule,
@@ -239,13 +239,13 @@ class HookManager:
         elif name is not None and name != hook.name:
             hook.name, hook.is_given = name, True
         for module, module_name, is_given in names:
-            known = self._registered(module)
-            if known is None:
-                known = HookedModule(module, module_name, is_given)
-                self._modules.append(known)
-            elif known.name != module_name:
-                known.name, known.is_given = module_name, True
-            handle = hook.module_to_handle.get(module) or HookHandle(hook, known, self)
+            hooked = self._registered(module)
+            if hooked is None:
+                hooked = HookedModule(module, module_name, is_given)
+                self._modules.append(hooked)
+            elif hooked.name != module_name:
+                hooked.name, hooked.is_given = module_name, True
+            handle = hook.module_to_handle.get(module) or HookHandle(hook, hooked, self)
             if activate:
                 handle.activate()
         return hook
@@ -260,17 +260,17 @@ class HookManager:
         def name_of(module: nn.Module) -> str | None:
             if id(module) in found:
                 return found[id(module)][1]
-            known = self._registered(module)
-            return known.name if known is not None and known.is_given else None
+            first = self._registered(module)
+            return first.name if first is not None and first.is_given else None
 
         for name, module in named_modules.items():
             check_module(module, f"{name}=")
-            taken, known = existing.get(name, module), name_of(module)
+            taken, first = existing.get(name, module), name_of(module)
             if taken is not module:
                 given = {*existing, *(one for _, one, _ in found.values())}
                 name = self._free_name(name, f"another module, {short(taken)}", given)
-            if known is not None and known != name:
-                name = self._second_name(known, f"module {name!r}", "the module")
+            if first is not None and first != name:
+                name = self._second_name(first, f"module {name!r}", "the module")
             found[id(module)] = module, name, True
         whole = self._model if modules else None
         named = () if whole is None else owners.named_modules(whole)
@@ -300,10 +300,10 @@ class HookManager:
             name = self._second_name(hook.name, f"the {category} {name!r}", "the function")
         return hook, name
 
-    def _second_name(self, known: str, wish: str, what: str) -> str:
+    def _second_name(self, first: str, wish: str, what: str) -> str:
         """Return the name of an object that already has one."""
         raise InputError(
-            f"{wish} is already registered as {known!r}: use that name, or remove {what} first"
+            f"{wish} is already registered as {first!r}: use that name, or remove {what} first"
         )
 
     def _free_name(self, wish: str, by: str, taken: Container[str]) -> str:
@@ -328,11 +328,11 @@ class HookManager:
             'first'
         """
         check_module(module, "what was given")
-        known = self._registered(module)
-        if known is None:
+        hooked = self._registered(module)
+        if hooked is None:
             names = ", ".join(map(repr, self.name_to_module)) or "no module"
             raise InputError(f"{short(module)} is not registered; {names} is")
-        return known.name
+        return hooked.name
 
     def _registered(self, module: nn.Module) -> HookedModule | None:
         return next((one for one in self._modules if one.module is module), None)
@@ -368,9 +368,9 @@ class HookManager:
                 if hook is function or is_same(hook.function, function)
             ]
             if not own:
-                known = ", ".join(self.name_to_hookfn) or "none"
+                listed = ", ".join(self.name_to_hookfn) or "none"
                 raise InputError(
-                    f"{short(function)} is not registered as a hook; these are: {known}"
+                    f"{short(function)} is not registered as a hook; these are: {listed}"
                 )
             found += own
         return found

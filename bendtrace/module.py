@@ -22,9 +22,9 @@ from bendtrace.python.internals import disable_dynamo
 from bendtrace.python.lazy import LazyMethod, LazyModule
 from bendtrace.record.effects import Effects
 from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
-from bendtrace.record.serving import call_itself, serving
+from bendtrace.record.redirection import call_itself, redirect_calls
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.intercepts import opaque
 from bendtrace.watch.owners import named_modules
@@ -48,29 +48,29 @@ if TYPE_CHECKING:
     from bendtrace.hooks import HookManager
     from bendtrace.insert import activations, gates, inserter, registry, resume_point  # fmt: skip
     from bendtrace.insert import bending as model_bends
-    from bendtrace.insert import patches as patches_module
+    from bendtrace.insert import patch_kinds as patches_module
     from bendtrace.insert import resolver as knowledge
     from bendtrace.insert.activations import Activations
     from bendtrace.insert.bend import Bend, Value
     from bendtrace.insert.bend_catalogue import BendHandle, Filter
     from bendtrace.insert.bending import Bending, Out
-    from bendtrace.insert.inserter import LiveInserter, Within
+    from bendtrace.insert.inserter import LiveInserter, PartPosition
     from bendtrace.insert.insertion import Insertion, What
     from bendtrace.insert.interjection import PassNumbers
-    from bendtrace.insert.patches import PatchContext, Patches
+    from bendtrace.insert.patch_kinds import PatchContext, Patches
     from bendtrace.insert.registry import InsertionRegistry
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.where import Rows, Where
     from bendtrace.log import run as run_views
     from bendtrace.log.nodes import Text
+    from bendtrace.show import model_tree as outline_program
     from bendtrace.show import outline as outline_coverage
-    from bendtrace.show import program as outline_program
     from bendtrace.show import state_graph as outline_graph
-    from bendtrace.show.folded import bended_model as folded
+    from bendtrace.show.model_tree import Outline
     from bendtrace.show.outline import Coverage
     from bendtrace.show.picture import Format, Picture
-    from bendtrace.show.program import Outline
     from bendtrace.show.state_graph import StateGraph
+    from bendtrace.show.treescope_forms import bended_model as folded
 else:
     _trace = LazyModule("bendtrace._trace")
     activations = LazyModule("bendtrace.insert.activations")
@@ -78,13 +78,13 @@ else:
     call_forms = LazyModule("bendtrace.debug.calls")
     compiled_settings = LazyModule("bendtrace.engine.compile_settings")
     compiled_speculation = LazyModule("bendtrace.engine.speculation")
-    patches_module = LazyModule("bendtrace.insert.patches")
+    patches_module = LazyModule("bendtrace.insert.patch_kinds")
     exploring_search = LazyModule("bendtrace.debug.search")
     outline_coverage = LazyModule("bendtrace.show.outline")
     outline_graph = LazyModule("bendtrace.show.state_graph")
-    outline_program = LazyModule("bendtrace.show.program")
+    outline_program = LazyModule("bendtrace.show.model_tree")
     exporting = LazyModule("bendtrace.export.exporting")
-    folded = LazyMethod("bendtrace.show.folded", "bended_model")
+    folded = LazyMethod("bendtrace.show.treescope_forms", "bended_model")
     hooks_module = LazyModule("bendtrace.hooks")
     gates = LazyModule("bendtrace.insert.gates")
     inserter = LazyModule("bendtrace.insert.inserter")
@@ -203,7 +203,7 @@ class BendedModule(ModuleProxy[ModelT]):
         self._on_demand: dict[str, Any] = {}  # an attribute more would be noticed by traces around
         auditor = auditing.Auditor(model, audit) if audit else None
         self._dispatcher = Dispatcher(
-            model, lambda: self._known, self._signature, self._trees, speculation, auditor
+            model, lambda: self._knowledge, self._signature, self._trees, speculation, auditor
         )
         self._as_one_op = opaque(self._called_inside)
         self._stand_in_for(model, self._shared)
@@ -217,26 +217,26 @@ class BendedModule(ModuleProxy[ModelT]):
         return self._on_demand.setdefault(name, make()) if found is None else found
 
     @property
-    def _known(self) -> Knowledge:
+    def _knowledge(self) -> Knowledge:
         def make() -> Knowledge:
             return knowledge.Knowledge(
                 self._model, self._dispatcher.registry, self._trees.plain_runs,
                 self._trees.inserted_runs, self.coverage, self._predict,
             )  # fmt: skip
 
-        return self._part_on_demand("_known", make)
+        return self._part_on_demand("_knowledge", make)
 
     @property
     def _insertion_registry(self) -> InsertionRegistry:
         def make() -> InsertionRegistry:
             calls = self._dispatcher.calls
-            return registry.InsertionRegistry(self._known, self._note_inserted, calls)
+            return registry.InsertionRegistry(self._knowledge, self._note_inserted, calls)
 
         return self._part_on_demand("_insertion_registry", make)
 
     @property
     def _bending(self) -> Bending:
-        return self._part_on_demand("_bending", lambda: model_bends.Bending(self, self._known))
+        return self._part_on_demand("_bending", lambda: model_bends.Bending(self, self._knowledge))
 
     @property
     def _tree(self) -> TraceTree:
@@ -616,7 +616,7 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         plan = self._insertion_registry.plan(args, kwargs) if self._inserted else None
         names, arguments = self._dispatcher.named_arguments(args, kwargs, plan)
-        tree = self._dispatcher.serving(plan, names, arguments)
+        tree = self._dispatcher.tree_for(plan, names, arguments)
         return self._dispatcher.explanation_of(tree, names, arguments)
 
     def _predict(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording | None:
@@ -642,7 +642,7 @@ class BendedModule(ModuleProxy[ModelT]):
         return None
 
     @contextmanager
-    def _serving_parts(self, method: types.MethodType) -> Iterator[None]:
+    def _redirect_parts(self, method: types.MethodType) -> Iterator[None]:
         """Return a context in which insertions are also called if a method calls a submodule."""
         model = self._model
         if not self._inserted:
@@ -653,24 +653,26 @@ class BendedModule(ModuleProxy[ModelT]):
         with ExitStack() as stack:
             if isinstance(model, nn.Module):
                 for name, module in named_modules(model):
-                    within = inserter.Within(model, name, self._known.path_of(name))
-                    if name and (unknown or inserter.may_apply_within(plan, module, within)):
-                        part = functools.partial(self._call_part, module, within)
-                        stack.enter_context(serving(module, part))
+                    position = inserter.PartPosition(model, name, self._knowledge.path_of(name))
+                    if name and (unknown or inserter.may_apply_in(plan, module, position)):
+                        part = functools.partial(self._call_part, module, position)
+                        stack.enter_context(redirect_calls(module, part))
             yield
 
-    def _call_part(self, module: nn.Module, within: Within, *args: Any, **kwargs: Any) -> Any:
+    def _call_part(
+        self, module: nn.Module, position: PartPosition, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a submodule that is called by itself, live."""
         plan, unknown = self._insertion_registry.plan_of_parts()
         if not self._insertion_registry or current_watcher() is not None:
             return call_itself(module, args, kwargs)
         if unknown:
             raise InputError(
-                f"{within.name} is called by itself, by a method of the model, and where something "
-                "is inserted has to be found out in a call of the whole model: call that once "
-                "first, or give places that do not look ahead, nor passes from the end"
+                f"{position.name} is called by itself, by a method of the model, and where "
+                "something is inserted has to be found out in a call of the whole model: call that "
+                "once first, or give places that do not look ahead, nor passes from the end"
             )
-        live = inserter.LiveInserter(plan, self._dispatcher.registry, module, within)
+        live = inserter.LiveInserter(plan, self._dispatcher.registry, module, position)
         with gates.applying(plan):
             recording = record(module, args, kwargs, Signature(module), inserter=live)
             plan.ran(recording)
@@ -690,7 +692,7 @@ class BendedModule(ModuleProxy[ModelT]):
             if function is None:
                 yield inserter.LiveInserter(plan, self._dispatcher.registry, self._model)
             else:
-                path_of = self._known.path_of
+                path_of = self._knowledge.path_of
                 yield inserter.LiveInserter(
                     plan, self._dispatcher.registry, function, path_of=path_of
                 )
@@ -796,7 +798,7 @@ class BendedModule(ModuleProxy[ModelT]):
             ...     bended(torch.ones(2))
             tensor(3.)
         """
-        return patches_module.PatchContext(self._insertion_registry, self._known, patches, rows)
+        return patches_module.PatchContext(self._insertion_registry, self._knowledge, patches, rows)
 
     @functools.cached_property
     def hooks(self) -> HookManager:
@@ -1177,7 +1179,9 @@ class BendedModule(ModuleProxy[ModelT]):
         if insertions not in ("constants", "inputs"):
             raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
         inserted = (
-            exporting.Insertions(self._insertion_registry, self._known) if self._inserted else None
+            exporting.Insertions(self._insertion_registry, self._knowledge)
+            if self._inserted
+            else None
         )
         examples = self._dispatcher.examples
         calls = [tuple(call_forms.Call.of(one)) for one in inputs] if inputs else examples.calls()
@@ -1203,7 +1207,7 @@ class BendedModule(ModuleProxy[ModelT]):
         return made
 
     def __reduce__(self) -> Any:
-        return _wrap, (type(self), self._model, self._trees.limit, self._carried(None))
+        return _wrap_model, (type(self), self._model, self._trees.limit, self._carried(None))
 
     def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
         """Return everything that a copy has besides the model.
@@ -1238,7 +1242,7 @@ class BendedModule(ModuleProxy[ModelT]):
         return f"BendedModule({self._model!r})\n  calls: {counts}\n  inserted: {inserted}"
 
 
-def _wrap(
+def _wrap_model(
     cls: type[BendedModule], model: Callable[..., Any], limit: int | None, carried: dict[str, Any]
 ) -> BendedModule:
     made = cls.__new__(cls)

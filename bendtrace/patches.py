@@ -9,7 +9,7 @@ The names and their meanings are those of graphpatch.
 tensor([0., 0.])
 """
 
-from bendtrace.insert.patches import (
+from bendtrace.insert.patch_kinds import (
     AddPatch,
     CustomPatch,
     Patch,

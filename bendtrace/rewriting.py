@@ -23,11 +23,11 @@ from bendtrace.errors import InputError, InterjectionError, NeverFiredWarning
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.insertion import Insertion, Report, What, as_interjection
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, PassNumbers
+from bendtrace.insert.leaves import assemble, describe, take_apart, write_count
 from bendtrace.insert.plan import forms_of
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import describe_where
 from bendtrace.insert.selector_naming import leaf_modules_in, outside
-from bendtrace.insert.structure import assemble, describe, take_apart, write_count
 from bendtrace.insert.where import Where, near_misses
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate, CandidateGraph, NodeSelector
@@ -348,10 +348,10 @@ def replace_module(
     where = outside(selector, root, leaf_modules_in(tracer_kwargs))
     names = _select_names(root, where, [] if bended is None else _graphs(bended))
     if not names and not allow_none:
-        known = [name for name, _ in root.named_modules() if name]
+        paths = [name for name, _ in root.named_modules() if name]
         text = selector if isinstance(selector, str) else getattr(selector, "pattern", "")
         raise InputError(
-            f"{describe_where(selector)} selects no module; {near_misses(text, known)}"
+            f"{describe_where(selector)} selects no module; {near_misses(text, paths)}"
             + (_HINT if bended is None else "")
         )
     made = _with_others(shared_copy(root), names, create_replacement)
@@ -425,7 +425,7 @@ def _bended_like(model: nn.Module, like: BendedModule) -> BendedModule:
 
 
 def _graphs(bended: BendedModule) -> list[CandidateGraph]:
-    return [bended._known.run(recording).candidates for recording in bended._trees.plain_runs()]
+    return [bended._knowledge.run(recording).candidates for recording in bended._trees.plain_runs()]
 
 
 def _select_names(
@@ -501,18 +501,18 @@ class OutputTracker(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> None:
         """Record the tensors."""
-        known = self._outputs()
+        outputs = self._outputs()
         for tensor in _tensors_within(output):
-            known[id(tensor)] = weakref.ref(tensor), write_count(tensor)
+            outputs[id(tensor)] = weakref.ref(tensor), write_count(tensor)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether the node has output this tensor in this call, unchanged since."""
-        known = self._outputs().get(id(tensor))
-        return known is not None and known[0]() is tensor and known[1] == write_count(tensor)
+        output = self._outputs().get(id(tensor))
+        return output is not None and output[0]() is tensor and output[1] == write_count(tensor)
 
     def _outputs(self) -> dict[int, _Known]:
-        known: dict[int, _Known] = of_this_run().setdefault(self, {})
-        return known
+        outputs: dict[int, _Known] = of_this_run().setdefault(self, {})
+        return outputs
 
 
 class EdgeInterjection(Interjection):
@@ -816,12 +816,12 @@ def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Cr
     the training mode of the modules they replace.
     """
     wanted = {id(module) for module in targets}
-    known = {id(module): module for module in _inside_out(model, set())}
+    parts = {id(module): module for module in _inside_out(model, set())}
     new: dict[int, nn.Module] = {}
-    for module in known.values():
+    for module in parts.values():
         if id(module) not in wanted:
             continue
-        _exchange_modules((part for part in module_tree(module) if id(part) in known), new)
+        _exchange_modules((part for part in module_tree(module) if id(part) in parts), new)
         made = create(module)
         if not isinstance(made, nn.Module):
             raise InputError(
@@ -829,10 +829,10 @@ def replace_modules(model: nn.Module, targets: Collection[nn.Module], create: Cr
                 f"create_replacement returned {made!r}"
             )
         for part in module_tree(made):
-            if id(part) not in known:
+            if id(part) not in parts:
                 part.training = module.training
         new[id(module)] = made
-    _exchange_modules(known.values(), new)
+    _exchange_modules(parts.values(), new)
     return new.get(id(model), model)
 
 

@@ -44,7 +44,7 @@ def assert_same_structure(reference: RunLog | str | os.PathLike[str], run: RunLo
         ...     print(str(error).splitlines()[0])
         the run has another structure than its reference:
     """
-    known = reference if isinstance(reference, RunLog) else load(reference)
-    if known.hash != run.hash:
-        report = diff(known, run, atol=math.inf)  # about values, it has nothing to say
+    expected = reference if isinstance(reference, RunLog) else load(reference)
+    if expected.hash != run.hash:
+        report = diff(expected, run, atol=math.inf)  # about values, it has nothing to say
         raise AssertionError(f"the run has another structure than its reference:\n{report}")

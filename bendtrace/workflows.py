@@ -18,7 +18,7 @@ from bendtrace.research.autoencoder import (
     load_autoencoder,
     splice_autoencoder,
 )
-from bendtrace.research.bending import BendingSession, Sweep, bending_session, sweep
+from bendtrace.research.bending_sessions import BendingSession, Sweep, bending_session, sweep
 from bendtrace.research.cache import ActivationCache, run_with_cache
 from bendtrace.research.costs import Costs, cost, dead_ends, hot_path, recomputation
 from bendtrace.research.debugging import NonFinite, Range, find_nan, gradient_flow, raise_on_nan

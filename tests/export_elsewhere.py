@@ -20,9 +20,9 @@ from tabulate import tabulate
 
 import bendtrace as bt
 from bendtrace.errors import ExportError
-from bendtrace.export.exporting import Exported, difference, rounding_errors, tensors_in
+from bendtrace.export.exporting import Exported, difference, rounding_errors, tensors_and_numbers_in
 from bendtrace.export.machine import AnalysedRun, Machine, Question
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from tests.export_models import MODELS, Example
 
 __all__ = ["KNOWN", "TARGETS", "Outcome", "outcome"]
@@ -158,7 +158,7 @@ def _judged(
             wrong.append(f"input {number}: {different}")
             continue
         equal += 1
-        for one, other in zip(given, tensors_in(wanted), strict=True):
+        for one, other in zip(given, tensors_and_numbers_in(wanted), strict=True):
             if one.is_floating_point() and one.numel():
                 off = max(off, float((one.double() - other.double()).abs().max()))
     return Outcome(equal, refused, tuple(wrong), off, seconds)

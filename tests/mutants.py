@@ -28,7 +28,7 @@ from typing import Any
 from bendtrace.engine.check import GuardCode
 from bendtrace.engine.source import GeneratedSource
 from bendtrace.python.versions import Words
-from bendtrace.record.writer import TapeWriter
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.guards import KINDS
 from bendtrace.tape.tape import Guard
 

@@ -24,8 +24,8 @@ from bendtrace.errors import (
     NodePathError,
 )
 from bendtrace.insert.activations import get_activations, inputs_of
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.insert.resume_point import from_activations, parse_replacements
-from bendtrace.insert.structure import assemble, take_apart
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.promise import bits, footprint, state
@@ -117,7 +117,9 @@ def traced(make: Callable[[], Any], *calls: Any, **kwargs: Any) -> bt.BendedModu
 def at(bended: bt.BendedModule, path: str) -> Any:
     """Return the node of a path in the latest run."""
     assert bended._dispatcher.latest is not None
-    return bended._known.run(bended._dispatcher.latest._recording).tree.resolve(path, leaf=False)
+    return bended._knowledge.run(bended._dispatcher.latest._recording).tree.resolve(
+        path, leaf=False
+    )
 
 
 # Handing out
@@ -1411,7 +1413,7 @@ def test_a_call_that_answers_to_the_name_of_another_one_is_not_taken_for_it() ->
     bended = traced(Two, (x,), (x, x))
     alone = next(
         name
-        for tree in bended._known.trees()
+        for tree in bended._knowledge.trees()
         for name in ("fc", "fc_1")
         if name in tree.data.children and "y" not in tree.data.children
     )

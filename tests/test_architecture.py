@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bendtrace.insert.beside import AS_ONE
+from bendtrace.insert.live_runner import AS_ONE
 from bendtrace.python.sites import MACHINERY
 from tests.documents import ROOT
 

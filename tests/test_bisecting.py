@@ -376,12 +376,12 @@ def test_a_fault_of_another_torch_is_named_from_its_log(net: Net, tmp_path: Path
 
 @pytest.mark.parametrize("target", ["torch.hub.load", "torch.os.system", "torch.load", "nothing"])
 def test_a_log_cannot_name_a_function_that_is_no_op(net: Net, tmp_path: Path, target: str) -> None:
-    from bendtrace.debug.bisect import Unable, again_of
+    from bendtrace.debug.bisect import Unable, op_runner_of
 
     log = saved(net, tmp_path / "a")
     entry = log["relu_1"]
     assert isinstance(entry, bt.LayerEntry)
-    again = again_of(log)
+    again = op_runner_of(log)
     assert torch.equal(again.run(entry, again.inputs(entry)), entry.tensor_contents)
     entry.target = target
     with pytest.raises(Unable, match="is not an op of torch"):

@@ -792,8 +792,8 @@ def test_torch_s_own_guards_on_tensors_can_be_asked() -> None:
         bended(UP)
     path = next(iter(bended._dispatcher.speculation._paths.values()))
     assert isinstance(path._function, Shortcuts)
-    assert len(path._function._known) == 1
-    known = path._function._known[0]
+    assert len(path._function._shortcuts) == 1
+    known = path._function._shortcuts[0]
     assert known.fits((torch.zeros(3),))
     for other in (torch.zeros(4), torch.zeros(6)[::2], torch.zeros(3).double(),
                   torch.zeros(3, requires_grad=True), nn.Parameter(torch.zeros(3))):  # fmt: skip
@@ -810,7 +810,7 @@ def test_a_tensor_that_is_given_twice_has_a_shortcut_of_its_own() -> None:
         result = shortcuts(*given) if known is None else known.call(given)
         assert result is not None
         assert torch.equal(result.made[0], given[0] + given[1] * given[2])
-    twice, apart = reversed(shortcuts._known)
+    twice, apart = reversed(shortcuts._shortcuts)
     assert twice.fits((other, other, 3))
     assert not twice.fits((one, other, 3))
     assert not twice.fits((one, one, 4))

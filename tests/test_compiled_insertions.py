@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import BendError, NeverFiredWarning
-from bendtrace.insert import patches as builtin
-from bendtrace.insert.handing import takes
-from bendtrace.insert.interjection import depends_on
+from bendtrace.insert import patch_kinds as builtin
+from bendtrace.insert.interjection import depends_on, takes
 from tests.compiled.common import ALWAYS
 from tests.promise import bits
 from tests.shares import some

@@ -486,7 +486,7 @@ _TIDYING = frozenset(
         "_restore_name",
         "_uninstall",
         "reporting_to",
-        "serving",
+        "redirect_calls",
         "retire",
         "_clean",
         "__exit__",

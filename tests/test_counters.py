@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.export.exporting import Exported, difference
 from bendtrace.python.bytecode import assign, counters_at, local_in
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.varying import Lifting
 from tests.shares import some
 

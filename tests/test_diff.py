@@ -18,7 +18,7 @@ from torch import nn
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.show.difference import Differences
-from bendtrace.show.matching import align, compare_numbers, compare_tensors, match
+from bendtrace.show.matching import compare_numbers, compare_tensors, match, pair_keys
 from tests.corpus import CASES
 from tests.corpus._case import Case
 from tests.shares import some
@@ -814,7 +814,7 @@ def _common(a: str, b: str) -> int:
 
 @given(st.text("abc", max_size=12), st.text("abc", max_size=12))
 def test_alignment_keeps_order_and_pairs_only_equal_keys(a: str, b: str) -> None:
-    pairs = align(a, b)
+    pairs = pair_keys(a, b)
     assert all(a[i] == b[j] for i, j in pairs)
     assert all(p[0] < q[0] and p[1] < q[1] for p, q in pairwise(pairs))
     assert len(pairs) <= _common(a, b)
@@ -825,13 +825,13 @@ def test_alignment_finds_what_was_left_out(a: list[int], data: Any) -> None:
     kept = data.draw(st.lists(st.booleans(), min_size=len(a), max_size=len(a)))
     b = [key for key, keep in zip(a, kept, strict=True) if keep]
     if len(set(a)) == len(a) or len(a) - len(b) <= 1:
-        assert len(align(a, b)) == len(b)
+        assert len(pair_keys(a, b)) == len(b)
 
 
 def test_alignment_of_long_sequences_of_few_keys_finds_what_was_left_out() -> None:
     keys = [0, 1, 2, 3] * 3000
     without = keys[10:4000] + keys[4201:8003] + keys[8010:]
-    assert len(align(keys, ["x", *without, "y"])) > len(without) - 20
+    assert len(pair_keys(keys, ["x", *without, "y"])) > len(without) - 20
 
 
 def test_weaker_keys_pair_only_what_stands_between_the_same_neighbours() -> None:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import (
     ModuleCall,

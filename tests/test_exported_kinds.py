@@ -858,7 +858,7 @@ def test_the_rounding_errors_of_the_model_itself_are_accepted_in_files() -> None
 
     def check(off: float, tolerance: float = 1e-5, model: Any = model) -> None:
         calls: Any = [((x,), {})]
-        exporting.compare(lambda x: Run.result + off, calls, [Run], tolerance, model=model)  # type: ignore[list-item]
+        exporting.compare_program(lambda x: Run.result + off, calls, [Run], tolerance, model=model)  # type: ignore[list-item]
 
     check(0.01)
     for options in ({"model": None}, {"off": 10.0}):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bendtrace.cli import InputTexts, read
+from bendtrace.cli import InputTexts, read_expression
 from bendtrace.errors import InputError
 from bendtrace.python.compare import same_bits
 
@@ -60,7 +60,7 @@ def refusal(text: str) -> str:
     ],
 )
 def test_expressions_have_values(text: str, value: Any) -> None:
-    assert same_bits(read(text), value)
+    assert same_bits(read_expression(text), value)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_expressions_have_values(text: str, value: Any) -> None:
 )
 def test_random_inputs_are_those_of_torch(text: str, make: Callable[[], Any]) -> None:
     torch.manual_seed(3)
-    given = read(text)
+    given = read_expression(text)
     torch.manual_seed(3)
     assert same_bits(given, make())
 
@@ -183,7 +183,7 @@ def test_a_file_with_a_dict_gives_keyword_arguments(folder: Path, name: str) -> 
     args, kwargs = made(name)
     assert args == ()
     assert same_bits(dict(sorted(kwargs.items())), wanted)
-    assert same_bits(read(f"load('{name}')['x'] + 1"), torch.arange(3) + 1)
+    assert same_bits(read_expression(f"load('{name}')['x'] + 1"), torch.arange(3) + 1)
     assert same_bits(made(f"d={name}")[1]["d"]["y"], torch.ones(2))
 
 
@@ -195,7 +195,7 @@ def test_a_file_with_a_tensor_gives_a_positional_argument(folder: Path) -> None:
 def test_other_files_have_to_be_named(folder: Path) -> None:
     assert "contains a list; as the inputs it has to contain a tensor" in refusal("list.pt")
     assert same_bits(made("x=list.pt"), ((), {"x": [1, torch.ones(1)]}))
-    assert same_bits(read("load('list.pt')[1]"), torch.ones(1))
+    assert same_bits(read_expression("load('list.pt')[1]"), torch.ones(1))
 
 
 def test_missing_items_and_files_are_said_with_what_is_there(folder: Path) -> None:

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 
 from bendtrace.log.capture import ValueCapture
 from bendtrace.record import fast_path, recorder
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recorder, Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.tape.tape import Op
 from bendtrace.watch.functions import is_pure
 from tests.corpus import CASES

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from tests.promise import bits
 from tools.benchmarks.core import Gated, LoopRNN
 from tools.benchmarks.flat import flat_of

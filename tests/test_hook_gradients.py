@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import bendtrace as bt
 from bendtrace.errors import InputError
 from bendtrace.insert import native as station
-from bendtrace.insert.structure import all_tensors_in
+from bendtrace.insert.leaves import all_tensors_in
 from tests.hf_models import MODELS as HF_MODELS
 from tests.hf_models import TinyModel
 from tests.hooked import Function, Log, leaf, traces_of_hooks, values

@@ -83,7 +83,7 @@ def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_
 @pytest.mark.all
 def test_what_is_asked_for_is_loaded_then() -> None:
     loaded = fresh(f"{USE}\nassert len(bended.latest_trace.graph) == 6\nprint(bended.tree)")
-    assert {"networkx", "bendtrace.log.mirror", "bendtrace.show.program"} <= loaded
+    assert {"networkx", "bendtrace.log.mirror", "bendtrace.show.model_tree"} <= loaded
 
 
 @pytest.mark.all

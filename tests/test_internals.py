@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from bendtrace.errors import BendtraceError
-from bendtrace.python import features
+from bendtrace.python import internals
 from bendtrace.python.internals import MissingInternal, internal
 from tests.documents import ROOT, run_forked
 
@@ -153,16 +153,16 @@ def test_what_is_looked_up_is_there(path: str) -> None:
 
 def test_what_is_missing_is_exchanged_and_switches_off_its_part() -> None:
     assert internal("torch._C._no_such", 3) == 3
-    assert not features.is_off("a part")
+    assert not internals.is_off("a part")
     try:
         assert internal("torch._C._no_such", 4, "a part", "uses_it") == 4
-        assert features.is_off("a part")
-        assert "uses_it" in features.names_off()
+        assert internals.is_off("a part")
+        assert "uses_it" in internals.names_off()
         reason = "a part: torch has no torch._C._no_such, code that uses it runs live"
-        assert features.missing_features() == [reason]
-        assert not features.missing_features()
+        assert internals.missing_features() == [reason]
+        assert not internals.missing_features()
     finally:
-        features.switch_on("a part")
+        internals.switch_on("a part")
 
 
 def test_what_is_missing_and_has_no_equivalent_says_so_where_it_is_used() -> None:
@@ -318,11 +318,11 @@ wanted = [(kind, is_class, eager(kind, is_class)) for kind, is_class in MODELS]
 resolve_name, pkgutil.resolve_name = pkgutil.resolve_name, resolve
 
 import bendtrace as bt
-from bendtrace.python import features
+from bendtrace.python import internals
 
 for file in sorted(pathlib.Path(bt.__file__).parent.rglob("*.py")):
     name = ".".join(file.relative_to(pathlib.Path(bt.__file__).parents[1]).with_suffix("").parts)
-    if not name.endswith(("__main__", "recording.probed")) and not name.startswith(OPTIONAL):
+    if not name.endswith(("__main__", "record.self_test_models")) and not name.startswith(OPTIONAL):
         importlib.import_module(name.removesuffix(".__init__"))
 
 with warnings.catch_warnings(record=True) as caught:
@@ -345,7 +345,7 @@ assert "Addmm" in str(record), record
 log = bt.log_forward_pass(keeps, torch.ones(2, 3))
 assert log["mul_1"].tensor_contents.sum() == 12, log["mul_1"]
 print(json.dumps({
-    "off": [*features._off], "replays": replays,
+    "off": [*internals._off], "replays": replays,
     "warned": [str(one.message) for one in caught if "switched off" in str(one.message)],
 }))
 '''

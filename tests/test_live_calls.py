@@ -242,13 +242,13 @@ WHATS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def outcome(where: str, what: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
+def outcome(where: str, what: str, is_live: bool, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return what calls with an insertion give, and what is reported of it."""
     torch.manual_seed(0)
     net = Net()
     bended = bt.BendedModule(net)
-    if not beside:
-        monkeypatch.setattr(bended._dispatcher, "_beside", lambda plan: None)
+    if not is_live:
+        monkeypatch.setattr(bended._dispatcher, "_runner_of", lambda plan: None)
     inserted = WHATS[what]()
     found: list[Any] = []
     for number in range(24):

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import bendtrace as bt
 from bendtrace.compat.graphpatch import PatchableGraph
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, PatchError
-from bendtrace.insert.patches import (
+from bendtrace.insert.patch_kinds import (
     AddPatch,
     CustomPatch,
     ProbePatch,

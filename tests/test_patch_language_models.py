@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.compat.graphpatch import PatchableGraph
-from bendtrace.insert.patches import (
+from bendtrace.insert.patch_kinds import (
     AddPatch,
     CustomPatch,
     ProbePatch,

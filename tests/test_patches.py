@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.errors import InputError, PatchError
 from bendtrace.insert.interjection import Inputs, NodePass
-from bendtrace.insert.patches import (
+from bendtrace.insert.patch_kinds import (
     AddPatch,
     CustomPatch,
     Patch,

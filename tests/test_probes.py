@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.python import features, sites, usage
-from bendtrace.record import iterations, probes
+from bendtrace.python import internals, sites, usage
+from bendtrace.record import iterations, self_test
 from bendtrace.tape import plain_numbers
 from bendtrace.watch import intercepts
 
@@ -24,31 +24,35 @@ from bendtrace.watch import intercepts
 @pytest.fixture(autouse=True)
 def _all_on() -> Iterator[None]:
     yield
-    for feature in [*features._off]:
-        features.switch_on(feature)
-    assert not features.names_off()
+    for feature in [*internals._off]:
+        internals.switch_on(feature)
+    assert not internals.names_off()
 
 
 def test_all_probes_hold_here() -> None:
-    assert [probes.probe_python(), probes.probe_torch(), probes.probe_flow()] == [[], [], []]
+    assert [self_test.probe_python(), self_test.probe_torch(), self_test.probe_flow()] == [
+        [],
+        [],
+        [],
+    ]
 
 
 def test_probing_leaves_everything_as_it_was() -> None:
     threads = threading.active_count()
     states = torch.get_rng_state(), random.getstate(), dict(os.environ)
-    probes.probe_torch()
-    probes.probe_flow()
+    self_test.probe_torch()
+    self_test.probe_flow()
     assert torch.equal(torch.get_rng_state(), states[0])
     assert (random.getstate(), dict(os.environ), threading.active_count()) == (*states[1:], threads)
 
 
 READERS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
     "constants": (usage, "CONSTANTS", frozenset(), "identity"),  # type: ignore[dict-item]
-    "comparisons": (probes, "code_compares_identity", lambda code: False, "identity"),
-    "types": (probes, "needs_plain_numbers", lambda code: False, "identity"),
-    "truths": (probes, "only_tests", lambda frame, depth=0: True, "truth"),
-    "names": (probes, "global_uses", lambda code: iter(()), "names"),
-    "handlers": (probes, "is_covered", lambda code, offset: False, "handlers"),
+    "comparisons": (self_test, "code_compares_identity", lambda code: False, "identity"),
+    "types": (self_test, "needs_plain_numbers", lambda code: False, "identity"),
+    "truths": (self_test, "only_tests", lambda frame, depth=0: True, "truth"),
+    "names": (self_test, "global_uses", lambda code: iter(()), "names"),
+    "handlers": (self_test, "is_covered", lambda code, offset: False, "handlers"),
     "iterations": (iterations, "_is_back", lambda before, mark: False, "iterations"),
     "tests of a while": (iterations, "first_offset", lambda code, offset: 0, "iterations"),
     "truths of comparisons": (
@@ -70,12 +74,12 @@ def test_a_reader_of_instructions_that_errs_is_found(
     monkeypatch.setattr(usage, "_identity", {})
     monkeypatch.setattr(plain_numbers, "_plain", {})
     monkeypatch.setattr(owner, name, instead)
-    failed = probes.probe_python() + probes.probe_flow()
-    assert features.is_off(feature)
+    failed = self_test.probe_python() + self_test.probe_flow()
+    assert internals.is_off(feature)
     assert len(failed) == 1
 
 
-@pytest.mark.parametrize("probe", probes.TORCH_PROBES, ids=lambda probe: probe.part)
+@pytest.mark.parametrize("probe", self_test.TORCH_PROBES, ids=lambda probe: probe.part)
 def test_a_part_of_torch_that_is_not_met_is_found(
     probe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,9 +96,9 @@ def test_a_part_of_torch_that_is_not_met_is_found(
         kept = [e for e in intercepts._ENTRY_POINTS if e.name != met[probe.part]]
         assert len(kept) < len(intercepts._ENTRY_POINTS)
         monkeypatch.setattr(intercepts, "_ENTRY_POINTS", kept)
-    failed = probes.probe_torch()
-    assert features.is_off(probe.part), failed
-    assert probe.names <= features.names_off().keys()
+    failed = self_test.probe_torch()
+    assert internals.is_off(probe.part), failed
+    assert probe.names <= internals.names_off().keys()
 
 
 def keeps_time(x: Tensor) -> Tensor:
@@ -102,7 +106,7 @@ def keeps_time(x: Tensor) -> Tensor:
 
 
 def test_only_code_that_uses_what_is_off_runs_live() -> None:
-    features.switch_off("clocks", "clocks cannot be followed", frozenset({"monotonic"}))
+    internals.switch_off("clocks", "clocks cannot be followed", frozenset({"monotonic"}))
     timed, plain = bt.BendedModule(keeps_time), bt.BendedModule(nn.ReLU())
     for _ in range(2):
         timed(torch.ones(2))
@@ -114,7 +118,7 @@ def test_only_code_that_uses_what_is_off_runs_live() -> None:
 
 
 def test_all_code_runs_live_where_calls_of_modules_are_not_seen() -> None:
-    features.switch_off("calls of modules", "calls are not seen", frozenset({""}))
+    internals.switch_off("calls of modules", "calls are not seen", frozenset({""}))
     model = nn.Sequential(nn.ReLU())
     bended = bt.BendedModule(model)
     for value in (1.0, -1.0):
@@ -133,7 +137,7 @@ def counts(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("feature", ["identity", "truth", "handlers", "places", "iterations"])
 def test_what_comes_out_is_right_whatever_is_off(feature: str) -> None:
-    features.switch_off(feature, "a reason")
+    internals.switch_off(feature, "a reason")
     usage._tests.clear()
     bended = bt.BendedModule(counts)
     for x in (torch.eye(2), torch.zeros(2, 2), torch.eye(2), torch.ones(2, 2)):
@@ -154,7 +158,7 @@ def test_unknown_iterations_are_not_given_as_known_ones() -> None:
     before = bt.trace(walks, x)
     known = [step.iteration for step in before.flow_steps]
     assert known == [(), (0,), (1,)]
-    features.switch_off("iterations", "a reason")
+    internals.switch_off("iterations", "a reason")
     trace = bt.trace(walks, x)
     assert [step.iteration for step in trace.flow_steps] == [()] * 3
     loop = trace.flow_steps.of(bt.flow.LoopFlowStep)[0]
@@ -166,8 +170,8 @@ def test_unknown_iterations_are_not_given_as_known_ones() -> None:
 def test_what_is_off_is_said_once_and_at_the_line_of_the_user(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probes, "_looked", set())
-    monkeypatch.setattr(probes, "only_tests", lambda frame, depth=0: True)
+    monkeypatch.setattr(self_test, "_looked", set())
+    monkeypatch.setattr(self_test, "only_tests", lambda frame, depth=0: True)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -180,7 +184,7 @@ def test_what_is_off_is_said_once_and_at_the_line_of_the_user(
 
 def test_probes_of_torch_wait_until_no_mode_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: set[str] = set()
-    monkeypatch.setattr(probes, "_looked", looked)
+    monkeypatch.setattr(self_test, "_looked", looked)
     with torch.device("cpu"):
         bt.trace(counts, torch.eye(2))
     assert looked == {"python"}
@@ -189,9 +193,9 @@ def test_probes_of_torch_wait_until_no_mode_is_active(monkeypatch: pytest.Monkey
 
 
 def test_places_that_are_off_have_a_line_only() -> None:
-    features.switch_off("places", "a reason")
+    internals.switch_off("places", "a reason")
     sites._positions.clear()
     code = counts.__code__
-    place = sites._place(code, len(code.co_code) - 2)
+    place = sites._place_of_code(code, len(code.co_code) - 2)
     assert (place.span.column, place.span.end_column) == (0, 0)
     assert place.line > code.co_firstlineno

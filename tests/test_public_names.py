@@ -16,7 +16,7 @@ from bendtrace.debug.backward import BackwardNode, BackwardPass
 from bendtrace.debug.stepping import SteppedRun
 from bendtrace.insert.bend_catalogue import BendHandle
 from bendtrace.insert.bending import Bending
-from bendtrace.insert.patches import PatchContext
+from bendtrace.insert.patch_kinds import PatchContext
 from bendtrace.log.entries import ModuleEntry
 from bendtrace.log.run_log import Entries
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
 from bendtrace.engine import program
-from bendtrace.engine.graph import ProgramGraph
+from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.stretches import Divergence
 from tests.promise import Inputs, bits, state
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InputError
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.watch import scan_cache
 from bendtrace.watch.environment import Environment
@@ -139,7 +139,7 @@ def told(environment: Environment) -> list[Any]:
 
     held = {
         index: list(content.items())
-        for index, content in environment.held.items()
+        for index, content in environment.content_of.items()
         if index not in environment.places.taken
     }
     return [

@@ -131,15 +131,15 @@ script_of, take, of_segment = Divergence.script, Script.take, Schedule.of_segmen
 
 def held_of(divergence: Divergence, shape: tuple[int, ...]) -> list[int]:
     """Return the ops whose values a resumed run is handed, and which are tensors of a shape."""
-    held = divergence.held or {}
+    held = divergence.computed or {}
     return [i for i, value in held.items() if isinstance(value, Tensor) and value.shape == shape]
 
 
 def test_two_holes_that_are_exchanged_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def exchanged(self: Divergence) -> Any:
-        assert self.held is not None
+        assert self.computed is not None
         one, other = held_of(self, (3, 4))[-2:]
-        self.held[one], self.held[other] = self.held[other], self.held[one]
+        self.computed[one], self.computed[other] = self.computed[other], self.computed[one]
         return script_of(self)
 
     monkeypatch.setattr(Divergence, "script", exchanged)
@@ -152,9 +152,9 @@ def test_a_stand_in_that_is_read_is_noticed(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def less(self: Divergence) -> Any:
-        assert self.held is not None
+        assert self.computed is not None
         for index in held_of(self, shape):
-            del self.held[index]
+            del self.computed[index]
         return script_of(self)
 
     monkeypatch.setattr(Divergence, "script", less)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
-from bendtrace.insert import through
+from bendtrace.insert import spliced_gate
 from bendtrace.insert.gates import Attempt
 from bendtrace.insert.splicer import has_gates
 from bendtrace.record import scopes
@@ -1017,7 +1017,7 @@ def test_values_that_are_taken_to_be_nobodys_are_noticed(monkeypatch: pytest.Mon
 def test_kinds_that_are_not_compared_are_noticed(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(through, "tensor_kind", lambda tensor: ())
+    monkeypatch.setattr(spliced_gate, "tensor_kind", lambda tensor: ())
     with pytest.raises(AssertionError):
         compared(Asks, {"relu": change})
 

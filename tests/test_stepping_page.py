@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.debug.stepping import SteppedRun
-from bendtrace.debug.visit import text_of
+from bendtrace.debug.visit import safe_text_of
 from bendtrace.errors import InputError
 from bendtrace.show.viewer import viewer_frame
 from tests.browser import Browser, browser, chromium
@@ -92,7 +92,7 @@ def frames_of(run: SteppedRun) -> list[Any]:
             frame.function,
             frame.file,
             frame.line,
-            {n: text_of(v) for n, v in frame.variables.items()},
+            {n: safe_text_of(v) for n, v in frame.variables.items()},
         )
         for frame in run.frames
     ]
@@ -107,9 +107,11 @@ def assert_shows(run: SteppedRun, some: int = 1) -> dict[str, Any]:
         run.goto(number)
         assert frames_in(data, events[number]) == frames_of(run), number
         if "result" in events[number] and number not in run._edits:
-            assert data["stepped"]["texts"][events[number]["result"]] == text_of(run.value(number))
+            assert data["stepped"]["texts"][events[number]["result"]] == safe_text_of(
+                run.value(number)
+            )
         if events[number]["kind"] == "question":
-            assert events[number]["answer"] == text_of(run.value(number))
+            assert events[number]["answer"] == safe_text_of(run.value(number))
     return data
 
 
@@ -127,7 +129,7 @@ def test_each_position_has_the_variables_that_goto_gives() -> None:
     assert (inner, outer) == ("Inner.forward", "Walk.forward")
     assert variables["self"] == "Inner(...)"
     assert variables["deep"] == "3"
-    assert data["stepped"]["end"] == {"output": text_of(run.output)}
+    assert data["stepped"]["end"] == {"output": safe_text_of(run.output)}
     assert (state(run._function), random_states()) == before
 
 
@@ -215,7 +217,7 @@ def test_both_sides_are_shown_where_both_were_run() -> None:
     position = run.goto(step).position
     assert shown(run)["stepped"]["sides"] == []
     before = [
-        (number, frames_of(run.goto(number)), text_of(run.output))
+        (number, frames_of(run.goto(number)), safe_text_of(run.output))
         for number in range(position + 1, len(run))
     ]
     run.answer(step, not step.value)
@@ -245,7 +247,7 @@ def test_other_sides_keep_their_own_later_changes() -> None:
     step = run.trace.flow_steps[-1]
     position = run.goto(step).position
     run.set(position + 1, torch.zeros_like(run.value(position + 1)))
-    output = text_of(run.output)
+    output = safe_text_of(run.output)
     run.answer(position, not step.value)
     (side,) = shown(run)["stepped"]["sides"]
     assert side["end"] == {"output": output}
@@ -353,15 +355,15 @@ class Loud:
     ],
 )
 def test_values_as_text(value: Any, text: str) -> None:
-    assert text_of(value) == text
+    assert safe_text_of(value) == text
 
 
 def test_texts_are_short() -> None:
     nested: list[Any] = []
     nested.append(nested)
-    assert text_of(nested) == "[[[[list of 1]]]]"
-    assert len(text_of("x" * 10**6)) <= 400
-    assert len(text_of([["word" * 20] * 50] * 50)) <= 400
+    assert safe_text_of(nested) == "[[[[list of 1]]]]"
+    assert len(safe_text_of("x" * 10**6)) <= 400
+    assert len(safe_text_of([["word" * 20] * 50] * 50)) <= 400
 
 
 def test_looking_runs_no_code_of_the_models_objects() -> None:
@@ -542,7 +544,7 @@ def test_the_page_steps_forward_and_back_with_the_variables(
         assert page.commands[0] == f"run.goto({number})"
         driver.press("ArrowRight")
     assert "the end" in page.panel
-    assert text_of(run.output) in page.panel
+    assert safe_text_of(run.output) in page.panel
     driver.press("ArrowLeft")
     assert page.where == f"at {len(run) - 1} of {len(run)}"
     assert driver.complaints() == []
@@ -582,7 +584,7 @@ def test_the_page_shows_both_sides_and_says_what_was_left_out(
 ) -> None:
     run = walk()
     step = run.trace.flow_steps[-1]
-    position, output = run.goto(step).position, text_of(run.output)
+    position, output = run.goto(step).position, safe_text_of(run.output)
     after = frames_of(run.goto(position + 1))[0][3]
     run.answer(step, not step.value).goto(position)
     page = Page(driver, run, tmp_path)

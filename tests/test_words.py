@@ -6,6 +6,7 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,16 +16,17 @@ PACKAGE = ROOT / "bendtrace"
 # What each is called now is in docs/glossary.md and docs/architecture.md.
 RETIRED = {
     "_board",
-    "Ambience", "ambience", "Board", "BOUNDARY_CODES", "Lane", "Later",
+    "Ambience", "ambience", "Beside", "Board", "BOUNDARY_CODES", "Lane", "Later",
     "LaterMethod", "Part", "PartKind", "Questions", "ReplayingModule", "Rests", "Sameness",
-    "Settled", "StandIn", "StandIns", "Stamp", "Still", "Surroundings", "Walked", "Want", "World",
+    "Settled", "StandIn", "StandIns", "Stamp", "Still", "Surroundings", "Through", "Walked", "Want",
+    "Within", "World",
     "lane_for", "may_stand_in", "reach_of", "surroundings", "unseen_in",
 }  # fmt: skip
 RETIRED_FILES = {
-    "agreement", "ambience", "board", "boundaries", "cheapest", "cuts", "dispatching", "exchanged",
-    "given", "joint", "lane", "outside", "questions", "replaying", "rests", "sameness", "served",
-    "settled", "stamps", "stand_in", "still", "surroundings", "unseen", "walk", "walked", "world",
-    "_later",
+    "agreement", "ambience", "beside", "board", "boundaries", "cheapest", "cuts", "dispatching",
+    "exchanged", "folded", "given", "handing", "joint", "lane", "outside", "questions", "replaying",
+    "rests", "sameness", "served", "serving", "settled", "stamps", "stand_in", "still",
+    "surroundings", "through", "unseen", "walk", "walked", "world", "_later",
 }  # fmt: skip
 ELSEWHERE = {
     "Part": "research",  # a part of an activation
@@ -115,6 +117,32 @@ def test_each_class_has_a_name_of_its_own() -> None:
         if len(own if name in OF_OTHER_LIBRARIES else paths) > 1:
             shared[name] = paths
     assert shared == {}
+
+
+def test_each_file_has_a_name_of_its_own() -> None:
+    found: dict[str, list[str]] = {}
+    for path in texts():
+        found.setdefault(Path(path).stem, []).append(path)
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {
+        "__init__": found["__init__"]
+    }
+
+
+# Functions that are the same to their callers, or public names of several modules.
+SHARED_FUNCTIONS = {
+    "_",  # registered for a type
+    "between", "data_frame", "find_nan", "hot_path", "load", "log_forward_pass", "save",
+    "show_model_graph", "steer", "trace",
+}  # fmt: skip
+
+
+def test_functions_that_do_different_things_have_different_names() -> None:
+    found: dict[str, set[str]] = {}
+    for path, text in texts().items():
+        for node in ast.parse(text).body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.setdefault(node.name, set()).add(path)
+    assert {name for name, paths in found.items() if len(paths) > 1} == SHARED_FUNCTIONS
 
 
 @pytest.mark.parametrize("name", sorted(OF_OTHER_LIBRARIES))

@@ -207,20 +207,20 @@ class BendingCallback(bends.Bend):
     def bend(self, tensor: Tensor, at: NodePass) -> Tensor:
         """Return the new value of a tensor."""
         name = at.path.replace(".", "_")
-        kind, known = type(self), self.__dict__.setdefault("_met", {})
+        kind, numbers = type(self), self.__dict__.setdefault("_met", {})
         is_weight = at.module is None and at.function is None
         if not is_weight or kind.apply_to_param is BendingCallback.apply_to_param:
-            if not is_weight and known.setdefault(name, 0) == 0:
-                known[name] = -1
+            if not is_weight and numbers.setdefault(name, 0) == 0:
+                numbers[name] = -1
                 self.register_activation(name, tensor.shape)
             return self.forward(tensor, name=name, **arguments_at(self, at))
         with torch.no_grad():
             parameter = nn.Parameter(tensor.detach().clone(), requires_grad=False)
-            if name not in known:
-                known[name] = len(self._cache)
+            if name not in numbers:
+                numbers[name] = len(self._cache)
                 self.register_weight(parameter, name=name, cache=True)
             self.update()
-            self.apply_to_param(known[name], parameter, tensor.detach())
+            self.apply_to_param(numbers[name], parameter, tensor.detach())
         return parameter.data
 
     def __rshift__(self, other: Any) -> bends.CallbackChain:
@@ -396,10 +396,10 @@ class _ByMethod(bends.Capture, BendingCallback):
 
 def name_by(callback: bends.Bend, owner: Any) -> None:
     """Let callbacks that capture call activations as a `BendedModule` does."""
-    known = weakref.ref(owner)
+    owner_ref = weakref.ref(owner)
 
     def name_of(fn: str, path: str) -> str:
-        module = known()
+        module = owner_ref()
         return path if module is None else str(module.name_of_activation(path, fn))
 
     for one in flat_callbacks(callback):

@@ -84,13 +84,15 @@ def find_nan(log: Any) -> FindNanResult:
             continue
         nan, infinite = bool(value.isnan().any()), bool(value.isinf().any())
         kind = "nan" * nan + "+" * (nan and infinite) + "inf" * infinite
-        zone = tuple(one.label for one in _near(log, entry, "parents") if not one.has_contents)
+        zone = tuple(
+            one.label for one in _entries_near(log, entry, "parents") if not one.has_contents
+        )
         scope = "first among saved tensors" if unsaved else "all tensors"
         message = f"{scope.capitalize()} is {kind} at {entry.label}."
         if zone:
             message += f" Unsaved upstream uncertainty zone: {', '.join(zone)}."
         return FindNanResult(
-            True, entry, entry.layer_label, entry.func_name, kind, _place(entry),
+            True, entry, entry.layer_label, entry.func_name, kind, _file_and_line(entry),
             entry.module, scope, zone, message,
         )  # fmt: skip
     if not unsaved:
@@ -117,8 +119,10 @@ def lineage(
     except (LayerKeyError, ValueError) as error:
         return Lineage(None, direction, [], f"lineage is unavailable: {error}")
     nodes = [
-        (op_label(one), depth, _place(one), one.shape, one.dtype)
-        for one, depth in {k: v for way in ways for k, v in _near(log, start, way).items()}.items()
+        (op_label(one), depth, _file_and_line(one), one.shape, one.dtype)
+        for one, depth in {
+            k: v for way in ways for k, v in _entries_near(log, start, way).items()
+        }.items()
         if max_depth is None or depth <= max_depth
     ]
     return Lineage(op_label(start), direction, nodes, f"{len(nodes)} node(s)")
@@ -138,7 +142,7 @@ def compare(a: Any, b: Any, *, rtol: float = 1e-5, atol: float = 1e-8) -> Any:
         one, other = ours[label], theirs[label]
         row["status"] = "present-in-both"
         row["shape_match"], row["dtype_match"] = one.shape == other.shape, one.dtype == other.dtype
-        missing = [name for name, entry in (("a", one), ("b", other)) if not _is_dense(entry.out)]
+        missing = [name for name, entry in (("a", one), ("b", other)) if not _is_strided(entry.out)]
         if missing:
             row["reason"] = f"unsaved or no dense floats: {', '.join(missing)}"
             counts["activation_unavailable"] += 1
@@ -165,7 +169,7 @@ def dead_neurons(log: Any, *, dim: int = 1, threshold: float = 0.0) -> Any:
     rows: list[list[Any]] = []
     for entry in log.layer_list:
         value = entry.out
-        reason = "" if _is_dense(value) else "unsaved or no dense floats"
+        reason = "" if _is_strided(value) else "unsaved or no dense floats"
         if not reason and not -value.dim() <= dim < value.dim():
             reason = "invalid-dim"
         if reason:
@@ -193,7 +197,7 @@ def hot_path(log: Any, by: Literal["flops", "memory", "duration"] = "flops") -> 
         if cost is None or entry.kind != "op":
             missing += 1
             continue
-        row = sums.setdefault(_place(entry) or "unknown", [0, 0.0])
+        row = sums.setdefault(_file_and_line(entry) or "unknown", [0, 0.0])
         row[0] += 1
         row[1] += cost
     whole = sum(cost for _, cost in sums.values()) or 1
@@ -280,7 +284,7 @@ def op_label(entry: Any) -> str:
     return f"{name}:{entry.pass_number}"
 
 
-def _near(log: Any, start: Any, way: str) -> dict[Any, int]:
+def _entries_near(log: Any, start: Any, way: str) -> dict[Any, int]:
     """Return the entries on one side of an entry with their distances, itself first."""
     found, waiting = {start: 0}, [start]
     for entry in waiting:
@@ -291,11 +295,11 @@ def _near(log: Any, start: Any, way: str) -> dict[Any, int]:
     return found
 
 
-def _place(entry: Any) -> str | None:
+def _file_and_line(entry: Any) -> str | None:
     return None if entry.source is None else f"{entry.source.file}:{entry.source.line}"
 
 
-def _is_dense(value: Any) -> bool:
+def _is_strided(value: Any) -> bool:
     is_plain = isinstance(value, Tensor) and value.layout is torch.strided
     return is_plain and value.is_floating_point()
 
@@ -489,7 +493,7 @@ class _Run(TorchFunctionMode):
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
-        self.known = {id(x): x}  # what is computed from the input; held, so that ids stay unique
+        self.computed = {id(x): x}  # what is computed from the input; held, so that ids stay unique
         self.x, self.dtype, self.limit = x, x.dtype, 2
         self.shapes: list[Shape] = []  # that the first layer allows
         self.is_done = False
@@ -500,9 +504,9 @@ class _Run(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         given = list(tensors_in((args, kwargs)))
-        ours = [one for one in given if id(one) in self.known]
+        ours = [one for one in given if id(one) in self.computed]
         if ours and not self.shapes:
-            weights = [one for one in given if id(one) not in self.known]
+            weights = [one for one in given if id(one) not in self.computed]
             self.shapes = list(_shapes_for(name, args, kwargs, weights))
             if "embedding" in name and self.shapes:
                 self.limit = len(weights[0])
@@ -517,12 +521,12 @@ class _Run(TorchFunctionMode):
                 self.is_large = _is_large(name, args, given, ours)
             raise
         if ours:
-            self.known |= {id(one): one for one in tensors_in(made)}
+            self.computed |= {id(one): one for one in tensors_in(made)}
         return made
 
     def before_rnn(self, module: Any, args: tuple[Any, ...]) -> None:
         """Read the shape from a recurrent module, which checks it before it calls anything."""
-        if not self.shapes and args and id(args[0]) in self.known:
+        if not self.shapes and args and id(args[0]) in self.computed:
             n, self.dtype = module.input_size, next(module.parameters()).dtype
             is_first = getattr(module, "batch_first", None)
             self.shapes = [(1, None, n) if is_first else (None, 1, n)]
@@ -715,7 +719,7 @@ def _params(entry: Op) -> list[Any]:
     return [used for used in entry.state if used.is_parameter]
 
 
-def _short(entry: Op) -> str:
+def _short_label(entry: Op) -> str:
     return entry.short_name if entry.passes == 1 else f"{entry.short_name}:{entry.pass_number}"
 
 
@@ -746,7 +750,7 @@ _SAME = """
 _FIELDS: dict[str, Callable[[Op], Any]] = {
     # names
     "layer_label": lambda entry: entry.label if entry._is_old else _new_name(entry),
-    "layer_label_short": _short,
+    "layer_label_short": _short_label,
     "layer_label_w_pass": lambda entry: f"{entry.name}:{entry.pass_number}",
     "layer_label_w_pass_short": lambda entry: f"{entry.short_name}:{entry.pass_number}",
     "layer_type_num": lambda entry: int(entry.short_name.rpartition("_")[2]),

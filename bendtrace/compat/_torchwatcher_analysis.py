@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from bendtrace.errors import InputError
 from bendtrace.insert.gates import of_this_run
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import all_tensors_in
 from bendtrace.insert.selector_algebra import Selector
-from bendtrace.insert.structure import all_tensors_in
 from bendtrace.log.nodes import identifier
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import pytree
@@ -446,8 +446,8 @@ class Analyser(WrappedForwardBackwardInterjection, Generic[T]):
     def finalize_state(self, state: AnalyserState) -> None:
         """Accumulate an execution."""
         if self.enabled:
-            known = self.working_results.get(state.name)
-            self.working_results[state.name] = self.process_batch_state(state.name, state, known)
+            working = self.working_results.get(state.name)
+            self.working_results[state.name] = self.process_batch_state(state.name, state, working)
 
     def process_batch_state(self, name: str, state: AnalyserState, working_results: Any) -> Any:
         """Return the working results of a node with one more execution."""
@@ -520,11 +520,11 @@ class PerClassAnalyser(Analyser[Any]):
         for key, rows in parts.items() if self.enabled else ():
             one = self.analysers.setdefault(key, copy.deepcopy(self.analyser))
             one.targets = targets[rows]
-            one.log_forward(name, module, _rows(inputs, rows), _rows(outputs, rows))
+            one.log_forward(name, module, _chosen_rows(inputs, rows), _chosen_rows(outputs, rows))
 
     def log_backward(self, name: str, module: Any, grad_input: Any, grad_output: Any) -> None:
         for key, rows in self._waiting()[name].items() if self.enabled else ():
-            given = _rows(grad_input, rows), _rows(grad_output, rows)
+            given = _chosen_rows(grad_input, rows), _chosen_rows(grad_output, rows)
             self.analysers[key].log_backward(name, module, *given)
 
     def to_dict(self) -> dict[Any, Any]:
@@ -537,7 +537,7 @@ class PerClassVersusAnalyser(PerClassAnalyser):
     versus = True
 
 
-def _rows(values: Any, chosen: Tensor) -> Any:
+def _chosen_rows(values: Any, chosen: Tensor) -> Any:
     return pytree.tree_map_only(Tensor, lambda one: one[chosen], values)
 
 
@@ -882,7 +882,7 @@ class AnalyserEvaluation:
             raise InputError("a backward needs compute_gradients=True")
         self.analyser: Any = analyser
         self.loader: Iterable[Any] = loader
-        self.prepare_inputs: Callable[[Any, torch.device], Any] = prepare_inputs or _first
+        self.prepare_inputs: Callable[[Any, torch.device], Any] = prepare_inputs or _first_input
         self.compute_gradients: bool = compute_gradients
         self.backward: Callable[[Any, Any], Any] | None = backward
         self.records: list[dict[str, Any]] = [] if records is None else records
@@ -928,6 +928,6 @@ class AnalyserEvaluation:
         return self.records[-1]
 
 
-def _first(batch: Any, device: torch.device) -> Any:
+def _first_input(batch: Any, device: torch.device) -> Any:
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     return pytree.tree_map_only(Tensor, lambda one: one.to(device), inputs)

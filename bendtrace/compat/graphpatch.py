@@ -21,9 +21,9 @@ from torch import nn
 
 from bendtrace import patches
 from bendtrace.errors import InputError, NodePathError
-from bendtrace.insert.patches import patched_numbers, raise_all
+from bendtrace.insert.patch_kinds import patched_numbers, raise_all
 from bendtrace.insert.where import Rows
-from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe, identifier, passes_in
+from bendtrace.log.nodes import NodePath, TreeNode, Variant, describe_node, identifier, passes_in
 from bendtrace.log.path_views import Node, Tree
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
@@ -125,7 +125,7 @@ class PatchableGraph(BendedModule):
         if example_args and isinstance(example_args[0], ExtractionOptions):
             example_args = example_args[1:]
         recording = self.trace(*example_args, **example_kwargs)._recording
-        self._keep(self._known.run(recording).tree)
+        self._keep(self._knowledge.run(recording).tree)
 
     @property
     def graph(self) -> Node:  # type: ignore[override]
@@ -214,7 +214,7 @@ class PatchableGraph(BendedModule):
             text = where if type(where) is str else node.path
             inside = tuple(name for name, _ in _paths(node, text + _sign(node)))
             raise NodePathError(
-                f"{text!r} is a {describe(node)}, not a single value; name a value in it: "
+                f"{text!r} is a {describe_node(node)}, not a single value; name a value in it: "
                 f"{', '.join(map(repr, inside[:12]))}",
                 text,
                 inside,
@@ -227,7 +227,7 @@ class PatchableGraph(BendedModule):
         Raises:
             NodePathError: it names several nodes.
         """
-        graphs = [dict(_paths(unroll(tree, self.model).data)) for tree in self._known.trees()]
+        graphs = [dict(_paths(unroll(tree, self.model).data)) for tree in self._knowledge.trees()]
         found = {graph[path].path: graph[path] for graph in graphs if path in graph}
         if len(found) > 1:
             raise NodePathError(
@@ -280,7 +280,7 @@ class PatchableGraph(BendedModule):
 
     def _keep(self, example: Tree) -> None:
         object.__setattr__(self, "_example", example)
-        self._known.examples.append(example)
+        self._knowledge.examples.append(example)
 
     def _carried(self, memo: dict[int, Any] | None) -> dict[str, Any]:
         return {**super()._carried(memo), "example": self._example.to_dict()}

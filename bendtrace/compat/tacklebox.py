@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bendtrace import hooks
 from bendtrace.errors import InputError
 from bendtrace.hooks import HookFunction, HookHandle
-from bendtrace.insert.hooks import HookContext
+from bendtrace.insert.hook_store import HookContext
 from bendtrace.python.checks import free_name
 
 __all__ = ["HookFunction", "HookHandle", "HookManager", "ModuleTracker", "TrackingProtocol"]
@@ -64,8 +64,8 @@ class HookManager(hooks.HookManager):
         'a'
     """
 
-    def _second_name(self, known: str, wish: str, what: str) -> str:
-        return known
+    def _second_name(self, first: str, wish: str, what: str) -> str:
+        return first
 
     def _free_name(self, wish: str, by: str, taken: Container[str]) -> str:
         return free_name(wish, taken)
@@ -323,7 +323,7 @@ class ModuleTracker:
         value = values[0] if values else None
         if var not in self.protocol.vars or value is None:
             return
-        name = next(name for name, known in self.modules.items() if known is module)
+        name = next(name for name, other in self.modules.items() if other is module)
         number = self._passes.get((name, var), 0)
         self._passes[name, var] = number + 1
         if number % self.protocol.record_every:

@@ -233,7 +233,7 @@ class BendedModule(core.BendedModule):
 
     def _has_part(self, fn: str) -> bool:
         """Return whether calls of a method have their own paths."""
-        owner, bent = self.module, bool(self._bending.callbacks or self._is_versioned())
+        owner, bent = self.module, bool(self._bending.callbacks or self._bending.versions.needed)
         if self._has_others():
             if self._is_used(fn) and (bent or self._parts[fn].bending.callbacks):
                 raise InputError(_OF_OTHERS.format(fn))
@@ -271,9 +271,6 @@ class BendedModule(core.BendedModule):
         return part is not None and (
             self.is_traced(fn) or any(s.spec.activations for s in part.bending._sources)
         )
-
-    def _is_versioned(self) -> bool:
-        return bool(self._bending.versions.needed)
 
     def _part(self, fn: str, *, align: bool = True) -> core.BendedModule:
         """Return the model that calls a method, with the bends of the weights."""
@@ -355,8 +352,10 @@ class BendedModule(core.BendedModule):
                 trace = part.trace(*args, **kwargs)
         self._latest[fn], self._inputs[fn] = trace, (args, kwargs)
         if not _return_out:
-            return _graph(trace)
-        return _graph(trace), trace.output if type(trace.output) is tuple else (trace.output,)
+            return _folded_graph(trace)
+        return _folded_graph(trace), trace.output if type(trace.output) is tuple else (
+            trace.output,
+        )
 
     def graph(self, fn: str = "forward") -> Graph:  # type: ignore[override]
         """Return the graph of a method's latest trace, one of torch.fx, with its `flow_steps`.
@@ -367,7 +366,7 @@ class BendedModule(core.BendedModule):
         Raises:
             InputError: the method was not traced.
         """
-        return _graph(self._trace_of(fn))
+        return _folded_graph(self._trace_of(fn))
 
     def graph_module(self, fn: str = "forward") -> Any:
         """Return the latest trace of a method as a module of torch.fx; nothing is bent in it."""
@@ -438,7 +437,7 @@ class BendedModule(core.BendedModule):
     # Names
 
     def _names(self, fn: str) -> Names:
-        return Names(self._part(fn, align=False)._known)
+        return Names(self._part(fn, align=False)._knowledge)
 
     def name_of_activation(self, path: str, fn: str = "forward") -> str:
         """Return the name of an activation by its node path."""
@@ -470,10 +469,10 @@ class BendedModule(core.BendedModule):
     def activation_shape(self, name: str, fn: str = "forward") -> torch.Size | None:
         """Return the shape of an activation."""
         found = self.activations(fn)
-        known = name if name in found else name.removesuffix("_bended")
-        if known not in found:
+        plain = name if name in found else name.removesuffix("_bended")
+        if plain not in found:
             raise InputError(f"{fn} has no activation {name!r}; {near_misses(name, found)}")
-        return found[known].shape
+        return found[plain].shape
 
     def print_activations(  # type: ignore[override]
         self, fn: str = "forward", flt: Any = None, exclude: Any = None, out: Any = None
@@ -551,9 +550,9 @@ class BendedModule(core.BendedModule):
         plans = [(spec, *self._placed(spec, fns, allow_none)) for spec in specs]
         if len(self._bending.versions.mixture) > 1 and any(patterns for _, patterns, _ in plans):
             raise InputError("a mixture of versions is in use: set a version to bend its weights")
-        known = self.controllables
+        controllables = self.controllables
         for parameter in (p for spec in specs for p in spec.callback.parameters):
-            if known.setdefault(parameter.name, parameter) is not parameter:
+            if controllables.setdefault(parameter.name, parameter) is not parameter:
                 raise InputError(f"another parameter already has the name {parameter.name!r}")
         handles: list[BendHandle] = []
         try:
@@ -657,14 +656,14 @@ class BendedModule(core.BendedModule):
 
     def update(self, name: str | None = None, value: Any = None) -> None:
         """Set a parameter of the callbacks, or match the patterns again."""
-        known = self.controllables
+        controllables = self.controllables
         if name is None:
             for bending in self._all().values():
                 bending.update()
-        elif name not in known or value is None:
+        elif name not in controllables or value is None:
             self._bending.update(name, value)  # which raises, or knows it
         else:
-            known[name].value = value
+            controllables[name].value = value
 
     @property
     def bending_callbacks(self) -> list[bends.Bend]:
@@ -696,8 +695,8 @@ class BendedModule(core.BendedModule):
         graph.owning_module = None  # which does not have the callbacks
         by_name = {node.name: node for node in graph.nodes}
         for name in self.bended_activations(fn):
-            known = names.by_name.get(name)
-            other = next((k for k, found in names.aliases.items() if found is known), name)
+            activation = names.by_name.get(name)
+            other = next((k for k, found in names.aliases.items() if found is activation), name)
             node = by_name.get(name) or by_name.get(other)
             if node is None:
                 raise InputError(f"the graph of {fn} has no node for {name!r}")
@@ -751,7 +750,10 @@ class BendedModule(core.BendedModule):
         for fn, bending in self._all().items():
             for spec in (source.spec for source in bending._sources):
                 if spec.activations:
-                    where = [f"{fn}:{w}" if isinstance(w, str) else At(fn, w) for w in spec.where]
+                    where = [
+                        f"{fn}:{w}" if isinstance(w, str) else MethodValue(fn, w)
+                        for w in spec.where
+                    ]
                     made.append(replace(spec, where=tuple(where)))
                 elif fn == "forward":
                     made.append(spec)
@@ -843,12 +845,12 @@ class BendedModule(core.BendedModule):
             if owner is None:
                 raise InputError(f"weights are a state dict or a model, not {weights!r}")
             weights = owner.state_dict()
-        known = self.state_dict(DEFAULT)
-        foreign = [key for key in weights if key not in known]
-        if strict and known.keys() != weights.keys():
-            names = [*foreign, *(key for key in known if key not in weights)]
+        originals = self.state_dict(DEFAULT)
+        foreign = [key for key in weights if key not in originals]
+        if strict and originals.keys() != weights.keys():
+            names = [*foreign, *(key for key in originals if key not in weights)]
             raise InputError(f"version {name!r} differs in {names[:5]}: strict=False accepts that")
-        used = self.bended_state_dict() | {k: v for k, v in weights.items() if k in known}
+        used = self.bended_state_dict() | {k: v for k, v in weights.items() if k in originals}
         self._bending.add_version(name, used, strict=strict, force=True)
         return foreign
 
@@ -897,18 +899,18 @@ class BendedModule(core.BendedModule):
         patterns = [name for name in names if isinstance(name, str)]
         if inputs.keys() & _OPTIONS or len(patterns) < len(names):
             return super().get_activations(*names, **inputs)
-        part, known = self._traced(fn), self._names(fn)
+        part, catalogue = self._traced(fn), self._names(fn)
         wanted: dict[str, str] = {}  # paths by name
         after: dict[str, str] = {}
         bent = {} if _filter_bended else self.bended_activations(fn)
         for name in patterns:
-            found = dict(known.matching(name))
+            found = dict(catalogue.matching(name))
             wanted |= {key: activation.name for key, activation in found.items()}
-            over = [k for k in bent if re.match(name, f"{k}_bended") and k in known.by_name]
-            after |= {f"{key}_bended": known.by_name[key].name for key in over}
+            over = [k for k in bent if re.match(name, f"{k}_bended") and k in catalogue.by_name]
+            after |= {f"{key}_bended": catalogue.by_name[key].name for key in over}
             if not found and not over:
                 raise InputError(
-                    f"{fn} has no activation {name!r}; {near_misses(name, known.by_name)}"
+                    f"{fn} has no activation {name!r}; {near_misses(name, catalogue.by_name)}"
                 )
         seen, paths = _ValueRecorder(), list(map(NodePath, dict.fromkeys(wanted.values())))
         with running(fn), ExitStack() as stack:
@@ -955,24 +957,28 @@ class BendedModule(core.BendedModule):
             InputError: the method was not traced, has no such activation, or an input is missing or
                 unknown.
         """
-        part, known = self._traced(fn), self._names(fn)
+        part, catalogue = self._traced(fn), self._names(fn)
         if names and isinstance(names[0], Mapping):
             with running(fn):
                 return core.BendedModule.from_activations(part, *names, **inputs)
         bent = self.bended_activations(fn)
         if not names:
             names = tuple(n for n, over in bent.items() if any(c in over for c in callbacks or ()))
-        places = known.aliases | {a.name: a for a in known.by_name.values()} | known.by_name
+        places = (
+            catalogue.aliases | {a.name: a for a in catalogue.by_name.values()} | catalogue.by_name
+        )
         for name in names:
             if name not in places or name not in inputs:
                 what = "has no activation" if name not in places else "is given no value for"
-                raise InputError(f"{fn} {what} {name!r}; {near_misses(str(name), known.by_name)}")
+                raise InputError(
+                    f"{fn} {what} {name!r}; {near_misses(str(name), catalogue.by_name)}"
+                )
         values = {NodePath(places[name].name): inputs.pop(name) for name in names}
         given: dict[tuple[int, str], dict[str, Any]] = {}
         used = set[str]()
         for name in names:
             path, counts = places[name].name, dict[str, int]()
-            over = [c for one in bent.get(known.by_path[path], ()) for c in flat_callbacks(one)]
+            over = [c for one in bent.get(catalogue.by_path[path], ()) for c in flat_callbacks(one)]
             wanted = [(c, a) for c in over for a in further_arguments(c)]
             for callback, argument in wanted:
                 key = f"{name}_{argument}" if f"{name}_{argument}" in inputs else argument
@@ -983,8 +989,10 @@ class BendedModule(core.BendedModule):
                     given.setdefault((id(callback), path), {})[argument] = value
                     used.add(key)
         method = part._signature.parameters
-        foreign = inputs.keys() - used - method - known.by_name.keys() - known.aliases.keys()
-        foreign = {n for n in foreign if n.removesuffix("_bended") not in known.by_name}
+        foreign = (
+            inputs.keys() - used - method - catalogue.by_name.keys() - catalogue.aliases.keys()
+        )
+        foreign = {n for n in foreign if n.removesuffix("_bended") not in catalogue.by_name}
         if foreign:
             raise InputError(f"neither {fn} nor a callback takes {sorted(foreign)[0]!r}")
         rest = {key: value for key, value in inputs.items() if key in method}
@@ -1120,7 +1128,7 @@ class _NoForward:
         raise InputError(f"{kind} has no forward: call a method of it, as in bended.encode(x)")
 
 
-def _graph(trace: Trace) -> Graph:
+def _folded_graph(trace: Trace) -> Graph:
     made: Graph = trace.to_fx(fold=True).graph
     for node in reversed(list(made.nodes)):
         if node.target is check_guard:  # a graph of torchbend is that of one path
@@ -1162,7 +1170,7 @@ def _version(name: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class At:
+class MethodValue:
     """A named value in one method of a model.
 
     Attributes:
@@ -1176,7 +1184,7 @@ class At:
 
 def split(item: Any) -> tuple[str | None, Any]:
     """Return the method that a location names, `"encode:conv"`, and the location in it."""
-    if isinstance(item, At):
+    if isinstance(item, MethodValue):
         return item.fn, item.what
     if isinstance(item, str) and (named := re.fullmatch(r"([A-Za-z_]\w*):(.+)", item, re.S)):
         return named[1], named[2]
@@ -1191,7 +1199,7 @@ class Names:
     activations, numbered as in a graph of torch.fx: `relu` is the first round of a loop.
 
     Args:
-        known: the recorded runs of the method.
+        knowledge: the recorded runs of the method.
 
     Attributes:
         every: the activations, and the modules that may return some.
@@ -1200,9 +1208,9 @@ class Names:
         aliases: the other names of some.
     """
 
-    def __init__(self, known: Knowledge) -> None:
-        self._known = known
-        self.every = Catalogue(known).activations()
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._knowledge = knowledge
+        self.every = Catalogue(knowledge).activations()
         self.by_name: dict[str, Activation] = {}
         self.aliases: dict[str, Activation] = {}
         whole = {a.name: a for a in self.every if a.level == "whole" and a.shape is not None}
@@ -1219,8 +1227,8 @@ class Names:
 
     def _repeated(self, whole: dict[str, Activation]) -> dict[str, list[tuple[str, Activation]]]:
         """Return the names of repeated calls of one kind in the latest run."""
-        recordings = self._known.recordings()
-        runs = self._known.run(recordings[0]).nodes.executions if recordings else []
+        recordings = self._knowledge.recordings()
+        runs = self._knowledge.run(recordings[0]).nodes.executions if recordings else []
         order = [path for path in runs if path in whole]
         counts = Counter(order)
         kinds = {_base(whole[path]) for path, count in counts.items() if count > 1}
@@ -1271,21 +1279,21 @@ class Names:
         expression = compile_pattern(pattern)
         selector = NamedActivations((expression,), frozenset())
         means = [found for found in self.every if selector.means(found.level, found.names)]
-        known = {found.name for found in means}
+        direct = {found.name for found in means}
         matched = {found.name for _, found in self.matching(pattern)}
         of_site = {p: {one.name for _, one in several} for p, several in self._passes.items()}
         whole = {path for path, passes in of_site.items() if passes <= matched}
         some = [path for path, passes in of_site.items() if path not in whole and passes & matched]
-        if not some and known & of_site.keys() == whole:
-            others = sorted(matched.difference(known, *of_site.values()))
+        if not some and direct & of_site.keys() == whole:
+            others = sorted(matched.difference(direct, *of_site.values()))
             return ([pattern] if means else []) + [f"{re.escape(path)}$" for path in others]
         # Names of rounds are no names of the model, which may have others of the same spelling.
         paths = matched.difference(*(of_site[path] for path in whole)) | whole
-        paths |= known - of_site.keys()
+        paths |= direct - of_site.keys()
         return [self._node(path) for path in sorted(paths)]
 
     def _node(self, path: str) -> Node:
-        for tree in self._known.trees():
+        for tree in self._knowledge.trees():
             with suppress(NodePathError):
                 return tree.resolve(NodePath(path), leaf=False)
         raise InputError(f"no known run has reached {path!r}: trace the method first")

@@ -228,7 +228,7 @@ def noise(std: float, *, seed: int | None = None) -> Helper:
 @Listed
 def steer(direction: Tensor, magnitude: float = 1.0, *, feature_axis: int | None = None) -> Helper:
     """Add a direction to a value; a vector lies along `feature_axis`."""
-    return lambda value: value + _align(direction, value, feature_axis) * magnitude
+    return lambda value: value + _fit_direction(direction, value, feature_axis) * magnitude
 
 
 @Listed
@@ -236,7 +236,7 @@ def project_onto(direction: Tensor, *, feature_axis: int | None = None) -> Helpe
     """Keep only the part of a value along a direction."""
 
     def projected(value: Tensor) -> Tensor:
-        along = _align(direction, value, feature_axis)
+        along = _fit_direction(direction, value, feature_axis)
         dims = tuple(range(value.dim())) if feature_axis is None else feature_axis
         share = (value * along).sum(dims, keepdim=True) / (along * along).sum(dims, keepdim=True)
         return along * share
@@ -251,7 +251,7 @@ def project_off(direction: Tensor, *, feature_axis: int | None = None) -> Helper
     return lambda value: value - onto(value)
 
 
-def _align(direction: Tensor, value: Tensor, axis: int | None) -> Tensor:
+def _fit_direction(direction: Tensor, value: Tensor, axis: int | None) -> Tensor:
     direction = direction.to(value.device, value.dtype)
     if axis is not None and direction.dim() == 1 and value.dim() > 1:
         shape = [1] * value.dim()
@@ -328,7 +328,7 @@ def log_forward_pass(
         path = f"{os.fspath(vis['vis_outpath'])}.{vis['vis_fileformat']}"
         log.picture = log.draw(path, rolled=vis["vis_opt"] == "rolled", depth=depth)
         if not vis["vis_save_only"]:
-            _show(log.picture, path)
+            _show_picture(log.picture, path)
     return log
 
 
@@ -345,7 +345,7 @@ _VIS: dict[str, Any] = dict.fromkeys(_OVERRIDES) | {
 }  # fmt: skip
 
 
-def _show(picture: Picture, path: str) -> None:
+def _show_picture(picture: Picture, path: str) -> None:
     """Show a picture in the notebook, or in a window if there is a screen."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is not None and hasattr(shell, "kernel"):
@@ -766,14 +766,19 @@ class Bundle:
             if found.out is None:
                 raise InputError(f"{name!r} has not saved {found.label}")
             values.append(found.out.detach())
-        return torch.stack([torch.stack([_distance(a, b) for b in values]) for a in values])
+        return torch.stack(
+            [torch.stack([_relative_distance(a, b) for b in values]) for a in values]
+        )
 
     def most_changed(self, baseline: str | None = None, top_k: int = 10) -> list[tuple[str, float]]:
         """Return the layers that differ most from those of one log, and how much on average."""
         first = self.members[baseline or self.baseline_name]
         others = [log.saved_ops for log in self.members.values() if log is not first]
         found = [
-            (one.label, statistics.fmean(_distance(one.out, ops[one.label].out) for ops in others))
+            (
+                one.label,
+                statistics.fmean(_relative_distance(one.out, ops[one.label].out) for ops in others),
+            )
             for one in first.saved_ops
             if all(one.label in ops for ops in others)
         ]
@@ -783,7 +788,7 @@ class Bundle:
 bundle = Bundle
 
 
-def _distance(one: Tensor, other: Tensor) -> Tensor:
+def _relative_distance(one: Tensor, other: Tensor) -> Tensor:
     """Return the cosine distance of two values; of numbers, the relative difference."""
     one, other = one.detach().flatten().float(), other.detach().flatten().float()
     if one.numel() == 1:

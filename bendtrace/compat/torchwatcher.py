@@ -201,9 +201,9 @@ def interject_by_name(
                 "the module to BendedModule.interject"
             )
         where = outside(Repeated(stem, leaves), bended.model, leaves)
-        known = {node.path for node in bended._known.candidates() or () if where.matches(node)}
-        runs = bended._known.recordings()
-        most = [sum(bended._known.count_passes(path, run) for path in known) for run in runs]
+        paths = {node.path for node in bended._knowledge.candidates() or () if where.matches(node)}
+        runs = bended._knowledge.recordings()
+        most = [sum(bended._knowledge.count_passes(path, run) for path in paths) for run in runs]
         if one.endswith("_0") or (runs and max(most) <= number):
             raise NodePathError(f"no node {one!r}: {stem!r} is not called so often", one)
         bended.interject(where, Execution(what, one, number))

@@ -17,7 +17,7 @@ from bendtrace._trace import trace
 from bendtrace.errors import AuditError, InputError
 from bendtrace.python.compare import same_bits
 from bendtrace.record.finish import Recording
-from bendtrace.record.serving import call_itself
+from bendtrace.record.redirection import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
 from bendtrace.watch.draws import RandomStates
@@ -70,15 +70,15 @@ class Audit:
         try:
             with _Copying():
                 memo = dict(shared)
-                self._copies: Any = _copy(self._given, memo)
-                self._spare: Any = _copy(self._given, dict(shared))
+                self._copies: Any = _deep_copy(self._given, memo)
+                self._spare: Any = _deep_copy(self._given, dict(shared))
         except Exception as error:
             raise InputError(
                 f"the model or its inputs cannot be copied, so no call can be audited: {error!r}"
             ) from error
         own = {id(vars(module)) for module in _modules_of(model)}
         for part in (change.part for change in recording.changes):
-            if not {id(part.value), id(_read(part))} & (memo.keys() | own):
+            if not {id(part.value), id(_part_value(part))} & (memo.keys() | own):
                 raise InputError(
                     f"a call changes {part.label}, which is outside of the model and its inputs "
                     "and would be changed twice: such calls cannot be audited"
@@ -116,7 +116,7 @@ class Audit:
         for what, given, native in (
             ("output", output, result),
             ("arguments", (args, kwargs), wanted[1:]),
-            ("state", _state(model), _state(wanted[0])),
+            ("state", _module_state(model), _module_state(wanted[0])),
             ("random numbers", after.states, random_numbers),
         ):
             if not same_bits(given, native):
@@ -154,7 +154,7 @@ class _Copying(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copy(given: Any, memo: dict[int, Any]) -> Any:
+def _deep_copy(given: Any, memo: dict[int, Any]) -> Any:
     copies = copy.deepcopy(given, memo)
     for module in _modules_of(given[0]):
         for parameter in module.parameters(recurse=False):  # torch copies them without `grad`
@@ -175,25 +175,25 @@ def _unwritten(recording: Recording) -> dict[int, Tensor]:
             written.add(index)
             waiting += [ref.index for ref in refs_in((ops[index].args, ops[index].kwargs))]
     states = {ops[index].target for index in written if ops[index].kind is OpKind.STATE}
-    held: dict[Captured, Tensor] = {}
+    tensors: dict[Captured, Tensor] = {}
     for part in recording.environment.parts:
         if part.kind is CaptureKind.TENSOR and not part.is_argument:
-            tensor = _read(part)
+            tensor = _part_value(part)
             if isinstance(tensor, Tensor):
-                held[part] = tensor
-    storages = {0, *(storage_of(held[part]) for part in states & held.keys())}
+                tensors[part] = tensor
+    storages = {0, *(storage_of(tensors[part]) for part in states & tensors.keys())}
     # A backward pass inside of the run adds to `grad`, which is no write of an op.
     collects = not recording.environment.names.isdisjoint(("backward", "grad"))
     return {
         id(tensor): tensor
-        for tensor in held.values()
+        for tensor in tensors.values()
         if tensor.is_leaf
         and storage_of(tensor) not in storages
         and not (collects and tensor.requires_grad)
     }
 
 
-def _read(part: Captured) -> Any:
+def _part_value(part: Captured) -> Any:
     try:
         return part.read(())
     except (LookupError, AttributeError, TypeError, ValueError):  # it is not there any more
@@ -207,15 +207,15 @@ def _modules_of(model: Any) -> Iterator[nn.Module]:
     return iter(module_tree(model) if isinstance(model, nn.Module) else ())
 
 
-def _state(model: Any) -> list[Any]:
+def _module_state(model: Any) -> list[Any]:
     """Return the state of a model's modules, without objects that only identity tells apart."""
     return [
-        {key: value for key, value in _attributes(module).items() if _has_content(value)}
+        {key: value for key, value in _state_attributes(module).items() if _has_content(value)}
         for module in _modules_of(model)
     ]
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _state_attributes(module: nn.Module) -> dict[str, Any]:
     if not isinstance(module, torch.jit.ScriptModule):
         return vars(module)
     # A copy has other attributes than these, and parameters that are not leaves.
@@ -242,7 +242,7 @@ def _first_difference(replayed: Recording, anew: Recording) -> str:
             continue
         if old.kind is not new.kind or str(old.target) != str(new.target):
             return f"first, it calls {_op_text(new)}, not {_op_text(old)}"
-        pairs = zip_longest(_arguments(old), _arguments(new))
+        pairs = zip_longest(_operands_of_op(old), _operands_of_op(new))
         given = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
         return f"first, it gives {_op_text(new)} {given[1]!r}, not {given[0]!r}"
     return "it calls the same ops with the same arguments"
@@ -253,7 +253,7 @@ def _are_of_one_name(old: Op, new: Op) -> bool:
     return old.is_given and old.kind is new.kind and str(old.target) == str(new.target)
 
 
-def _arguments(op: Op) -> list[Any]:
+def _operands_of_op(op: Op) -> list[Any]:
     return [*op.args, *op.kwargs.values()]
 
 

@@ -185,7 +185,7 @@ class BackwardPass:
         Each node has a value for each gradient that it returns, and each leaf has one for the
         gradient that arrives. `bt.diff` compares two passes, `save` and `bt.load` store one.
         """
-        return ModelHistory(*build_log(self.trace, self.nodes, self._losses))
+        return ModelHistory(*build_backward_log(self.trace, self.nodes, self._losses))
 
     def draw(self, path: Any = None, **options: Any) -> Picture:
         """Draw the pass; takes the options of the pictures of runs.
@@ -251,7 +251,7 @@ def _those_that_ran(nodes: Iterable[BackwardNode]) -> list[BackwardNode]:
 Loss = tuple[str, int, tuple[int, ...], torch.dtype, torch.device]
 
 
-def build_log(
+def build_backward_log(
     trace: Trace, nodes: Sequence[BackwardNode], losses: Iterable[Loss]
 ) -> tuple[RunData, Tree, Graph, Facts]:
     """Return the parts of a log of a backward pass."""
@@ -261,7 +261,7 @@ def build_log(
     for number, (label, _, shape, dtype, device) in enumerate(losses, 1):
         entry = LayerEntry("input", "loss", f"loss_{number}.grad", f"loss_{number}.grad")
         entry.node = entry.name
-        _add(log, entry, TensorMeta(shape, dtype, device), None)
+        _add_tensor_entry(log, entry, TensorMeta(shape, dtype, device), None)
         arriving.setdefault(label, []).append(entry)
     for index, node in enumerate(nodes):
         its = arriving.get(node.label, [])
@@ -275,8 +275,8 @@ def build_log(
             if meta is None:
                 continue
             kept = None if saved is None else saved[place or 0]
-            entry = _entry(node, index, place if several else None, its)
-            _add(log, entry, meta, kept)
+            entry = _backward_entry(node, index, place if several else None, its)
+            _add_tensor_entry(log, entry, meta, kept)
             to = None if place is None else node.next[place]
             if to is not None:
                 arriving.setdefault(to[0], []).append(entry)
@@ -290,7 +290,7 @@ def build_log(
     return log, tree, Graph(), Facts(None, None, [])
 
 
-def _entry(
+def _backward_entry(
     node: BackwardNode, index: int, place: int | None, parents: list[LayerEntry]
 ) -> LayerEntry:
     is_leaf = node.where == "leaf"
@@ -313,7 +313,9 @@ def _entry(
     return entry
 
 
-def _add(log: RunData, entry: LayerEntry, meta: TensorMeta, kept: Tensor | None) -> None:
+def _add_tensor_entry(
+    log: RunData, entry: LayerEntry, meta: TensorMeta, kept: Tensor | None
+) -> None:
     entry.shape, entry.dtype, entry.device = meta
     entry.nbytes = nbytes_of(meta)
     entry.saved = kept
@@ -398,7 +400,7 @@ def backward(
     earlier = () if through is None else (through, *through.earlier)
     losses = _losses(trace, tensors)
     starts = _starts(losses, gradients)
-    wanted = None if inputs is None else _as_list("inputs", inputs)
+    wanted = None if inputs is None else _list_of_tensors("inputs", inputs)
     if not accumulate and not wanted:
         raise InputError("accumulate=False returns the gradients of inputs=, which is missing")
     for tensor in wanted or ():
@@ -452,7 +454,7 @@ def backward(
 # At the door
 
 
-def _as_list(name: str, given: Tensors) -> list[Tensor]:
+def _list_of_tensors(name: str, given: Tensors) -> list[Tensor]:
     values = [given] if isinstance(given, Tensor) else given
     listed = list(values) if isinstance(values, Iterable) else [values]
     for value in listed:
@@ -469,7 +471,7 @@ def _losses(trace: Trace, tensors: Tensors | None) -> list[Tensor]:
                 "loss, trace.backward(loss)"
             )
         tensors = trace.output
-    losses = _as_list("tensors", tensors)
+    losses = _list_of_tensors("tensors", tensors)
     if not losses:
         raise InputError("there is no loss to go backward from")
     for loss in losses:
@@ -490,7 +492,7 @@ def _starts(losses: list[Tensor], gradients: Tensors | None) -> list[Tensor] | N
                     "or a loss with one element"
                 )
         return None  # torch begins with ones
-    starts = _as_list("gradients", gradients)
+    starts = _list_of_tensors("gradients", gradients)
     if [start.shape for start in starts] != [loss.shape for loss in losses]:
         raise InputError(
             f"gradients have the shapes {[tuple(start.shape) for start in starts]}, and the "
@@ -592,9 +594,9 @@ class _PassHooks:
             if not self._is_own():
                 return
             entry.order = next(self._count)
-            entry.given = tuple(map(_meta, gradients))
+            entry.given = tuple(map(_meta_of_gradient, gradients))
             if number in self._numbers_to_keep:
-                entry.gradients_in = tuple(map(_copy, gradients))
+                entry.gradients_in = tuple(map(_copy_gradient, gradients))
             self._mark(number, gradients)
             self._began[number] = time.perf_counter()
 
@@ -608,9 +610,9 @@ class _PassHooks:
             if torch._C._current_graph_task_id() != self._task:
                 return
             entry.time = time.perf_counter() - self._began[number]
-            entry.made = tuple(map(_meta, made))
+            entry.made = tuple(map(_meta_of_gradient, made))
             if number in self._numbers_to_keep:
-                entry.gradients_out = tuple(map(_copy, made))
+                entry.gradients_out = tuple(map(_copy_gradient, made))
             self._mark(number, made)
 
         return hook
@@ -624,9 +626,9 @@ class _PassHooks:
             self._mark(number, (gradient,))
             if tensor.is_leaf:
                 entry = self._graph.entries[number]
-                entry.order, entry.given = next(self._count), (_meta(gradient),)
+                entry.order, entry.given = next(self._count), (_meta_of_gradient(gradient),)
                 if number in self._numbers_to_keep:
-                    entry.gradients_in, entry.gradients_out = (_copy(gradient),), ()
+                    entry.gradients_in, entry.gradients_out = (_copy_gradient(gradient),), ()
 
     def _is_own(self) -> bool:
         """Return whether this is the pass, not another one that a node of it runs."""
@@ -663,13 +665,13 @@ def _above(node: Any, others: set[Any], mark: object = None) -> set[Any]:
     return found
 
 
-def _meta(gradient: Tensor | None) -> TensorMeta | None:
+def _meta_of_gradient(gradient: Tensor | None) -> TensorMeta | None:
     return None if gradient is None else TensorMeta(
         tuple(gradient.shape), gradient.dtype, gradient.device
     )  # fmt: skip
 
 
-def _copy(gradient: Tensor | None) -> Tensor | None:
+def _copy_gradient(gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return None
     with torch.no_grad():
@@ -716,7 +718,7 @@ class AutogradGraph:
         self._leaves = self._leaf_names(capture)
         edges = [get_gradient_edge(tensor) for tensor in tensors]
         self.roots: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
-        self.nodes = _in_order([node for node, _ in self.roots])
+        self.nodes = _topological([node for node, _ in self.roots])
         self.position = {node: number for number, node in enumerate(self.nodes)}
         self._numbered: dict[tuple[str, int], int] = {}
         self.entries: list[BackwardNode] = self._described()
@@ -729,8 +731,8 @@ class AutogradGraph:
     def _leaf_names(self, capture: ValueCapture) -> dict[int, tuple[str, str]]:
         """Return the name of each leaf, and its label in the log of the run, by identity."""
         names: dict[int, tuple[str, str]] = {}
-        held = {index: state.tensor for index, state in capture.states.items()}
-        for index, weak in {**held, **self._marks.leaves}.items():
+        leaves = {index: state.tensor for index, state in capture.states.items()}
+        for index, weak in {**leaves, **self._marks.leaves}.items():
             tensor, entry = weak(), self._of_op.get(index)
             if tensor is not None and entry is not None:
                 names[id(tensor)] = entry.label, entry.label
@@ -778,15 +780,15 @@ class AutogradGraph:
                     gradients_in=None, gradients_out=None,
                 )  # fmt: skip
                 if what == "made":
-                    plain.made_in, plain.type, plain.parameter = entry.label, _short(node), ""
+                    plain.made_in, plain.type, plain.parameter = entry.label, _short_type(node), ""
                     plain.where = "run" if entry.where == "leaf" else entry.where
                     suffix = "" if entry.passes == 1 else f":{entry.pass_number}"
-                    plain.name = self._unique(f"{entry.name}.{_short(node)}", suffix)
+                    plain.name = self._unique(f"{entry.name}.{_short_type(node)}", suffix)
                 return plain
         return None
 
     def _new(self, node: Any, inside: bool, below: bool) -> BackwardNode:
-        kind = _short(node)
+        kind = _short_type(node)
         if kind == _LEAF:
             name, label = self._leaves.get(id(node.variable), ("", ""))
             return BackwardNode(
@@ -870,12 +872,12 @@ class AutogradGraph:
         return None
 
 
-def _short(node: Any) -> str:
+def _short_type(node: Any) -> str:
     """Return the name of a node's type, without torch's namespace."""
     return str(node.name()).rpartition("::")[2]
 
 
-def _in_order(roots: Sequence[Any]) -> list[Any]:
+def _topological(roots: Sequence[Any]) -> list[Any]:
     """Return all nodes below some, each after the nodes that it receives gradients from.
 
     Among those that are ready, the engine takes the one that was made last.

@@ -24,7 +24,7 @@ from bendtrace.debug.calls import Call, own_copy
 from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import ConversionError, InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.structure import assemble, take_apart
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.log.capture import EarlierTensor, SaveOptions, aligned_copy
 from bendtrace.log.entries import LayerEntry, counted, tensors_of
 from bendtrace.log.run_log import RunLog
@@ -226,15 +226,16 @@ class Bisection:
         self.passing: list[str] = []
         self.unknown: dict[str, str] = {}
         self._changes = {change.a.label: change for change in self.difference.changed}
-        self._only = {entry.label for entry in self.difference.added}
         outputs = [
-            [_value(entry) for entry in side.log.entries if entry.kind == "output"]
+            [_entry_value(entry) for entry in side.log.entries if entry.kind == "output"]
             for side in (a, b)
         ]
-        is_known = all(values and all(value is not None for value in values) for values in outputs)
+        has_values = all(
+            values and all(value is not None for value in values) for values in outputs
+        )
         ops = [sum(entry.kind == "op" for entry in side.log.entries) for side in (a, b)]
         aligned = sum(e.kind == "op" and e.label in self._pairs for e in a.log.entries)
-        self.by_content: bool = is_known and aligned / max(*ops, 1) < _ALIKE
+        self.by_content: bool = has_values and aligned / max(*ops, 1) < _ALIKE
         self._parts: bool = self.by_content and self._far(*outputs) is not None
         if self.by_content:
             self.path = None
@@ -289,10 +290,10 @@ class Bisection:
             if entry.label in self._pairs:
                 waiting = others[where[self._pairs[entry.label]]]
             elif entry.kind == "op":
-                value = _value(entry)
+                value = _entry_value(entry)
                 for number, other in enumerate(waiting):
-                    if value is not None and _value(other) is not None:
-                        if self._far(value, _value(other)) is None:
+                    if value is not None and _entry_value(other) is not None:
+                        if self._far(value, _entry_value(other)) is None:
                             yield entry.label, other.label
                             del waiting[: number + 1]
                             break
@@ -312,7 +313,7 @@ class Bisection:
             return
         if a.kind not in ("op", "number", "input"):
             return
-        far = self._far(_value(a), _value(b))
+        far = self._far(_entry_value(a), _entry_value(b))
         if far is None:
             return
         if a.kind == "input" or (a.kind == "number" and not a.parents and not a.state):
@@ -354,11 +355,11 @@ class Bisection:
             raise Unable(str(reason)) from None
         if same_bits(read_a, read_b):
             return "on the same values it gives others"
-        one = mine.again.run(a, [_like(y, x) for x, y in zip(read_a, read_b, strict=False)])
-        if self._far(one, _value(b)) is not None:
+        one = mine.again.run(a, [_cast_like(y, x) for x, y in zip(read_a, read_b, strict=False)])
+        if self._far(one, _entry_value(b)) is not None:
             return "on the values of b it gives others in a"
-        two = theirs.again.run(b, [_like(x, y) for x, y in zip(read_a, read_b, strict=False)])
-        if self._far(_value(a), two) is not None:
+        two = theirs.again.run(b, [_cast_like(x, y) for x, y in zip(read_a, read_b, strict=False)])
+        if self._far(_entry_value(a), two) is not None:
             return "on the values of a it gives others in b"
         return ""
 
@@ -366,8 +367,8 @@ class Bisection:
         """Return whether an op reads the same values in both runs, as far as the logs show."""
         pairs = zip(a.parents, b.parents, strict=False)
         return len(a.parents) == len(b.parents) and all(
-            _value(self._entries_a[x]) is not None
-            and same_bits(_value(self._entries_a[x]), _value(self._entries_b[y]))
+            _entry_value(self._entries_a[x]) is not None
+            and same_bits(_entry_value(self._entries_a[x]), _entry_value(self._entries_b[y]))
             for x, y in pairs
         )
 
@@ -382,11 +383,11 @@ class Bisection:
         for x, y in pairs:
             if not x or not y or self._pairs.get(x) == y:
                 continue
-            for label, entries, known in (
+            for label, entries, partners in (
                 (x, self._entries_a, self._pairs.keys()),
                 (y, self._entries_b, set(self._pairs.values())),
             ):
-                first = _first_unmatched(label, entries, known)
+                first = _first_unmatched(label, entries, partners)
                 if first is None or self._is_after_path(first):
                     continue
                 in_a = entries is self._entries_a
@@ -396,10 +397,10 @@ class Bisection:
 
     def _rewired(self, a: LayerEntry, b: LayerEntry) -> tuple[str, str] | None:
         """Return the first values that an op reads in place of each other, of those both have."""
-        known = set(self._pairs.values())
+        partners = set(self._pairs.values())
         producers = (side.again.producers(e) for side, e in zip(self._sides, (a, b), strict=True))
         for x, y in zip(*producers, strict=False):
-            if x in self._pairs and y in known and self._pairs[x] != y:
+            if x in self._pairs and y in partners and self._pairs[x] != y:
                 return x, y
         return None
 
@@ -415,7 +416,7 @@ class Bisection:
         return time > timeline.of_flow(self.path)
 
     def _add(self, culprit: Culprit) -> None:
-        if all(known.entry is not culprit.entry for known in self.culprits):
+        if all(other.entry is not culprit.entry for other in self.culprits):
             self.culprits.append(culprit)
 
     def _add_rest(self) -> None:
@@ -515,7 +516,7 @@ class Bisection:
         if self.path is not None:
             yield f"Another path was taken: {self.path}"
         if len(self.culprits) > 1:
-            rows = [_row(culprit) for culprit in self.culprits[:limit]]
+            rows = [_culprit_row(culprit) for culprit in self.culprits[:limit]]
             yield ""
             yield from tabulate.tabulate(
                 rows, ["cause", "at", "what"], disable_numparse=True
@@ -560,11 +561,11 @@ def _tolerances(difference: Difference) -> tuple[float, float]:
     return found
 
 
-def _value(entry: LayerEntry) -> Any:
+def _entry_value(entry: LayerEntry) -> Any:
     return entry.value if entry.kind == "number" else entry.tensor_contents
 
 
-def _like(value: Any, other: Any) -> Any:
+def _cast_like(value: Any, other: Any) -> Any:
     """Return a value in the dtype, and on the device, of the one that stands there over there."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return value.to(other.device, other.dtype)
@@ -575,14 +576,16 @@ def _unless_empty(far: ValueDifference) -> ValueDifference | None:
     return far if far.elements else None
 
 
-def _first_unmatched(label: str, entries: dict[str, LayerEntry], known: Any) -> LayerEntry | None:
+def _first_unmatched(
+    label: str, entries: dict[str, LayerEntry], partners: Any
+) -> LayerEntry | None:
     """Return the first in a row of ops of one run only that leads to a value; None if none does."""
     found: LayerEntry | None = None
     seen: set[str] = set()
     waiting = [label]
     while waiting:
         current = waiting.pop()
-        if current in known or current in seen or current not in entries:
+        if current in partners or current in seen or current not in entries:
             continue
         seen.add(current)
         entry = entries[current]
@@ -592,7 +595,7 @@ def _first_unmatched(label: str, entries: dict[str, LayerEntry], known: Any) -> 
     return found
 
 
-def _row(culprit: Culprit) -> tuple[str, str, str]:
+def _culprit_row(culprit: Culprit) -> tuple[str, str, str]:
     source = culprit.entry.source
     at = "" if source is None else place_text(source.file, source.line)
     names = [e.label for e in (culprit.a, culprit.b) if e is not None]
@@ -613,23 +616,26 @@ def partings(
     a: Twin, b: Twin, is_same: Callable[[Tensor, Tensor], bool]
 ) -> tuple[LayerEntry | None, LayerEntry | None]:
     """Return the first entry of each run that is not sound, though all that it reads is."""
-    ones, others = _values(a), _values(b)
+    ones, others = _values_by_shape(a), _values_by_shape(b)
     found_a: set[str] = set()
     found_b: set[str] = set()
     for shape in ones.keys() & others.keys():
         for (one, x), (other, y) in itertools.product(ones[shape], others[shape]):
-            is_known = one.label in found_a and other.label in found_b
-            if not is_known and is_same(x, y):
+            are_paired = one.label in found_a and other.label in found_b
+            if not are_paired and is_same(x, y):
                 found_a.add(one.label)
                 found_b.add(other.label)
-    (first_a, states_a), (first_b, states_b) = _first(a, found_a), _first(b, found_b)
+    (first_a, states_a), (first_b, states_b) = (
+        _first_unsound(a, found_a),
+        _first_unsound(b, found_b),
+    )
     for one, other in itertools.product(states_a, states_b):
         if one.shape == other.shape:
             return one, other
     return first_a, first_b
 
 
-def _values(side: Twin) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
+def _values_by_shape(side: Twin) -> dict[Any, list[tuple[LayerEntry, Tensor]]]:
     """Return the entries with their values, by shape, without dimensions of one element."""
     found: dict[Any, list[tuple[LayerEntry, Tensor]]] = {}
     for entry in side.log.entries:
@@ -651,7 +657,7 @@ def _tensor_of(side: Twin, entry: LayerEntry) -> Tensor | None:
     return value if is_plain and value.numel() > 1 else None
 
 
-def _first(side: Twin, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
+def _first_unsound(side: Twin, found: set[str]) -> tuple[LayerEntry | None, list[LayerEntry]]:
     """Return the first op that is not sound, and what it reads of the state that is not."""
     entries = side.log.entries
     # What an op gives may be several entries, and other ops read one of them.
@@ -703,7 +709,7 @@ class Twin:
     """
 
     log: RunLog
-    again: Again
+    again: OpRunner
     kind: str
     output: Any = None
 
@@ -724,7 +730,7 @@ def placed(model: object, other: object, call: Call) -> Call:
 
     The dtype of floating point tensors is changed only where the two models differ in theirs.
     """
-    mine, theirs = _parameter(model), _parameter(other)
+    mine, theirs = _parameter_of(model), _parameter_of(other)
     call = own_copy(call)
     if mine is None:
         return call
@@ -737,7 +743,7 @@ def placed(model: object, other: object, call: Call) -> Call:
     return Call(*assemble(shape, parts))
 
 
-def _parameter(model: object) -> Tensor | None:
+def _parameter_of(model: object) -> Tensor | None:
     owner = _native_model(model)
     if not isinstance(owner, nn.Module):
         return None
@@ -768,7 +774,7 @@ def side_of(model: Any, call: Call | None) -> Twin:
             raise InputError(
                 f"the log of {model.name} holds no values to compare: trace with save='all'"
             )
-        return Twin(model, again_of(model), "traced" if isinstance(model, Trace) else "loaded")
+        return Twin(model, op_runner_of(model), "traced" if isinstance(model, Trace) else "loaded")
     if call is None:
         raise InputError("a model needs inputs: bisect(a, b, inputs)")
     if hasattr(model, "_torchdynamo_orig_callable") and not _is_compiled(model):
@@ -781,7 +787,7 @@ def side_of(model: Any, call: Call | None) -> Twin:
         if _is_compiled(model):
             return _compile_side(model, call)
         log = _traced(model, call)
-        return Twin(log, again_of(log), "traced", log.output)
+        return Twin(log, op_runner_of(log), "traced", log.output)
 
 
 def _traced(model: Callable[..., Any], call: Call) -> Trace:
@@ -827,7 +833,7 @@ def _replay_side(model: BendedModule, call: Call) -> Twin:
         value = seen.values.get((entry.node_path, entry.pass_number - 1))
         if entry.index is not None and isinstance(value, Tensor) and not entry.element:
             kept.saved[entry.index, ()] = value
-    return Twin(_with_values(log, kept), again_of(log, kept), "replayed", output)
+    return Twin(_with_values(log, kept), op_runner_of(log, kept), "replayed", output)
 
 
 def _own_call(model: Callable[..., Any], call: Call) -> Any:
@@ -860,7 +866,7 @@ def _compile_side(model: Any, call: Call) -> Twin:
     kept = _of_same_run(log)
     for key, value in zip(keys, values, strict=True):
         kept.saved[key] = value.detach()
-    return Twin(_with_values(log, kept), again_of(log, kept), "compiled", output)
+    return Twin(_with_values(log, kept), op_runner_of(log, kept), "compiled", output)
 
 
 def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any, ...]]]:
@@ -922,7 +928,7 @@ class Unable(Exception):
     """An op cannot be run again: why."""
 
 
-class Again(Protocol):
+class OpRunner(Protocol):
     """Runs ops of one log again."""
 
     def inputs(self, entry: LayerEntry) -> list[Any]:
@@ -938,7 +944,7 @@ class Again(Protocol):
         """Return the tensor of a state entry; None if it is not known."""
 
 
-def again_of(log: RunLog, kept: SavedValues | None = None) -> Again:
+def op_runner_of(log: RunLog, kept: SavedValues | None = None) -> OpRunner:
     """Return an object that runs the ops of a log again."""
     if isinstance(log, Trace):
         capture = kept if kept is not None else log._capture
@@ -1053,8 +1059,8 @@ class _Written:
             text = _LABEL.sub(placed, entry.arguments)
             call = ast.parse(f"call({text[1:-1]})", mode="eval").body
             assert isinstance(call, ast.Call)
-            args = [_read(node, names) for node in call.args]
-            kwargs = {str(word.arg): _read(word.value, names) for word in call.keywords}
+            args = [_read_argument(node, names) for node in call.args]
+            kwargs = {str(word.arg): _read_argument(word.value, names) for word in call.keywords}
             with torch.no_grad():
                 made = function(*args, **kwargs)
         except Unable:
@@ -1086,7 +1092,7 @@ def _overridable() -> frozenset[Any]:
     return frozenset(chain.from_iterable(found))
 
 
-def _read(node: ast.expr, names: dict[str, Any]) -> Any:
+def _read_argument(node: ast.expr, names: dict[str, Any]) -> Any:
     """Return the value of an argument that was written as text; nothing is called."""
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
@@ -1095,6 +1101,6 @@ def _read(node: ast.expr, names: dict[str, Any]) -> Any:
         if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
             return found
     if isinstance(node, (ast.Tuple, ast.List)):
-        items = [_read(item, names) for item in node.elts]
+        items = [_read_argument(item, names) for item in node.elts]
         return items if isinstance(node, ast.List) else tuple(items)
     return ast.literal_eval(node)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from bendtrace.errors import InputError
-from bendtrace.insert.structure import assemble, describe, take_apart
+from bendtrace.insert.leaves import assemble, describe, take_apart
 from bendtrace.python.checks import required_arguments
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def values_in_call(model: BendedModule, call: Call, where: Where, **options: Any
     )
 
 
-def rows_of(value: Any, path: str, name: str, made: Any = None) -> Tensor:
+def as_rows(value: Any, path: str, name: str, made: Any = None) -> Tensor:
     """Return a value of shape (examples, ..., size), or the (examples, size) made of it.
 
     Args:

@@ -47,7 +47,7 @@ class Margin:
         """Return 0 and 1, with the gradient of a sigmoid."""
         margin = self.false - self.true
         soft = torch.sigmoid(margin / (margin.detach().abs().mean() + 1e-6))
-        return _through(self.hard.to(soft.dtype), soft)
+        return _straight_through(self.hard.to(soft.dtype), soft)
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Margin:
         """Return the truths that a function, such as an index, picks."""
@@ -65,7 +65,7 @@ class Index:
         """Return the numbers, with the gradient of a softmax."""
         places = torch.arange(self.scores.shape[-1], dtype=self.scores.dtype)
         soft = (torch.softmax(self.scores, -1) * places).sum(-1)
-        return _through(self.hard.to(soft.dtype), soft)
+        return _straight_through(self.hard.to(soft.dtype), soft)
 
     def compared(self, name: str, other: Any) -> Margin:
         """Return the distance of a comparison with fixed numbers, by the scores."""
@@ -80,7 +80,7 @@ class Index:
         return _margin(hard, inside - outside, 1e-5 * (1 + scores.detach().abs().amax(-1)))
 
 
-def _through(hard: Tensor, soft: Tensor) -> Tensor:
+def _straight_through(hard: Tensor, soft: Tensor) -> Tensor:
     """Return one value with the gradient of another."""
     return soft + (hard - soft).detach()
 
@@ -110,7 +110,7 @@ def _comparison(name: str, a: Any, b: Any, is_whole: bool) -> Margin:
 
 
 def _round(x: Tensor, digits: int = 0) -> Tensor:
-    return _through(torch.round(x, decimals=digits), x)
+    return _straight_through(torch.round(x, decimals=digits), x)
 
 
 def _of_truth(hard: Tensor) -> Margin:
@@ -203,7 +203,7 @@ class Course:
             return _comparison(name, operands[0], operands[1], is_whole)
         first, *more = map_numbers(operands)
         if name == "int":
-            return _through(first.trunc(), first)
+            return _straight_through(first.trunc(), first)
         if name == "round":
             return _round(first, *more)
         if name == "float":
@@ -223,9 +223,9 @@ class Course:
         if op.index not in self._strict:
             try:
                 args, kwargs = self._values_for(op.args, False), self._values_for(op.kwargs, False)
-                known = self._constant_result(op, name_of(op.target).strip("_"), args, kwargs)
-                if known is not NotImplemented:
-                    return known
+                constant = self._constant_result(op, name_of(op.target).strip("_"), args, kwargs)
+                if constant is not NotImplemented:
+                    return constant
                 args, kwargs = map_numbers(args), map_numbers(kwargs)
                 if op.kind is OpKind.SCALAR and getattr(op.target, "__module__", "") == "math":
                     return self.applied(op.target, list(args), False)
@@ -285,7 +285,7 @@ class Course:
         first = args[0] if args else None
         name = _COMPARED.get(name, name)
         if name in ("gt", "ge", "lt", "le", "eq", "ne") and len(args) == 2:
-            if all(map(_is_number, args)):
+            if all(map(_is_numeric, args)):
                 return _comparison(name, *args, self._is_whole(op))
         if not isinstance(first, (Tensor, Margin, Index)):
             return NotImplemented
@@ -324,18 +324,18 @@ class Course:
             return _comparison("ne", first, 0, False).number().sum(*args[1:], **kwargs)
         whole = op.meta.dtype if isinstance(op.meta, TensorMeta) else type(op.meta)
         if name in _WHOLE and (whole is int or (whole in _INTEGERS)):
-            return _through(first.trunc(), first)
+            return _straight_through(first.trunc(), first)
         if name in _STEPS:
             if name == "round":
                 digits = args[1] if args[1:] else kwargs.get("decimals", 0)
                 return _round(first, digits)
-            return _through(getattr(torch, name)(first), first)
+            return _straight_through(getattr(torch, name)(first), first)
         if name == "sign":
-            return _through(first.sign(), first / (1 + first.abs()))
+            return _straight_through(first.sign(), first / (1 + first.abs()))
         if name in ("floordiv", "floor_divide"):
-            return _through(first // map_numbers(args[1]), first / map_numbers(args[1]))
+            return _straight_through(first // map_numbers(args[1]), first / map_numbers(args[1]))
         if name == "tolist":
-            return _as_list(first)
+            return _nested_rows(first)
         if name in ("embedding", "one_hot"):
             return self._looked_up(op, name, args)
         return self._greatest(op, name, first, args, kwargs)
@@ -410,7 +410,7 @@ class Course:
         return NotImplemented
 
 
-def _is_number(value: Any) -> bool:
+def _is_numeric(value: Any) -> bool:
     return isinstance(value, (Tensor, Margin, Index)) or type(value) in (bool, int, float)
 
 
@@ -418,8 +418,8 @@ def _is_soft(value: Any) -> bool:
     return isinstance(value, (Margin, Index)) or (isinstance(value, Tensor) and value.requires_grad)
 
 
-def _as_list(value: Tensor) -> Any:
-    return value if value.dim() == 0 else [_as_list(row) for row in value.unbind()]
+def _nested_rows(value: Tensor) -> Any:
+    return value if value.dim() == 0 else [_nested_rows(row) for row in value.unbind()]
 
 
 def map_numbers(value: Any) -> Any:
@@ -531,11 +531,11 @@ class _ConditionReader:
 
     def read(self, node: ast.AST | None, line: int) -> _Read:
         """Return a function for the value of an expression; names have their meaning at a line."""
-        known = self._values.get(span_of(node)) if isinstance(node, ast.expr) else None
-        if known is not None:
-            index = known.op.index
+        earlier = self._values.get(span_of(node)) if isinstance(node, ast.expr) else None
+        if earlier is not None:
+            index = earlier.op.index
             self.roots.append(index)
-            self.last = known
+            self.last = earlier
             return lambda course: course.value(index)
         if isinstance(node, ast.Constant):
             constant = node.value

@@ -174,7 +174,7 @@ class ModelState:
         self.generators: list[Any] = generators
         self._drawn = [*map(restorer_of, generators)]
         self._variables = dict(os.environ)
-        self._held: dict[int, _EarlierTensor] = {}
+        self._earlier: dict[int, _EarlierTensor] = {}
         self._storages: set[int] = set()
         for environment in self._environments:
             copies = not _WRITING.isdisjoint(environment.names)
@@ -196,7 +196,7 @@ class ModelState:
 
     def _hold(self, label: str, tensor: Tensor, copies: bool) -> None:
         copy = aligned_copy(tensor.detach()) if copies and not tensor.is_meta else None
-        self._held[id(tensor)] = _EarlierTensor(
+        self._earlier[id(tensor)] = _EarlierTensor(
             label, tensor, copy, tensor.detach(), tensor.requires_grad
         )
         self._storages.add(storage_of(tensor))
@@ -210,7 +210,7 @@ class ModelState:
             if items and name in _FORWARD
         )
         own = [reason for reason in model.blockers if not (hooked and reason.startswith(hooked))]
-        lazy = [held.label for held in self._held.values() if is_lazy(held.tensor)]
+        lazy = [earlier.label for earlier in self._earlier.values() if is_lazy(earlier.tensor)]
         own += [f"the run makes {label}" for label in lazy]
         own += [reason for other in others for reason in other.blockers]
         if own:
@@ -249,26 +249,28 @@ class ModelState:
                 left += [f"the run changes {change.label}" for change in environment.changes()]
                 left += environment.blockers[len(blockers) :]
             environment.blockers[:] = blockers
-        for held, version in zip(self._held.values(), self._versions, strict=True):
-            tensor = held.tensor
-            if tensor.requires_grad and not held.requires_grad:
+        for earlier, version in zip(self._earlier.values(), self._versions, strict=True):
+            tensor = earlier.tensor
+            if tensor.requires_grad and not earlier.requires_grad:
                 if tensor._is_view():  # torch detaches no view in place
-                    left.append(f"the run changes {held.label}")
+                    left.append(f"the run changes {earlier.label}")
                     continue
                 tensor.detach_()
-            if _geometry(tensor) != _geometry(held.alias):
-                tensor.data = held.alias
-            if held.copy is None:
-                if version_of(held.tensor) != version:
-                    left.append(f"the run changes {held.label}")
-            elif not same_bits(held.copy, held.tensor.detach()):
-                _write(held.tensor, held.copy, version_of(held.tensor) == version)
+            if _geometry(tensor) != _geometry(earlier.alias):
+                tensor.data = earlier.alias
+            if earlier.copy is None:
+                if version_of(earlier.tensor) != version:
+                    left.append(f"the run changes {earlier.label}")
+            elif not same_bits(earlier.copy, earlier.tensor.detach()):
+                _restore_content(
+                    earlier.tensor, earlier.copy, version_of(earlier.tensor) == version
+                )
         self._versions = self._versions_now()
         if left:
             raise self._refuse(left)
 
     def _versions_now(self) -> list[int]:
-        return [version_of(held.tensor) for held in self._held.values()]
+        return [version_of(earlier.tensor) for earlier in self._earlier.values()]
 
 
 # Names in code that may write to parameters: torch does not count writes to their `data`, and
@@ -278,7 +280,7 @@ _FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def _contents_of(environment: Environment) -> dict[int, dict[Any, Any]]:
-    before = dict(environment.held)
+    before = dict(environment.content_of)
     if environment.contents is not None:
         before |= environment.places.before(environment.contents)
     return before
@@ -318,11 +320,11 @@ def _restorer(value: Any) -> Callable[[], object] | None:
     names = ("cell_contents",) if kind is types.CellType else tuple(slot_names(kind))
     if not names:
         return None
-    before = [_attribute(value, name) for name in names]
+    before = [_attribute_or_none(value, name) for name in names]
 
     def restore_attributes() -> None:
         for name, item in zip(names, before, strict=True):
-            if _attribute(value, name) is not item:
+            if _attribute_or_none(value, name) is not item:
                 if item is _ABSENT:
                     object.__delattr__(value, name)
                 else:
@@ -336,7 +338,7 @@ _BASES = (collections.OrderedDict, dict, set, collections.deque)
 _ABSENT: Any = object()
 
 
-def _attribute(value: Any, name: str) -> Any:
+def _attribute_or_none(value: Any, name: str) -> Any:
     try:
         return getattr(value, name)
     except (AttributeError, ValueError):  # the latter of an empty cell
@@ -366,11 +368,11 @@ def _remove_new(environment: Environment) -> None:
     """Remove globals, and attributes of classes and modules, that were not there."""
     classes = {id(namespace_of(cls)): cls for cls in environment.depends.classes.values()}
     made = [(space, names & space.keys()) for space, names in environment.missing.values()]
-    made += [(space, {*space} - {*known}) for space, known in environment.namespaces.values()]
+    made += [(space, {*space} - {*before}) for space, before in environment.namespaces.values()]
     for space, names in made:
         for name in names:
             if name[:2] != "__":  # Python's own, and those that torch.compile puts there
-                _put(space, name, _ABSENT, classes)
+                _put_name(space, name, _ABSENT, classes)
 
 
 def _restore_identities(environment: Environment) -> None:
@@ -380,12 +382,12 @@ def _restore_identities(environment: Environment) -> None:
         if part.kind is CaptureKind.IDENTITY and isinstance(
             part.value, (dict, types.MappingProxyType)
         ):
-            for name, item in environment.held.get(part.index, {}).items():
+            for name, item in environment.content_of.get(part.index, {}).items():
                 if part.value.get(name, _ABSENT) is not item:
-                    _put(part.value, name, item, classes)
+                    _put_name(part.value, name, item, classes)
 
 
-def _put(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
+def _put_name(space: Any, name: Any, item: Any, classes: dict[int, type]) -> None:
     """Put something into a namespace, or remove what is there, if that is possible."""
     cls = classes.get(id(space))
     if cls is not None and item is _ABSENT:
@@ -419,7 +421,7 @@ def _geometry(tensor: Tensor) -> Any:
     return storage_of(tensor), tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def _write(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
+def _restore_content(tensor: Tensor, content: Tensor, is_uncounted: bool) -> None:
     """Restore the content of a tensor.
 
     A graph that has saved the tensor must raise in its backward pass, unless torch has not counted

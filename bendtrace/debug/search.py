@@ -37,7 +37,7 @@ from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import running_code, user_code
 from bendtrace.record.rank_sync import alone
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.show.outline import Answers, is_standard, observed_sides
 from bendtrace.show.walks import (
     Choice,
@@ -88,7 +88,7 @@ class Domain:
         if (low is None) is not (high is None) or (low is not None and values is not None):
             raise InputError("a domain has low and high, or values, or sizes alone")
         for number in (low, high):
-            if number is not None and (not _is_number(number) or not math.isfinite(number)):
+            if number is not None and (not _is_int_or_float(number) or not math.isfinite(number)):
                 raise InputError(f"low and high of a domain are finite numbers, not {number!r}")
         if low is not None and high is not None and low > high:
             raise InputError(f"a domain from {low} to {high} has nothing in it")
@@ -134,7 +134,7 @@ class Domain:
         if not isinstance(value, Tensor):
             if self.sizes:
                 raise InputError(f"{label} has no sizes: it is {value!r}")
-            if self.low is not None and (type(value) is bool or not _is_number(value)):
+            if self.low is not None and (type(value) is bool or not _is_int_or_float(value)):
                 raise InputError(
                     f"{label} is not a number, so its domain has to be values=[...]: it is "
                     f"{value!r}"
@@ -152,7 +152,7 @@ class Domain:
                 raise InputError(
                     f"dimension {dim} of {label} has size {value.shape[dim]}, outside of {self!r}"
                 )
-        if self.values is not None and not all(map(_is_number, self.values)):
+        if self.values is not None and not all(map(_is_int_or_float, self.values)):
             raise InputError(f"values= of a tensor, {label}, are numbers, not {self.values!r}")
         if self.low is not None and value.numel() and value.dtype is not torch.bool:
             least, most = value.min().item(), value.max().item()
@@ -208,7 +208,7 @@ class Domain:
         return f"Domain({', '.join(arguments)})"
 
 
-def _is_number(value: Any) -> bool:
+def _is_int_or_float(value: Any) -> bool:
     return isinstance(value, (int, float))
 
 
@@ -291,11 +291,13 @@ class Space:
         """Return random values, of the sizes that the base has."""
         made: dict[str, Any] = {}
         for label, domain, value in self.tensors(base):
-            made[label] = _like(value, domain.draw(tuple(value.shape), value, self._generator))
+            made[label] = _detached_like(
+                value, domain.draw(tuple(value.shape), value, self._generator)
+            )
             if self.chance.random() < 0.3 and value.dtype.is_floating_point:
                 scale = 10 ** -self.chance.uniform(0, 3)
                 noise = made[label].detach() * scale
-                made[label] = _like(value, domain.put(value.detach() + noise))
+                made[label] = _detached_like(value, domain.put(value.detach() + noise))
         made.update((label, self._other(label, value)) for label, value in self._plain(base))
         return self.replaced(base, made)
 
@@ -324,7 +326,7 @@ class Space:
                 flat[places] = torch.as_tensor(number).to(flat.dtype)
             else:
                 flat[places] = domain.draw((len(places),), value, self._generator)
-            made[label] = _like(value, domain.put(flat.view(value.shape)))
+            made[label] = _detached_like(value, domain.put(flat.view(value.shape)))
         return self.replaced(base, made)
 
     def _plain(self, base: TrialInput) -> Iterator[tuple[str, Any]]:
@@ -338,9 +340,9 @@ class Space:
         if domain.values is not None:
             return self.chance.choice(domain.values)
         low, high = domain.bounds(type(value) is int)
-        known = [n for n in self.numbers if low <= n <= high and type(n) is type(value)]
-        if known and self.chance.random() < 0.5:
-            near = self.chance.choice(known) + self.chance.choice((0, 1, -1))
+        candidates = [n for n in self.numbers if low <= n <= high and type(n) is type(value)]
+        if candidates and self.chance.random() < 0.5:
+            near = self.chance.choice(candidates) + self.chance.choice((0, 1, -1))
             return type(value)(min(max(near, low), high))
         if type(value) is int:
             return self.chance.randint(int(low), int(high))
@@ -387,7 +389,7 @@ class Space:
             else:
                 more = plain.narrow(dim, plain.shape[dim] - 1, 1).expand(shape)
             plain = torch.cat([plain, more], dim)
-        return _like(value, plain.narrow(dim, 0, size).clone())
+        return _detached_like(value, plain.narrow(dim, 0, size).clone())
 
 
 def _label_items(label: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -406,7 +408,7 @@ def _with(label: str, value: Any, values: Mapping[str, Any]) -> Any:
     return values.get(label, value)
 
 
-def _like(old: Tensor, new: Tensor) -> Tensor:
+def _detached_like(old: Tensor, new: Tensor) -> Tensor:
     return new.detach().to(old.dtype).requires_grad_(old.requires_grad)
 
 
@@ -517,8 +519,8 @@ class _InputSearch:
             for choice in choices_in(file, function):
                 if choice.kind in ("and", "or") and choice not in self._asked:
                     continue  # part of a condition that has sides of its own
-                known = self._taken.get(choice, {("", ()): set()})
-                for turn, sides in known.items():
+                sides_of_turn = self._taken.get(choice, {("", ()): set()})
+                for turn, sides in sides_of_turn.items():
                     for side in {True, False} - sides:
                         # Where nothing stands under a side, only a question shows that it is taken.
                         if choice in self._asked or (choice.if_true if side else choice.if_false):
@@ -533,8 +535,8 @@ class _InputSearch:
                 if is_part or choice in self._asked or self._unread[choice] >= _BASES:
                     continue
                 for side in (True, False):
-                    known = self._reached.get((choice, function), {}).get(not side, [])
-                    if self._is_missing(choice, side) and len(known) < _BASES:
+                    attempts = self._reached.get((choice, function), {}).get(not side, [])
+                    if self._is_missing(choice, side) and len(attempts) < _BASES:
                         if run.question_of((choice, function)) is not None:
                             answers = self._reached.setdefault((choice, function), {})
                             answers.setdefault(not side, []).append(run)
@@ -576,9 +578,9 @@ class _InputSearch:
                     self._finds.append(find)
         for key, question in run.questions.items():
             answer = question.guard.answer
-            known = self._reached.setdefault(key, {})
-            is_new = is_new or answer not in known
-            runs = known.setdefault(answer, [])
+            runs_of = self._reached.setdefault(key, {})
+            is_new = is_new or answer not in runs_of
+            runs = runs_of.setdefault(answer, [])
             if len(runs) < _BASES:
                 runs.append(run)
         if is_new:
@@ -1104,8 +1106,8 @@ class Subject:
         """Note the sides under which something at a site happened."""
         if site is None:
             return
-        known = self._sites.get((id(site), scope.path))
-        if known is None:
+        cached = self._sites.get((id(site), scope.path))
+        if cached is None:
             taken: set[tuple[Choice, str, bool]] = set()
             for (code, _), place in zip(site.chain, site.places, strict=True):
                 if not place.in_torch:
@@ -1116,8 +1118,8 @@ class Subject:
                             n for n in code.co_consts if type(n) in (int, float)
                         )
                         self._space.numbers.update(dict.fromkeys(numbers))
-            known = self._sites[id(site), scope.path] = site, taken
-        run.under |= known[1]
+            cached = self._sites[id(site), scope.path] = site, taken
+        run.under |= cached[1]
 
     def _under(self, place: InstructionPlace, path: str) -> set[tuple[Choice, str, bool]]:
         function = None if is_standard(place.file) else function_of(place)

@@ -21,7 +21,7 @@ from bendtrace.debug.visit import (
     ValueCache,
     cannot,
     require_tensor,
-    text_of,
+    safe_text_of,
 )
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.errors import BendtraceError, InputError, NodePathError, NondeterminismError
@@ -34,8 +34,8 @@ from bendtrace.log.nodes import Pass, Registry, TreeNode
 from bendtrace.python.checks import required_int
 from bendtrace.python.places import is_file, place_text, read_place
 from bendtrace.python.sites import InstructionPlace, Site
+from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, has_lazy_modules, record
 from bendtrace.show.viewer import step_html, viewer_frame
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
@@ -423,8 +423,8 @@ class SteppedRun:
             "sides": [
                 {
                     "at": number,
-                    "answer": text_of(side.answer(number)),
-                    "events": rows.of(side, number + 1, _lines(side, number)),
+                    "answer": safe_text_of(side.answer(number)),
+                    "events": rows.of(side, number + 1, _lines_to_side(side, number)),
                     "end": side.end,
                 }
                 for number, found in sides.items()
@@ -474,9 +474,9 @@ class SteppedRun:
             raise InputError("this run is finished: begin a new one to look at it again")
         before = self._recording
         tape = None if before is None else before.tape
-        known: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
+        expected: Any = (self._events, tape.ops, tape.guards) if tape is not None else ((), (), ())
         visit = EventVisit(
-            self._start, self._kept, known, self._edits, stop, frozenset(wanted), looks
+            self._start, self._kept, expected, self._edits, stop, frozenset(wanted), looks
         )
         around, context = RandomStates(self._start.generators), ContextSwitch()
         self._start.begin()
@@ -654,7 +654,7 @@ class Version(NamedTuple):
         error = self.recording.error
         if error is not None:
             return {"error": f"{type(error).__name__}: {error}"[:1000]}
-        return {"output": text_of(self.output)}
+        return {"output": safe_text_of(self.output)}
 
 
 def _answer_in(
@@ -708,14 +708,14 @@ class _Rows:
             other = not answer if type(answer) is bool else answer
             row |= {
                 "name": "" if place is None else place.text,
-                "answer": text_of(answer),
+                "answer": safe_text_of(answer),
                 "change": f"run.answer({number}, {_answer_text(other)})",
                 "step": next((n for n, step in steps if is_of(step, event, tape)), None),
             }
         if number in version.edits:
-            row["given"] = text_of(version.edits[number].value)
+            row["given"] = safe_text_of(version.edits[number].value)
         if number in version.own_answers:
-            row["own"] = text_of(version.own_answers[number])
+            row["own"] = safe_text_of(version.own_answers[number])
         if number in looks.frames:
             row["frames"] = tuple(map(self._frame, looks.frames[number]))
         if number in looks.results:
@@ -737,7 +737,7 @@ class _Rows:
         return self._places[text]
 
 
-def _lines(side: Version, number: int) -> dict[int, str | None]:
+def _lines_to_side(side: Version, number: int) -> dict[int, str | None]:
     """Return the lines that lead from the run that is shown to the other side of a question."""
     later = [n for n in sorted(side.edits) if n > number]
     return {
@@ -801,7 +801,7 @@ class PlaceEvents:
     """Finds the events of a place in a run."""
 
     def __init__(self, function: Callable[..., Any], trace: Trace, events: list[RunEvent]) -> None:
-        self._known = _SoleRun(function, trace)
+        self._knowledge = _SoleRun(function, trace)
         self._trace = trace
         self._tape = trace._recording.tape
         self._events = events
@@ -922,10 +922,10 @@ class PlaceEvents:
             )
 
     def _places_of(self, place: Any) -> Sequence[Any]:
-        name = node_name_of(place, self._known)
+        name = node_name_of(place, self._knowledge)
         if name is None:
             raise InputError(f"{place!r} is not a place in a run")
-        resolution = resolve_meaning(name, self._known)
+        resolution = resolve_meaning(name, self._knowledge)
         if resolution is None or not resolution.places:
             near = near_names(name, self._trace._run.naming.listed())
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""

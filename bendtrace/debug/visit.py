@@ -110,7 +110,7 @@ class EventVisit:
     Args:
         start: the start of the run.
         kept: the values that are known already.
-        known: what earlier visits have seen: the events and the recording's ops and guards.
+        expected: what earlier visits have seen: the events and the recording's ops and guards.
         edits: the changes, by the number of the event.
         stop: the event to stop before; None to run to the end.
         wanted: the ops whose values are asked for.
@@ -133,7 +133,7 @@ class EventVisit:
         self,
         start: Start,
         kept: ValueCache,
-        known: tuple[Sequence[RunEvent], Sequence[Op], Sequence[Guard]],
+        expected: tuple[Sequence[RunEvent], Sequence[Op], Sequence[Guard]],
         edits: Mapping[int, Edit],
         stop: int | None,
         wanted: Container[int],
@@ -141,7 +141,7 @@ class EventVisit:
     ) -> None:
         self._start = start
         self._kept = kept
-        self._known = known
+        self._expected = expected
         self._edits = edits
         self._stop = stop
         self._wanted = wanted
@@ -275,7 +275,7 @@ class EventVisit:
 
     def _compare(self, number: int, now: Op | Guard) -> None:
         """End a run that takes another step than before."""
-        events, ops, guards = self._known
+        events, ops, guards = self._expected
         if number >= len(events):
             return
         event, before = self.events[number], events[number]
@@ -422,7 +422,7 @@ class ValueCache:
 
     def add(self, index: int, value: Any, nanoseconds: int) -> None:
         """Keep a value as it is now, if it is worth its memory."""
-        size = _size(value)
+        size = _byte_size(value)
         if index in self._values or size > self.budget:
             return
         with torch._C.DisableTorchFunction():
@@ -435,13 +435,13 @@ class ValueCache:
         heapq.heappush(self._ranks, (nanoseconds / max(size, 1), index))
         while self.nbytes > self.budget:
             _, last = heapq.heappop(self._ranks)
-            self.nbytes -= _size(self._values.pop(last))
+            self.nbytes -= _byte_size(self._values.pop(last))
             self._views.discard(last)
 
     def forget(self, index: int) -> None:
         """Forget the values of an op and all later ones."""
         for later in [each for each in self._values if each >= index]:
-            self.nbytes -= _size(self._values.pop(later))
+            self.nbytes -= _byte_size(self._values.pop(later))
         self._views.intersection_update(self._values)
         self._ranks = [rank for rank in self._ranks if rank[1] in self._values]
         heapq.heapify(self._ranks)
@@ -461,7 +461,7 @@ class HandedValues(dict[int, Any]):
         return self._kept.get(index)
 
 
-def _size(value: Any) -> int:
+def _byte_size(value: Any) -> int:
     return value.untyped_storage().nbytes() if isinstance(value, Tensor) else 0
 
 
@@ -488,16 +488,19 @@ class Start(ModelState):
         self._random.restore()  # first: a generator of Python has an attribute that draws change
         environment = self._environments[0]
         reasons = environment.blockers
-        known = len(reasons)
+        count = len(reasons)
         changed = next((change.label for change in environment.changes()), None)
-        if len(reasons) > known:
-            changed, reasons[known:] = "the model", []
-        for held, version in zip(self._held.values(), self._versions, strict=True):
+        if len(reasons) > count:
+            changed, reasons[count:] = "the model", []
+        for earlier, version in zip(self._earlier.values(), self._versions, strict=True):
             if changed is None and (
-                version_of(held.tensor) != version
-                or (held.copy is not None and not same_bits(held.copy, held.tensor.detach()))
+                version_of(earlier.tensor) != version
+                or (
+                    earlier.copy is not None
+                    and not same_bits(earlier.copy, earlier.tensor.detach())
+                )
             ):
-                changed = held.label
+                changed = earlier.label
         if changed is not None:
             raise InputError(
                 f"{changed} has changed since the run was begun, so its values are no longer "
@@ -522,16 +525,18 @@ class Start(ModelState):
         for tensor in tensors_in((args[:1], kwargs.get("out"))):
             if storage_of(tensor) not in self._storages:
                 continue
-            if changes and id(tensor) in self._held:
-                return f"{name} changes more of {self._held[id(tensor)].label} than its values"
-            for key, held in self._held.items():
-                if held.copy is None and storage_of(held.tensor) == storage_of(tensor):
-                    self._held[key] = held._replace(copy=aligned_copy(held.tensor.detach()))
+            if changes and id(tensor) in self._earlier:
+                return f"{name} changes more of {self._earlier[id(tensor)].label} than its values"
+            for key, earlier in self._earlier.items():
+                if earlier.copy is None and storage_of(earlier.tensor) == storage_of(tensor):
+                    self._earlier[key] = earlier._replace(
+                        copy=aligned_copy(earlier.tensor.detach())
+                    )
         return ""
 
     def knows(self, label: str) -> bool:
         """Return whether a tensor that existed before the run was found when it began."""
-        return any(held.label == label for held in self._held.values())
+        return any(earlier.label == label for earlier in self._earlier.values())
 
 
 # What is seen at the positions of a run, as text, within a budget.
@@ -600,7 +605,7 @@ class Looks:
     def gave(self, number: int, result: Any) -> None:
         """Keep the result of an op, if its position was kept."""
         if number in self.frames:
-            self.results[number] = text = text_of(result)
+            self.results[number] = text = safe_text_of(result)
             self._count(text, 1)
             self._make_room()
 
@@ -642,11 +647,11 @@ def _frame_text(frame: FrameType) -> FrameText:
         code.co_qualname,
         code.co_filename,
         frame.f_lineno,
-        tuple((name, text_of(variables[name])) for name in ordered if name in variables),
+        tuple((name, safe_text_of(variables[name])) for name in ordered if name in variables),
     )
 
 
-def text_of(value: Any) -> str:
+def safe_text_of(value: Any) -> str:
     """Return a value as text, without running code of the model or of the value's own class.
 
     Tensors have their shape, dtype and first values, and large ones their range; objects of other
@@ -661,11 +666,11 @@ def text_of(value: Any) -> str:
         >>> text_of(torch.nn.ReLU())
         'ReLU(...)'
     """
-    text = _text(value, 0)
+    text = _safe_text(value, 0)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
-def _text(value: Any, depth: int) -> str:
+def _safe_text(value: Any, depth: int) -> str:
     kind = type(value)  # not __class__, which the run would notice
     if issubclass(kind, TracedScalar):
         value = plain(value)
@@ -681,20 +686,20 @@ def _text(value: Any, depth: int) -> str:
     if kind is Tensor or kind is nn.Parameter:
         return _tensor(value)
     if kind is torch.Size:
-        return f"torch.Size({_items(list(value), list, depth)})"
+        return f"torch.Size({_container_text(list(value), list, depth)})"
     if kind in (list, tuple, set, frozenset, dict) or (
         issubclass(kind, tuple) and hasattr(kind, "_fields")
     ):
-        return _items(value, kind, depth)
+        return _container_text(value, kind, depth)
     if kind.__module__ == "torch.return_types":  # what topk returns, say; copies are tuples
-        return _items(tuple(value), tuple, depth)
+        return _container_text(tuple(value), tuple, depth)
     if kind is slice:
-        parts = (_text(part, depth + 1) for part in (value.start, value.stop, value.step))
+        parts = (_safe_text(part, depth + 1) for part in (value.start, value.stop, value.step))
         return f"slice({', '.join(parts)})"
     return _object_text(value, kind)
 
 
-def _items(value: Any, kind: type, depth: int) -> str:
+def _container_text(value: Any, kind: type, depth: int) -> str:
     if depth == _DEEPEST:
         return f"{kind.__name__} of {len(value)}"
 
@@ -704,7 +709,7 @@ def _items(value: Any, kind: type, depth: int) -> str:
         return ", ".join(shown + more)
 
     def one(item: Any) -> str:
-        return _text(item, depth + 1)
+        return _safe_text(item, depth + 1)
 
     if kind is dict:
         return f"{{{inner(value.items(), lambda pair: f'{one(pair[0])}: {one(pair[1])}')}}}"
@@ -744,27 +749,27 @@ def _tensor(tensor: Tensor) -> str:
     if tensor.is_meta or not tensor.numel():
         return text
     try:
-        return f"{text}: {_values(tensor.detach())}"
+        return f"{text}: {_values_text(tensor.detach())}"
     except RuntimeError:  # inside a transform, such as torch.vmap, and of dtypes without numbers
         return f"{text}: its values cannot be read here"
 
 
-def _values(tensor: Tensor) -> str:
+def _values_text(tensor: Tensor) -> str:
     if tensor.numel() <= _WHOLE:
         return _list_text(tensor.tolist())
     first = tensor
     while first.dim() > 1 and first[0].numel() >= _MOST:
         first = first[0]
-    shown = ", ".join(map(_number, first.reshape(-1)[:_MOST].tolist()))
+    shown = ", ".join(map(_figure_text, first.reshape(-1)[:_MOST].tolist()))
     if tensor.is_complex():
         return f"{shown}, ..."
     low, high = (each.item() for each in (tensor.aminmax() if tensor.dim() else (tensor, tensor)))
-    return f"{shown}, ... from {_number(low)} to {_number(high)}"
+    return f"{shown}, ... from {_figure_text(low)} to {_figure_text(high)}"
 
 
 def _list_text(value: Any) -> str:
-    return f"[{', '.join(map(_list_text, value))}]" if type(value) is list else _number(value)
+    return f"[{', '.join(map(_list_text, value))}]" if type(value) is list else _figure_text(value)
 
 
-def _number(value: Any) -> str:
+def _figure_text(value: Any) -> str:
     return f"{value:.5g}" if type(value) in (float, complex) else str(value)

@@ -2,13 +2,13 @@
 
 `dispatcher.py` serves a call: it finds a program, and replays, resumes, records or runs live. A
 tree (`tree.py`) has the programs of one model; a program (`program.py`) has a check and a graph
-(`graph.py`); `Program._walk` goes from one exit of the graph to the next (`stretches.py`), each of
-which has generated code. `Floor` (`floor.py`) makes calls run the model itself without looking at
-anything, if paths do not repeat, or if calls have to run live. It tries again from time to time.
-What is inserted is called beside such a call, if it can only be at calls of modules: each of these
-has a `_ModuleInterceptor` (`insert/beside.py`) in place of its `__call__`, which finds the node
-path by the frames around it. Other insertions need the recorder in live calls too. `module.py` is
-the module that is called like the model, represents it in everything else
+(`program_graph.py`); `Program._walk` goes from one exit of the graph to the next (`stretches.py`),
+each of which has generated code. `Floor` (`floor.py`) makes calls run the model itself without
+looking at anything, if paths do not repeat, or if calls have to run live. It tries again from time
+to time. What is inserted is called beside such a call, if it can only be at calls of modules: each
+of these has a `_ModuleInterceptor` (`insert/live_runner.py`) in place of its `__call__`, which
+finds the node path by the frames around it. Other insertions need the recorder in live calls too.
+`module.py` is the module that is called like the model, represents it in everything else
 (`record/module_proxy.py`), and has the methods that inspect and change it.
 
 `tree.py` keeps the programs of one model and finds the one whose check passes. If there are many,
@@ -17,7 +17,7 @@ value changes on every call, so that the model has to run live. It keeps at most
 and drops first those that calls took least, where recent calls count more. The first time, a
 `TraceLimitWarning` says what makes the model diverge so often.
 
-`analysis.py` classifies the guards. *Input guards* need only sizes and other metadata of the
+`guard_kinds.py` classifies the guards. *Input guards* need only sizes and other metadata of the
 arguments. *Data guards* need values. *Implied* guards follow from metadata that is checked before
 the run: for example, the dtype of a result follows from the dtypes of the inputs. Two functions are
 generated: `check(A)` (`check.py`) tests the input guards, and `run(A, E)` (`codegen.py`) contains
@@ -39,7 +39,7 @@ For torch functions that are written in Python, the code calls what these functi
 (`watch/direct_calls.py`); replay.md says when.
 
 `program.py` holds the known paths for one set of input guards, as code that branches: a **graph
-of states**, into which `graph.py` joins runs at equal states (`stretches.py`).
+of states**, into which `program_graph.py` joins runs at equal states (`stretches.py`).
 
 While a run is recorded, `record/states.py` reads the state at each question: the frames
 (`python/stacks.py` finds the interpreter's own layout by probing, and `python/bytecode.py` says
@@ -50,14 +50,14 @@ read, its key is the path that led to it, and its holes are all values so far: i
 itself. `record/states.py` also says when C code in progress may hold something that no frame
 shows.
 
-`SegmentWriter` writes the ops between two states. A segment receives a list of the values that
-its state can still reach, its *holes*. It frees each value after its last use, and returns a
-`Departure` with the holes of the state at its end. Across segments, a `Hold` keeps autocast's
-cache of cast weights, which would otherwise be cleared where the model's own blocks end: a weight
-that was cast twice would have different gradients. A replay changes objects at its end. A cache
-that is extended with `torch.cat` is replaced then, and cut out of the longer one if need be
-(`growing.py`). Each piece of a run counts the calls that took it, from question to question, for
-the tree and for coverage. When a graph has eight pieces, the counters of its `while` loops are
+`SegmentWriter` writes the ops between two states. A segment receives a list of the values that its
+state can still reach, its *holes*. It frees each value after its last use, and returns a
+`Departure` with the holes of the state at its end. Across segments, a `Hold` keeps autocast's cache
+of cast weights, which would otherwise be cleared where the model's own blocks end: a weight that
+was cast twice would have different gradients. A replay changes objects at its end. A cache that is
+extended with `torch.cat` is replaced then, and cut out of the longer one if need be
+(`cache_growth.py`). Each piece of a run counts the calls that took it, from question to question,
+for the tree and for coverage. When a graph has eight pieces, the counters of its `while` loops are
 lifted (`record/varying.py`): the ops that compute them are on the tape (`Tape.counters`), but are
 not nodes, and `Recording.plain_ops` has the numbers in their place. The same goes for numbers in
 the model's state that differ in one recorded run after the other (`TraceTree.compare_numbers`):
@@ -80,9 +80,9 @@ other op returns a *stand-in*: an object of the right class without content, suc
 meta device. A question gets the answer that the call got. So nothing is written, drawn, printed or
 called twice. If the model, or an op after the script, needs the content of a stand-in, or if the
 model does something that is not in the script, the call raises a `NondeterminismError`.
-`ProgramGraph.add` compares what the run did with what was known (`graph.py`), up to the first new
-answer and from the next known state on, and adds what is new. If they differ, the graph is given
-up.
+`ProgramGraph.add` compares what the run did with what was known (`program_graph.py`), up to the
+first new answer and from the next known state on, and adds what is new. If they differ, the graph
+is given up.
 
 Reading a state below many frames takes as long as some hundred ops. So a resumed run reads states
 up to the first known one. From there on, as long as its answers are known, its states are those
@@ -95,12 +95,12 @@ was not read, the model is recorded from its start without a script.
 
 In some programs, paths must not join: those of harvests, which need the exact path of each call
 (`Interjection.needs_paths`), and those whose graph was given up (`TraceTree.grow`). There,
-`growing.py` replaces all states by states that equal only themselves, so that the graph is a tree
-in which all values are kept. One of several processes never begins again: its runs read all
-states. `from_activations` follows the code of a rest (`suffix.py`), and resumes by an exact
-script: ops whose results are not held are carried out again.
+`cache_growth.py` replaces all states by states that equal only themselves, so that the graph is a
+tree in which all values are kept. One of several processes never begins again: its runs read all
+states. `from_activations` follows the code of a rest (`suffix.py`), and resumes by an exact script:
+ops whose results are not held are carried out again.
 
-`record/serving.py` handles methods such as `generate` the other way round: called through the
+`record/redirection.py` handles methods such as `generate` the other way round: called through the
 `BendedModule`, they run as they are, and when they call the model, that call follows recorded
 paths.
 
@@ -124,7 +124,7 @@ keeps what inductor compiles for other processes.
 Insertions take part by *splices* (`splices.py`): functions of tensors in place of the gates of a
 path, and values that the graph returns. `insert/compiling.py` makes them. It asks each insertion of
 a path for its *effect* (`insert/interjection.py`), and `insert/purity.py` finds the effects of the
-user's functions. What was read for that is kept as `IdentityFacts` (`insert/facts.py`): as long as
-they hold, no insertion is asked again. Observers are called after the run; `insert/handing.py` says
-which values they may keep without copying them.
+user's functions. What was read for that is kept as `IdentityFacts` (`insert/purity.py`): as long as
+they hold, no insertion is asked again. Observers are called after the run; `insert/interjection.py`
+says which values they may keep without copying them.
 """

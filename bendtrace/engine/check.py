@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import Analysis, GuardKind, tested_ops
+from bendtrace.engine.guard_kinds import Analysis, GuardKind, tested_ops
 from bendtrace.engine.source import GeneratedSource, define, dependencies_of, fails
 from bendtrace.python.versions import Reader, TableEntries, Unreadable, Words, offsets, version_of
 from bendtrace.record.recorder import Recording
@@ -66,8 +66,8 @@ class CheckWriter:
         self._sameness = AliasGuards(recording, self._questions, ignored, ties)
         environment = recording.environment
         walked = [part for part in environment.parts if part.access is Access.FIXED]
-        self._known = {id(part.value) for part in walked if part.kind is CaptureKind.DICT}
-        self._known |= set(map(id, environment.hook_dicts))
+        self._dict_ids = {id(part.value) for part in walked if part.kind is CaptureKind.DICT}
+        self._dict_ids |= set(map(id, environment.hook_dicts))
         hooks = list(zip(environment.hook_dicts, environment.hooks, strict=True))
         self._hooked = [(table, items) for table, items in hooks if items]
         self._unhooked = [table for table, items in hooks if not items]
@@ -485,7 +485,7 @@ class CheckWriter:
         module = self._classes.module_of.get(id(part.value))
         if module is None:
             return
-        tables = tuple(item for item in part.value.items() if id(item[1]) in self._known)
+        tables = tuple(item for item in part.value.items() if id(item[1]) in self._dict_ids)
         other = self._questions.note(
             f"the attributes of {module.label}, or its tables, were replaced", part
         )
@@ -637,7 +637,7 @@ class GuardClasses:
         return self._following | {id(part) for part in chain.from_iterable(several)}
 
     def _versioned(self, parts: list[Captured]) -> list[tuple[Captured, list[Captured]]]:
-        held: dict[int, tuple[Captured, list[Captured]]] = {}
+        roots: dict[int, tuple[Captured, list[Captured]]] = {}
         for part in parts:
             if part.access is Access.FIXED:
                 # Each module has many empty tables: that they are is found out in one go.
@@ -650,19 +650,19 @@ class GuardClasses:
                     CaptureKind.DICT,
                     CaptureKind.IDENTITY,
                 ):
-                    held[part.index] = part, []
+                    roots[part.index] = part, []
                 continue
             root = self._root_of(part)
-            if root is not None and root.index in held and part not in self._ignored:
-                held[root.index][1].append(part)
+            if root is not None and root.index in roots and part not in self._ignored:
+                roots[root.index][1].append(part)
                 self._following.add(id(part))
-            elif self._is_hollow(part) and part.parent is not None and part.parent.index in held:
+            elif self._is_hollow(part) and part.parent is not None and part.parent.index in roots:
                 self.hollow.append(part)
                 self._following.add(id(part))
         hosts = {part.parent.index for part in self.hollow if part.parent is not None}
         versioned = [
             (part, parts)
-            for part, parts in held.values()
+            for part, parts in roots.values()
             if parts
             or (part.kind is CaptureKind.DICT and part not in self._ignored)
             or part.index in hosts
@@ -672,13 +672,13 @@ class GuardClasses:
         return versioned
 
     def _is_table(self, table: Captured) -> bool:
-        held = self.children.get(table.index, ())
-        if table.size != Length(len(held)):
+        parts = self.children.get(table.index, ())
+        if table.size != Length(len(parts)):
             return False
         asked = self._analysis.typed_state | self._marked
-        tensors = {part for part in held if part.kind is CaptureKind.TENSOR}
-        nothing = all(part.value is None for part in held if part not in tensors)
-        free = tensors.isdisjoint(asked) and self._ignored.isdisjoint(held)
+        tensors = {part for part in parts if part.kind is CaptureKind.TENSOR}
+        nothing = all(part.value is None for part in parts if part not in tensors)
+        free = tensors.isdisjoint(asked) and self._ignored.isdisjoint(parts)
         return bool(tensors) and nothing and free
 
     def _root_of(self, part: Captured) -> Captured | None:
@@ -923,8 +923,10 @@ def _check_tensor(
     if part.is_argument or part in analysis.ranked_state:
         fail_if(f"{read('ndim')} != {facts.rank}", f"{label} does not have {facts.rank} dimensions")
     if part.is_argument or marked:
-        held = f"len({name}.__dict__) != {facts.attributes}"
-        fail_if(held if facts.attributes else f"{name}.__dict__", f"{label} has other attributes")
+        condition = f"len({name}.__dict__) != {facts.attributes}"
+        fail_if(
+            condition if facts.attributes else f"{name}.__dict__", f"{label} has other attributes"
+        )
     if part.is_argument:
         fail_if(
             f"{read('requires_grad')} is not {facts.requires_grad}",
@@ -965,7 +967,7 @@ class AliasGuards:
             for part in recording.environment.parts
             if part.kind is CaptureKind.TENSOR and not part.is_argument and part not in ignored
         ]
-        self._held = [
+        self._kept_parts = [
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
 
@@ -976,20 +978,20 @@ class AliasGuards:
         that the model consists of was written to, and each time where they are in others.
         """
         source.begin("distinct(A)")
-        source.take(self._held)
-        if len(self._held) > 1:
+        source.take(self._kept_parts)
+        if len(self._kept_parts) > 1:
             tied = self._questions.note(
                 "two things that the model holds are now one and the same object"
             )
-            names = ", ".join(f"id({source.part(part)})" for part in self._held)
-            source.line(f"if len({{{names}}}) != {len(self._held)}: return {tied}")
+            names = ", ".join(f"id({source.part(part)})" for part in self._kept_parts)
+            source.line(f"if len({{{names}}}) != {len(self._kept_parts)}: return {tied}")
         if not any(part.is_argument for part in self._arrays):
             self._ask_for_memory(source, self._tensors)
         source.line("return None")
 
     def ask(self, source: GeneratedSource) -> None:
         """Write the tests that each check needs."""
-        given, held = self._given, set(self._held)
+        given, state = self._given, set(self._kept_parts)
         if len(given) > 1:
             names = [source.part(part) for part in given]
             same = f"{' is '.join(names)}"
@@ -1000,8 +1002,8 @@ class AliasGuards:
         matters = bool(self._recording.changes) or self._recording.environment.compares_identity
         if any(
             part.parent is not None
-            and (part.parent in held or (matters and not _is_versioned(part.parent)))
-            for part in held
+            and (part.parent in state or (matters and not _is_versioned(part.parent)))
+            for part in state
         ):
             source.line("number = distinct(A)")
             source.line("if number is not None: return number")
@@ -1019,22 +1021,24 @@ class AliasGuards:
             return
         used = [*tensors, *self._arrays]
         source.take([p for p in used if not p.is_argument and p.access is not Access.FIXED])
-        known = self._recording.environment.shared_memory
+        overlaps = self._recording.environment.shared_memory
         pairs = {
             (one, other)
             for one, tensor in enumerate(tensors)
             for other, array in enumerate(self._arrays)
-            if (tensor, array) in known
+            if (tensor, array) in overlaps
         }
         source.names["overlap"] = overlap
-        held = "".join(f"{source.part(part)}, " for part in tensors)
+        tensor_names = "".join(f"{source.part(part)}, " for part in tensors)
         arrays = "".join(f"{source.part(part)}, " for part in self._arrays)
         number = self._questions.note("other tensors are in the memory of arrays now")
-        source.line(f"if overlap(({held}), ({arrays})) != {source.bound(pairs)}: return {number}")
+        source.line(
+            f"if overlap(({tensor_names}), ({arrays})) != {source.bound(pairs)}: return {number}"
+        )
 
     def _ask_for_strangers(self, source: GeneratedSource) -> None:
         """Ask whether an argument is something that the model holds now, if it might be asked."""
-        given, held, environment = self._given, self._held, self._recording.environment
+        given, state, environment = self._given, self._kept_parts, self._recording.environment
         objects = [
             part
             for part in given
@@ -1044,24 +1048,24 @@ class AliasGuards:
         what = "an argument is now what the model holds itself"
         if objects:
             # Whose identities are known: the parts are guarded by them, and members do not change.
-            known = [
+            insiders = [
                 part.value
                 for part in environment.parts
                 if part.kind is CaptureKind.IDENTITY and not part.is_argument
             ]
-            source.names["known"] = frozenset(map(id, [*known, *environment.members]))
+            source.names["known"] = frozenset(map(id, [*insiders, *environment.members]))
             names = ", ".join(f"id({source.part(part)})" for part in objects)
             source.line(f"if not known.isdisjoint(({names},)): return {self._questions.note(what)}")
         if not (self._ties or environment.compares_identity):
             # What is written to a container shows in whatever else is the same one.
             changes = bool(self._recording.changes) or bool(objects)
-            held = [part for part in held if changes and part.kind is not CaptureKind.TENSOR]
+            state = [part for part in state if changes and part.kind is not CaptureKind.TENSOR]
             given = [part for part in given if part.kind is not CaptureKind.TENSOR]
-        if not given or not held:
+        if not given or not state:
             return
-        source.take(held)
+        source.take(state)
         names = ", ".join(f"id({source.part(part)})" for part in given)
-        own = ", ".join(f"id({source.part(part)})" for part in held)
+        own = ", ".join(f"id({source.part(part)})" for part in state)
         number = self._questions.note(what)
         source.line(f"if not {{{names}}}.isdisjoint(({own},)): return {number}")
 

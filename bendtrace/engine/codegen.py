@@ -398,8 +398,8 @@ class SegmentWriter(RunWriter):
         if schedule.handed:
             source.line("E.clear()")
         for op in schedule.late:
-            is_known = op.kind is OpKind.SCALAR or op.index in schedule.same
-            if not (is_known or schedule.is_late(op)):
+            is_computed = op.kind is OpKind.SCALAR or op.index in schedule.same
+            if not (is_computed or schedule.is_late(op)):
                 raise Unlinked(f"{op} is needed, and not to be reached")
 
     def _depart_unless(self, number: int, guard: Guard) -> None:
@@ -428,7 +428,7 @@ class SegmentWriter(RunWriter):
 
     def _leave(self, number: int, guard: Guard, answer: str, condition: str) -> None:
         """Write how a segment is left, with the values of the holes."""
-        source, holes = self.source, self.schedule.held.get(number, ())
+        source, holes = self.source, self.schedule.holes_at.get(number, ())
         missing = self.schedule.missing(number, source.emitted)
         self._take_out([(op.args, op.kwargs) for op in missing])
         if condition:

@@ -165,7 +165,7 @@ class CompiledFunction:
         ]
 
     def compare(
-        self, ours: Any, theirs: Any, result: CompiledResult, known: Iterable[Tensor]
+        self, ours: Any, theirs: Any, result: CompiledResult, inputs: Iterable[Tensor]
     ) -> bool:
         """Use a newly compiled graph from now on, if its results equal those of a replay.
 
@@ -173,17 +173,17 @@ class CompiledFunction:
             ours: the output that was made of the results of the graph.
             theirs: the output of the replay.
             result: what the graph returned.
-            known: the tensors that existed before the call.
+            inputs: the tensors that existed before the call.
         """
-        known = list(known)
-        compared = _Comparison(known.copy())
+        inputs = list(inputs)
+        compared = _Comparison(inputs.copy())
         different, orders = compared.between(ours, theirs), compared.laid_out
         slots = {id(tensor): slot for slot, tensor in enumerate(result.made)}
         if different is None and not orders.keys() <= slots.keys():
             different = "a result is laid out in memory in another way"
         if different is None:
             pairs = [(slots[id(a)], a, b) for a, b in compared.differentiable if id(a) in slots]
-            found = missing(pairs, known)
+            found = missing(pairs, inputs)
             if isinstance(found, ZeroGradientHook):
                 self._missing[result.graph] = found
             else:
@@ -344,7 +344,7 @@ def _laid_out(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     return tensor.permute(order).contiguous().permute(back)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def _is_dense_layout(tensor: Tensor) -> bool:
     return tensor.permute(_order_of(tensor)).is_contiguous()
 
 
@@ -357,13 +357,13 @@ class _Comparison:
         differentiable: the pairs of tensors that require gradients.
     """
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self, inputs: list[Tensor]) -> None:
         self.laid_out: dict[int, tuple[int, ...]] = {}
         self.differentiable: list[tuple[Tensor, Tensor]] = []
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is given to another
-        self._ours: list[Tensor] = known
-        self._theirs: list[Tensor] = list(known)
+        self._ours: list[Tensor] = inputs
+        self._theirs: list[Tensor] = list(inputs)
 
     def between(self, ours: Any, theirs: Any) -> str | None:
         if type(ours) is not type(theirs):
@@ -406,7 +406,7 @@ class _Comparison:
         if ours.is_inference() != theirs.is_inference() or ours.is_leaf != theirs.is_leaf:
             return "a result is another kind of node of the autograd graph"
         if ours.stride() != theirs.stride() and ours.numel() > 1:
-            if not (_is_dense(ours) and _is_dense(theirs)):
+            if not (_is_dense_layout(ours) and _is_dense_layout(theirs)):
                 return f"a result has strides {ours.stride()}, and not {theirs.stride()}"
             self.laid_out[id(ours)] = _order_of(theirs)
         if vars(ours).keys() != vars(theirs).keys():
@@ -482,19 +482,19 @@ class ZeroGradientHook(NamedTuple):
 
 
 def missing(
-    pairs: Iterable[tuple[int, Tensor, Tensor]], known: Iterable[Tensor]
+    pairs: Iterable[tuple[int, Tensor, Tensor]], roots: Iterable[Tensor]
 ) -> ZeroGradientHook | str | None:
     """Return what takes zeros away; None if there are none, or why that is impossible.
 
     Args:
         pairs: results that require gradients: their slots, what a graph returned, and the same
             of a replay.
-        known: the tensors that existed before the call.
+        roots: the tensors that existed before the call.
     """
     pairs = list(pairs)
     if len(pairs) < 2:
         return None
-    edges = [_edge(tensor) for tensor in known if tensor.requires_grad]
+    edges = [_edge(tensor) for tensor in roots if tensor.requires_grad]
     theirs = [_reachable_edges(_edge(tensor), edges) for _, _, tensor in pairs]
     anywhere = set().union(*theirs)
     if all(found == anywhere for found in theirs):
@@ -771,16 +771,16 @@ class Shortcuts:
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
         self._function = function
         self._backend = backend
-        self._known: tuple[Shortcut, ...] = ()
+        self._shortcuts: tuple[Shortcut, ...] = ()
 
     def find(self, given: Sequence[Any]) -> Shortcut | None:
         """Return the graph for some arguments, if it has served similar ones.
 
         No tensor is twice among them where it was not among those.
         """
-        for known in self._known:
-            if known.fits(given):
-                return known
+        for shortcut in self._shortcuts:
+            if shortcut.fits(given):
+                return shortcut
         return None
 
     def __call__(self, *given: Any) -> CompiledResult | None:
@@ -812,10 +812,10 @@ class Shortcuts:
             return
         results = results if result[0] is not None else [None, *results]
         try:
-            known = Shortcut(call, slots, results, given)
+            shortcut = Shortcut(call, slots, results, given)
         except (AttributeError, TypeError, SystemError):
             return
-        self._known = (known, *self._known[: _MOST - 1])
+        self._shortcuts = (shortcut, *self._shortcuts[: _MOST - 1])
 
 
 def _slot_of(value: Any, values: Sequence[Any]) -> int | None:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.engine.analysis import Analysis
 from bendtrace.engine.global_state import GlobalState
+from bendtrace.engine.guard_kinds import Analysis
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.splices import GateSplice, apply_step
 from bendtrace.python.internals import TorchDispatchMode
@@ -229,10 +229,10 @@ class _Probe:
         return value
 
     def _note(self, index: int, value: Tensor) -> None:
-        known = self._names.get(id(value))
-        if known is None or known[1]() is not value:  # one that is gone had the same id
-            known = self._names[id(value)] = index, weakref.ref(value)
-        self._first[index] = known[0]
+        cached = self._names.get(id(value))
+        if cached is None or cached[1]() is not value:  # one that is gone had the same id
+            cached = self._names[id(value)] = index, weakref.ref(value)
+        self._first[index] = cached[0]
 
     def _holds(self, guard: Guard) -> bool:
         value, *others = (self._values[index] for index in guard.operands)
@@ -294,11 +294,11 @@ def _written_arguments(
                 yield argument.name, value
     if func.overloadpacket.__name__ in UNTOLD:
         names = [argument.name for argument in func._schema.arguments]
-        held = dict(zip(names, args, strict=False)) | kwargs
-        if held.get("training", held.get("train", True)):
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if named.get("training", named.get("train", True)):
             for name in names:
-                if name.startswith("running_") and isinstance(held.get(name), Tensor):
-                    yield name, held[name]
+                if name.startswith("running_") and isinstance(named.get(name), Tensor):
+                    yield name, named[name]
 
 
 def _operator_draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -639,8 +639,8 @@ def why_not_op(op: Op, entry: Context) -> str | None:
             return f"{name} of a tensor is asked for"
         if op.context._replace(grad=entry.grad) != entry:
             return f"{name} runs in another inference or autocast mode than the call"
-    for held in _objects_in((op.args, op.kwargs)):
-        return f"{name} is called with {held}"
+    for thing in _objects_in((op.args, op.kwargs)):
+        return f"{name} is called with {thing}"
     return None
 
 

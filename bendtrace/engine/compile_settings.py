@@ -139,10 +139,10 @@ def settings_of(
         return None
     given = dict(options or {})
     if isinstance(backend, str):
-        known = _backends()
-        if backend not in known:
+        names = _backends()
+        if backend not in names:
             raise InputError(
-                f"torch.compile has no backend {backend!r}{_suggestion(backend, known)}"
+                f"torch.compile has no backend {backend!r}{_suggestion(backend, names)}"
             )
     elif not callable(backend):
         raise InputError(
@@ -186,8 +186,8 @@ def _validate_settings(settings: CompileSettings, given: dict[str, Any]) -> Comp
     return settings
 
 
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), 3, 0.5)
+def _suggestion(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), 3, 0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -261,11 +261,11 @@ class Artefacts:
         code = hashlib.sha256(text.encode()).hexdigest()
         name = f"path-{hashlib.sha256(f'{code}{self._facts}'.encode()).hexdigest()[:16]}"
         with _one_at_a_time, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
-            known = self._copy_entry(name, code, own)
-            with _inductor_in(own, is_new=known is None):
+            entry = self._copy_entry(name, code, own)
+            with _inductor_in(own, is_new=entry is None):
                 yield
             found = _files_in(own)
-            if found and found.keys() != known:
+            if found and found.keys() != entry:
                 self._keep(name, code, own, found)
 
     def warn(self) -> None:
@@ -314,13 +314,13 @@ class Artefacts:
             return ""
         for name in names:
             try:
-                known = read_sealed(
+                stored = read_sealed(
                     os.path.join(self.directory, name, _MANIFEST), _FORMAT, _VERSION
                 )
             except LoadError:
                 continue
-            facts = known.get("facts")
-            if known.get("code") == code and isinstance(facts, dict):
+            facts = stored.get("facts")
+            if stored.get("code") == code and isinstance(facts, dict):
                 other = [
                     f"{key} {facts.get(key)!r} then, {now!r} now"
                     for key, now in self._facts.items()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import write_run
 from bendtrace.engine.compile_attempts import (
     CompiledFunction,
@@ -36,6 +35,7 @@ from bendtrace.engine.compile_probing import (
 )
 from bendtrace.engine.compile_settings import CompileSettings, dynamo
 from bendtrace.engine.expressions import Expressions, wide_dtype
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, Code, GeneratedSource, dependencies_of
@@ -79,13 +79,13 @@ class UncheckedResult:
     Attributes:
         output: the output.
         result: what the graph returned.
-        known: the tensors that existed before the call.
+        inputs: the tensors that existed before the call.
         kept: the observed values, and the same values computed without a compiler.
     """
 
     output: Any
     result: CompiledResult
-    known: list[Tensor]
+    inputs: list[Tensor]
     kept: tuple[Any, Any] = ((), ())
 
 
@@ -299,7 +299,7 @@ class CompiledPath(CompiledFunction):
     def confirm(self, unchecked: UncheckedResult, output: Any) -> None:
         """Use a newly compiled graph, if its output equals the output of the replay."""
         is_first = self.state is CompileState.REFUSED
-        is_same = self.compare(unchecked.output, output, unchecked.result, unchecked.known)
+        is_same = self.compare(unchecked.output, output, unchecked.result, unchecked.inputs)
         for ours, theirs in zip(*unchecked.kept, strict=True):  # which are copied, each by itself
             is_same = is_same and self.compare(ours, theirs, unchecked.result, [])
         if is_same and is_first:
@@ -364,9 +364,9 @@ class CompiledPath(CompiledFunction):
             )
             return self._missed()
         if result.graph not in self._confirmed:
-            known = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
-            known = list({id(item): item for item in known}.values())
-            return UncheckedResult(output, result, known, self._observed_values(given, made))
+            inputs = [item for item in (*gathered, *given) if isinstance(item, Tensor)]
+            inputs = list({id(item): item for item in inputs}.values())
+            return UncheckedResult(output, result, inputs, self._observed_values(given, made))
         self.hits += 1
         self.recent.append(True)
         if spliced is None:
@@ -385,8 +385,8 @@ class CompiledPath(CompiledFunction):
         # A backward pass may need what was computed, and a constant of the graph is always there.
         if any(tensor.requires_grad for tensor in made) or self._findings.dynamic:
             return frozenset()
-        known = [tensor for tensor in given if isinstance(tensor, Tensor)]
-        users = Counter(map(storage_of, {id(one): one for one in (*made, *known)}.values()))
+        inputs = [tensor for tensor in given if isinstance(tensor, Tensor)]
+        users = Counter(map(storage_of, {id(one): one for one in (*made, *inputs)}.values()))
         return frozenset(
             slot
             for slot in self._computed
@@ -415,26 +415,26 @@ class CompiledPath(CompiledFunction):
         self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: PathSplices | None
     ) -> bool:
         sizes = self._sizes_of(gathered)
-        known = self._sizes.get(sizes)
-        if known is None:
+        verdict = self._sizes.get(sizes)
+        if verdict is None:
             try:
                 splices = {} if spliced is None else spliced.splices
                 findings = probe(self.recording, arguments, splices)
             except CompileRefusal:
                 findings = None
-            known = findings is not None and findings.first == self._findings.first
+            verdict = findings is not None and findings.first == self._findings.first
             picked = {} if findings is None else findings.roots
-            if known and any(picked.get(root) != was for root, was in self._picked.items()):
+            if verdict and any(picked.get(root) != was for root, was in self._picked.items()):
                 # It says nothing about calls that pick as much as was recorded.
                 self._unlike[sizes] += 1
                 if self._unlike[sizes] < _PROBES:
                     return False
-                known = False
+                verdict = False
             if len(self._sizes) >= _MOST_SIZES:
                 self._sizes.clear()
                 self._unlike.clear()
-            self._sizes[sizes] = known
-        return known
+            self._sizes[sizes] = verdict
+        return verdict
 
     def _sizes_of(self, gathered: tuple[Any, ...]) -> Any:
         tensors = [gathered[slot] for slot in self._resizable]

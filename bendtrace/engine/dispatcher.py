@@ -26,9 +26,9 @@ from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
 from bendtrace.record.rank_sync import has_other_ranks
+from bendtrace.record.recorded_call import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, Uninitialized, has_lazy_modules, record
-from bendtrace.record.serving import Calls, call_itself
+from bendtrace.record.redirection import Calls, call_itself
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.watch.mode_queries import seeing_modes
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
     from bendtrace.engine import explain
     from bendtrace.engine.explain import Mismatch
     from bendtrace.engine.speculation import Speculation, SpeculationResult
-    from bendtrace.insert import beside, compiling, gates, reading
+    from bendtrace.insert import compiling, gates, live_runner, state_access
     from bendtrace.insert import splicer as splicing
-    from bendtrace.insert.beside import Beside
+    from bendtrace.insert.live_runner import LiveRunner
     from bendtrace.insert.plan import InsertionPlan
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.splicer import Splicer
     from bendtrace.log import nodes
     from bendtrace.log.nodes import Registry
     from bendtrace.record.script import Script
-    from bendtrace.show import program as outlines
+    from bendtrace.show import model_tree as outlines
 else:
     _trace = LazyModule("bendtrace._trace")
-    beside = LazyModule("bendtrace.insert.beside")
+    live_runner = LazyModule("bendtrace.insert.live_runner")
     compiling = LazyModule("bendtrace.insert.compiling")
     explain = LazyModule("bendtrace.engine.explain")
     gates = LazyModule("bendtrace.insert.gates")
     nodes = LazyModule("bendtrace.log.nodes")
-    reading = LazyModule("bendtrace.insert.reading")
+    state_access = LazyModule("bendtrace.insert.state_access")
     splicing = LazyModule("bendtrace.insert.splicer")
-    outlines = LazyModule("bendtrace.show.program")
+    outlines = LazyModule("bendtrace.show.model_tree")
 
 
 class Examples:
@@ -164,7 +164,7 @@ class Dispatcher:
     def __init__(
         self,
         model: Callable[..., Any],
-        known: Callable[[], Knowledge],
+        knowledge: Callable[[], Knowledge],
         signature: Signature,
         trees: Trees,
         speculation: Speculation | None,
@@ -179,7 +179,7 @@ class Dispatcher:
         self._model = model
         self._registry: Registry | None = None  # made when it is first used
         self._lock = threading.Lock()
-        self._known = known
+        self._knowledge = knowledge
         self._signature = signature
         self._trees = trees
         self.calls: Calls = Calls()
@@ -190,7 +190,7 @@ class Dispatcher:
         self.examples: Examples = Examples()
         self._has_blocks = False
         # The latest insertions, what calls them without the tracer, and how many traces there were.
-        self._latest_beside: tuple[InsertionPlan, Beside | None, int] | None = None
+        self._latest_runner: tuple[InsertionPlan, LiveRunner | None, int] | None = None
 
     def call_with(self, plan: InsertionPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serve a call with insertions."""
@@ -241,19 +241,19 @@ class Dispatcher:
             floor = self._trees.floor(plan)
             if (
                 floor.calls_to_wait
-                and (runner := self._beside(plan)) is not None
+                and (runner := self._runner_of(plan)) is not None
                 and floor.take_call()
             ):
                 self.stats.live += 1
                 return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
-            splicer, known = found
-            if known is None and self._signature.notice_changes():
+            splicer, plain_program = found
+            if plain_program is None and self._signature.notice_changes():
                 return self.call(args, kwargs, plan, auditor)
             call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
-                return self._spliced(call, known)
+                return self._spliced(call, plain_program)
             except Unfit:
                 splicer.is_apart = True
             with gates.again():
@@ -282,7 +282,7 @@ class Dispatcher:
         if program is None and plan is not None:
             plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
             if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
-                if (runner := self._beside(plan)) is not None:
+                if (runner := self._runner_of(plan)) is not None:
                     self._trees.plain.ran_live(plain)
                     floor.count_live()
                     self.stats.live += 1
@@ -306,7 +306,7 @@ class Dispatcher:
                 _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
             )
         if plan is not None and plan.looks_at_changes(
-            program.recordings(), reading.read_and_changed
+            program.recordings(), state_access.read_and_changed
         ):
             floor.count_live()
             return self._run_live(
@@ -345,7 +345,7 @@ class Dispatcher:
             return None
         if plan.lookup is not None:
             return None
-        splicer = self._trees.splicer(plan, self._known())
+        splicer = self._trees.splicer(plan, self._knowledge())
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
@@ -358,12 +358,12 @@ class Dispatcher:
         graph = program.graph
         if graph is None or graph.is_broken:
             return None
-        if plan.looks_at_changes(program.recordings(), reading.read_and_changed):
+        if plan.looks_at_changes(program.recordings(), state_access.read_and_changed):
             return None
         splicer.goes_along(graph)
         return splicer, program
 
-    def serving(
+    def tree_for(
         self, plan: InsertionPlan | None, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> TraceTree:
         """Return the paths along which a call would be served."""
@@ -390,7 +390,7 @@ class Dispatcher:
             if (floor := self._floor_of(call.plan)).is_counting:
                 floor.count_path(True)
             return result.output
-        with nullcontext() if result.held is not None else gates.again():
+        with nullcontext() if result.computed is not None else gates.again():
             return self._resume(call, program, result)
 
     def _floor_of(self, plan: InsertionPlan | None) -> Floor:
@@ -409,7 +409,7 @@ class Dispatcher:
         if call.plan is None:
             with self.calls:
                 return call_itself(self._model, call.args, call.kwargs)
-        runner = self._beside(call.plan)
+        runner = self._runner_of(call.plan)
         if runner is None:
             return self._recorded(call).result
         return runner.call(call.args, call.kwargs, program.recording)
@@ -420,7 +420,7 @@ class Dispatcher:
         if plan is None:
             with self.calls:
                 return call_itself(self._model, args, kwargs)
-        runner = self._beside(plan)
+        runner = self._runner_of(plan)
         if runner is not None:
             return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
@@ -430,14 +430,18 @@ class Dispatcher:
         output, recording.result = recording.result, None
         return output
 
-    def _beside(self, plan: InsertionPlan) -> Beside | None:
+    def _runner_of(self, plan: InsertionPlan) -> LiveRunner | None:
         """Return an object that calls insertions without the tracer; None if that is impossible."""
         if self._has_blocks and torch.is_grad_enabled():
             return None  # what is inserted in a checkpointed block has to be done again with it
-        known, traces = self._latest_beside, self.stats.traces
-        if known is None or known[0] is not plan or (known[1] is None and known[2] < traces):
-            known = self._latest_beside = plan, beside.beside(self._known(), plan), traces
-        return known[1]
+        cached, traces = self._latest_runner, self.stats.traces
+        if cached is None or cached[0] is not plan or (cached[1] is None and cached[2] < traces):
+            cached = self._latest_runner = (
+                plan,
+                live_runner.runner_of(self._knowledge(), plan),
+                traces,
+            )
+        return cached[1]
 
     def named_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], plan: InsertionPlan | None
@@ -447,7 +451,7 @@ class Dispatcher:
 
     def forget_insertions(self) -> None:
         """Keep nothing of the insertions of earlier calls."""
-        self._latest_beside = None
+        self._latest_runner = None
 
     def trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], plan: InsertionPlan | None
@@ -463,25 +467,25 @@ class Dispatcher:
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
     ) -> Explanation:
         """Say which programs of a tree could serve some arguments."""
-        serving, nearest = self._serving(tree, names, arguments, None)
-        return Explanation(tuple(serving), None if nearest is None else nearest())
+        matching, nearest = self._matching_traces(tree, names, arguments, None)
+        return Explanation(tuple(matching), None if nearest is None else nearest())
 
-    def _serving(
+    def _matching_traces(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
         most: int | None,
     ) -> tuple[list[Trace], Callable[[], Mismatch] | None]:  # fmt: skip
         """Return the traces that could serve, or what says what fails in the nearest one."""
-        serving: list[Trace] = []
+        matching: list[Trace] = []
         nearest: tuple[int, Callable[[], Mismatch]] | None = None
         for program in itertools.islice(tree.programs(names), most):
             failed = program.failing(arguments)
             if failed is None:
-                serving += [self.trace_of(r, program) for r in program.recordings()]
+                matching += [self.trace_of(r, program) for r in program.recordings()]
                 continue
             depth = program.checks.index(failed) if failed in program.checks else -1
             if nearest is None or depth > nearest[0]:
                 nearest = depth, explain.explain_check(failed, program, arguments)
-        return serving, None if serving or nearest is None else nearest[1]
+        return matching, None if matching or nearest is None else nearest[1]
 
     def trace_of(self, recording: Recording, program: Program) -> Trace:
         """Return a run as people see it."""
@@ -520,11 +524,11 @@ class Dispatcher:
         global_state = GlobalState.current()
         call.tree.compare_numbers(call.names, call.arguments)
         evolving = call.tree.outdated(call.names, call.arguments)
-        _, mismatch = self._serving(call.tree, call.names, call.arguments, _NEAR)
+        _, mismatch = self._matching_traces(call.tree, call.names, call.arguments, _NEAR)
         recording = self._traced(call, lifting=call.tree.lifting())
         is_mixed = False
         if (splicer := call.splicer) is not None and call.plan is not None:
-            looks = call.plan.looks_at_changes([recording], reading.read_and_changed)
+            looks = call.plan.looks_at_changes([recording], state_access.read_and_changed)
             if looks or splicing.has_gates(recording):
                 call = call._replace(tree=self._trees.of(call.plan), splicer=None)
             is_mixed = splicer.is_apart and bool(recording.tape.blockers) and not looks
@@ -621,8 +625,8 @@ class Dispatcher:
                 )  # fmt: skip
             else:
                 recording = splicing.record_with_insertions(
-                    self._known(), self._signature, call.args, dict(call.kwargs), call.plan, script,
-                    reads_states, lifting, call.splicer,
+                    self._knowledge(), self._signature, call.args, dict(call.kwargs), call.plan,
+                    script, reads_states, lifting, call.splicer,
                 )  # fmt: skip
         self._has_blocks = self._has_blocks or bool(recording.tape.blocks)
         call.tree.exclude(recording.environment.misused_containers())
@@ -643,9 +647,9 @@ class Dispatcher:
         return output
 
     def _resume(self, call: _DispatchedCall, program: Program, divergence: Divergence) -> Any:
-        was_live = divergence.known_live
-        known_live = was_live and not call.tree.looks_again_after(divergence)
-        if known_live and call.plan is None and not divergence.has_acted:
+        was_live = divergence.continues_live
+        stays_live = was_live and not call.tree.looks_again_after(divergence)
+        if stays_live and call.plan is None and not divergence.has_acted:
             self.stats.live += 1
             self.floor.count_live()
             call.tree.ran_live(program, divergence)
@@ -666,7 +670,7 @@ class Dispatcher:
         self._mismatch = mismatch
         is_mixed = call.splicer is not None and call.splicer.is_apart
         is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
-        is_live = known_live or (was_live and bool(recording.tape.blockers))
+        is_live = stays_live or (was_live and bool(recording.tape.blockers))
         if self._passes(recording) or is_live or is_mixed:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
@@ -831,7 +835,7 @@ class Trees:
         tree = self._inserted.get(plan.key)
         return tree is not None and next(iter(tree.programs()), None) is not None
 
-    def splicer(self, plan: InsertionPlan, known: Knowledge) -> Splicer:
+    def splicer(self, plan: InsertionPlan, knowledge: Knowledge) -> Splicer:
         """Return the splicer of some insertions into the paths without any."""
         self._latest = None
         splicer: Splicer | None = plan.splicer
@@ -839,7 +843,9 @@ class Trees:
             with self._lock:
                 splicer = self._splicers.get(plan.key)
                 if splicer is None:
-                    splicer = self._splicers[plan.key] = splicing.Splicer(plan, known, self._exits)
+                    splicer = self._splicers[plan.key] = splicing.Splicer(
+                        plan, knowledge, self._exits
+                    )
                 self._splicers.move_to_end(plan.key)
                 while len(self._splicers) > _MOST:
                     self._splicers.popitem(last=False)
@@ -875,11 +881,7 @@ class Trees:
         return [run for tree in list(self._inserted.values()) for run in _recorded_runs(tree)]
 
     def _new(self, joins: bool = True) -> TraceTree:
-        return TraceTree(self.limit, _divergence_reason, joins)
-
-
-def _divergence_reason(tree: TraceTree) -> str | None:
-    return outlines.most_divergent(tree)
+        return TraceTree(self.limit, lambda tree: outlines.most_divergent(tree), joins)
 
 
 def _recorded_runs(tree: TraceTree) -> list[Recording]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.check import Check
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.flow import FlowStep, steps_of
 from bendtrace.python.lazy import tabulate

@@ -44,14 +44,14 @@ class Floor:
             self.has_waited = True
         return True
 
-    def count_path(self, is_known: bool) -> None:
+    def count_path(self, is_replay: bool) -> None:
         """Count a call that was served along a path, or led down an unknown one.
 
         Args:
-            is_known: whether the path was known.
+            is_replay: whether the path was known.
         """
         self.has_waited = False
-        if is_known:
+        if is_replay:
             self._paths.earn()
             self._lives.earn()
             self.is_counting = not (self._paths.is_full and self._lives.is_full)

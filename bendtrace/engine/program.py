@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TypeAlias
 
-from bendtrace.engine.analysis import Analysis, asks_for_slices, tested_ops
+from bendtrace.engine.cache_growth import Holes
 from bendtrace.engine.check import Check, CheckWriter
 from bendtrace.engine.global_state import GlobalState
-from bendtrace.engine.graph import ProgramGraph, ValueNames
-from bendtrace.engine.growing import Holes
+from bendtrace.engine.guard_kinds import Analysis, asks_for_slices, tested_ops
+from bendtrace.engine.program_graph import ProgramGraph, ValueNames
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import (
     Code,
@@ -69,27 +69,27 @@ class Following:
         exit, number = self._exit, len(tape.guards) - 1
         if exit is None:
             return None
-        piece, known = exit.piece, exit.piece.recording.tape
+        piece, followed = exit.piece, exit.piece.recording.tape
         ahead = exit.number + number - self._number
         is_beyond = piece.stop is not None and ahead > piece.stop
-        if is_beyond or ahead not in piece.nodes or not self._agree(tape, known, exit, ahead):
+        if is_beyond or ahead not in piece.nodes or not self._agree(tape, followed, exit, ahead):
             self._exit = None
             return None
         most = _work_between(tape, self._number, number)
-        ours, theirs = ValueNames(tape, self._number, most), ValueNames(known, exit.number, most)
-        indices, found = ours.indices(), known.states[ahead]
+        ours, theirs = ValueNames(tape, self._number, most), ValueNames(followed, exit.number, most)
+        indices, found = ours.indices(), followed.states[ahead]
         holes = tuple(indices.get(theirs.name(hole), -1) for hole in found.holes)
-        is_same = most == _work_between(known, exit.number, ahead) and (
-            ours.name(tape.guards[number].index) == theirs.name(known.guards[ahead].index)
+        is_same = most == _work_between(followed, exit.number, ahead) and (
+            ours.name(tape.guards[number].index) == theirs.name(followed.guards[ahead].index)
         )
         if -1 in holes or not is_same:
             self._exit = None
             return None
         return RunState(found.key, holes, found.kept)
 
-    def _agree(self, tape: Tape, known: Tape, exit: Exit, ahead: int) -> bool:
+    def _agree(self, tape: Tape, followed: Tape, exit: Exit, ahead: int) -> bool:
         """Return whether the same was asked since the last state, with the same answers."""
-        mine, its = tape.guards[self._number + 1 :], known.guards[exit.number + 1 : ahead + 1]
+        mine, its = tape.guards[self._number + 1 :], followed.guards[exit.number + 1 : ahead + 1]
         return len(mine) == len(its) and all(
             one.asks_like(other) and (place == len(mine) or identical(one.answer, other.answer))
             for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
@@ -112,7 +112,7 @@ def _work_between(tape: Tape, one: int, other: int) -> int:
 
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
-Splicer: TypeAlias = Callable[[Exit], Code]
+ExitWriter: TypeAlias = Callable[[Exit], Code]
 
 _serials = itertools.count()
 # If a run is added to so many segments, counters of loops are lifted from the next call on. (It may
@@ -127,7 +127,7 @@ class Program:
         recording: the first run.
         global_state: the global state that it ran under.
         ignored: parts that need not be as they were, for a recording that is never replayed.
-        joins: whether its paths may join (see `graph.py`).
+        joins: whether its paths may join (see `program_graph.py`).
         ties: whether calls may be given tensors that the model holds itself.
 
     Attributes:
@@ -264,7 +264,7 @@ class Program:
         arguments: tuple[Any, ...],
         first: bool = False,
         compiled: bool = False,
-        splicer: Splicer | None = None,
+        splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay, along known paths as far as they go.
 
@@ -285,10 +285,10 @@ class Program:
         self,
         divergence: Divergence,
         arguments: tuple[Any, ...],
-        splicer: Splicer | None = None,
+        splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
-        if divergence.held is None:  # nothing was done that cannot be done again
+        if divergence.computed is None:  # nothing was done that cannot be done again
             return self.run(arguments)
         exit = divergence.exit  # read once: another thread may forget it
         if exit is None or _exit_code(exit) is None:
@@ -306,7 +306,7 @@ class Program:
         first: bool = False,
         compiled: bool = False,
         since: tuple[Divergence, Exit] | None = None,
-        splicer: Splicer | None = None,
+        splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay, in agreement with other ranks where they communicate in it (see `_walk`)."""
         model = self.recording.environment.function
@@ -326,7 +326,7 @@ class Program:
         first: bool,
         compiled: bool,
         since: tuple[Divergence, Exit] | None,
-        splicer: Splicer | None,
+        splicer: ExitWriter | None,
         joint: JointCall | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay from state to state.
@@ -345,12 +345,12 @@ class Program:
         trips: list[Trip] = []
         exit: Exit | None = graph.beginning
         hold = Hold() if since is None else since[0].hold
-        held = Holes(graph.may_grow and not compiled and since is None, hold)
+        holes = Holes(graph.may_grow and not compiled and since is None, hold)
         if since is not None:
             earlier, exit = since
-            assert earlier.held is not None
+            assert earlier.computed is not None
             trips = earlier.trips
-            held += earlier.held.values()
+            holes += earlier.computed.values()
         assert exit is not None
         piece, entered = exit.piece, exit.number
         code = (exit.compiled if compiled else None) or exit.code
@@ -365,9 +365,9 @@ class Program:
             if piece.casts:
                 hold.take()
             try:
-                result = code.function(arguments, held)
+                result = code.function(arguments, holes)
             except Exception as raised:
-                held.put_back()
+                holes.put_back()
                 if isinstance(raised, Interrupted):
                     stop: Stop = AfterOp(raised.position - 1)
                     has_acted = _have_acted([*trips, (piece, entered, stop)])
@@ -393,7 +393,7 @@ class Program:
                     error = values.pop(stop.index)
                     del departure
             except BaseException:
-                held.put_back()
+                holes.put_back()
                 hold.release()
                 raise
             else:
@@ -425,10 +425,10 @@ class Program:
                     if exit is not None and found is not None:
                         if compiled:
                             found = exit.compiled or found
-                        if held.grown and not held.may_enter(
+                        if holes.grown and not holes.may_enter(
                             exit.piece.growths.values(), found.places
                         ):
-                            held.put_back()
+                            holes.put_back()
                         trips.append((piece, entered, stop))
                         piece, entered, code = exit.piece, exit.number, found
                         continue
@@ -437,8 +437,8 @@ class Program:
                 if type(answer) is list:  # which the model is given, and may change
                     answer = copy.deepcopy(answer)
                 state = piece.recording.tape.states.get(stop)
-                values = None if state is None else dict(zip(state.holes, held, strict=True))
-                held.put_back()
+                values = None if state is None else dict(zip(state.holes, holes, strict=True))
+                holes.put_back()
             trips.append((piece, entered, stop))
             if node is not None:
                 piece, stop = node.piece, node.number
@@ -488,11 +488,11 @@ class Program:
 
     def recordings(self) -> list[Recording]:
         """Return all runs that went into the program, the first one first: not to be changed."""
-        changes, known = self._changes, self._recordings
-        if known is None or known[0] != changes:  # read before, as another thread may change it
+        changes, cached = self._changes, self._recordings
+        if cached is None or cached[0] != changes:  # read before, as another thread may change it
             found = list(dict.fromkeys(path.recording for path in self.paths()))
-            known = self._recordings = changes, found
-        return known[1]
+            cached = self._recordings = changes, found
+        return cached[1]
 
     # What follows changes the tree: under the lock of the `TraceTree`.
 
@@ -521,9 +521,9 @@ class Program:
             return True
         side = divergence.stretch.make_side(divergence.number, divergence.outcome)
         if side.target is not None or side.live is not None:
-            known = side.target or side.live  # another thread was faster
-            assert known is not None
-            known.hits += hits
+            target = side.target or side.live  # another thread was faster
+            assert target is not None
+            target.hits += hits
         else:
             side.live = RecordedPath(recording, hits)
         return True
@@ -551,14 +551,14 @@ class Program:
         graph = self.graph
         if graph is None or graph.is_broken:
             return False
-        has_begun_anew, known = graph.has_begun_anew, len(graph.pieces())
+        has_begun_anew, count = graph.has_begun_anew, len(graph.pieces())
         pieces = graph.add(recording, hits)
         if pieces is None:
             return False
         if graph.has_begun_anew and not has_begun_anew:
             self.root.sides.clear()
             self.root._by_outcome.clear()
-        self._pieces = known if graph.joins else 0
+        self._pieces = count if graph.joins else 0
         self.root.recording = graph.first.recording
         for node, piece in pieces:
             guard = recording.tape.guards[piece.after]

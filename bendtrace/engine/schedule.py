@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bendtrace.engine.analysis import Analysis, GuardKind, is_read
-from bendtrace.engine.growing import Growth
+from bendtrace.engine.cache_growth import Growth
+from bendtrace.engine.guard_kinds import Analysis, GuardKind, is_metadata_read
 from bendtrace.engine.source import ValueSplice, dependencies_of, gives_nothing
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.numbers import error_of
@@ -45,7 +45,7 @@ class Schedule:
         start: the first op to carry out.
         stop: the guard to end with, whatever its answer; None for the end of the run.
         available: ops before `start` whose values are handed over.
-        held: for a guard, the ops whose values are handed on where it does not hold.
+        holes_at: for a guard, the ops whose values are handed on where it does not hold.
         needed: the ops to carry out, and the inputs and state among what they use; None for all
             that the guards and the output need, and all that cannot be left out.
         growths: which tensors of the environment may be replaced before the end, by op.
@@ -72,7 +72,7 @@ class Schedule:
         start: int = 0,
         stop: int | None = None,
         available: Collection[int] = (),
-        held: Mapping[int, tuple[int, ...]] | None = None,
+        holes_at: Mapping[int, tuple[int, ...]] | None = None,
         needed: set[int] | None = None,
         growths: Mapping[int, Growth] | None = None,
         same: Mapping[int, int] | None = None,
@@ -88,7 +88,7 @@ class Schedule:
         self.stop = stop
         self.available: frozenset[int] = frozenset(available)
         self.handed: tuple[int, ...] = tuple(available)
-        self.held: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = held or {}
+        self.holes_at: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = holes_at or {}
         self.blocks: list[Checkpoint] = list(blocks)
         self.entered: Checkpoint | None = entered
         self.growths: Mapping[int, Growth] | dict[int, Growth] = growths or {}
@@ -151,7 +151,7 @@ class Schedule:
             start=0 if is_first else tape.guards[after].position,
             stop=stop,
             available=() if is_first else tape.states[after].holes,
-            held={n: tape.states[n].holes for n in guards if n in tape.states},
+            holes_at={n: tape.states[n].holes for n in guards if n in tape.states},
             growths=growths,
             same=returned_inputs(tape, after),
             splices=(splice for splice in splices if splice.lies_in(after, stop)),
@@ -184,7 +184,7 @@ class Schedule:
         for listed in self.guards.values():
             for number, guard in listed:
                 roots.update(guard.operands)
-                for hole in self.held.get(number, ()):
+                for hole in self.holes_at.get(number, ()):
                     roots.update(self._parts_of(hole) if self.is_late(ops[hole]) else (hole,))
         roots.update(splice.index for splice in chain(*self.splices.values()))
         for block in self.blocks:
@@ -239,7 +239,7 @@ class Schedule:
             use(self.tape.ops[index].operands, moment)
         for position, listed in self.guards.items():
             for number, guard in listed:
-                holes = self.held.get(number, ())
+                holes = self.holes_at.get(number, ())
                 use((*guard.operands, *holes), 2 * position)
                 for hole in holes:  # which may have to be computed there
                     if self.is_late(self.tape.ops[hole]):
@@ -287,7 +287,7 @@ class Schedule:
     def is_late(self, op: Op) -> bool:
         """Return whether a value can be computed at any time, from arguments and state alone."""
         return op.index in self.analysis.computable or (
-            is_read(op) and all(self.tape.ops[index].is_given for index in op.operands)
+            is_metadata_read(op) and all(self.tape.ops[index].is_given for index in op.operands)
         )
 
     def missing(self, number: int, computed: Collection[int]) -> list[Op]:
@@ -301,7 +301,7 @@ class Schedule:
             Unlinked: that needs a value which is not there.
         """
         ops, found = self.tape.ops, set()
-        waiting = [hole for hole in self.held.get(number, ()) if hole not in computed]
+        waiting = [hole for hole in self.holes_at.get(number, ()) if hole not in computed]
         while waiting:
             op = ops[waiting.pop()]
             if op.index in found or op.is_given:
@@ -347,12 +347,14 @@ def is_droppable(op: Op, analysis: Analysis) -> bool:
         return op.target in HARMLESS
     # Any tensor can be formatted without an error.
     only_writes = VALUES.get(op.target) is Use.FORMAT and not any(op.args[1:])
-    return is_read(op) or only_writes
+    return is_metadata_read(op) or only_writes
 
 
 def is_freed(op: Op) -> bool:
     """Return whether the value of an op takes memory that nothing but the run holds."""
-    is_scalar = type(op.meta) in (int, float, bool, torch.dtype, torch.device) or is_read(op)
+    is_scalar = type(op.meta) in (int, float, bool, torch.dtype, torch.device) or is_metadata_read(
+        op
+    )
     return op.is_work and not is_scalar and op.raised is None and not gives_nothing(op)
 
 

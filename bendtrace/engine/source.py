@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import asks_for_slices
-from bendtrace.engine.growing import tensor_places
+from bendtrace.engine.cache_growth import tensor_places
+from bendtrace.engine.guard_kinds import asks_for_slices
 from bendtrace.tape.captured import (
     UNSET,
     Access,

@@ -214,27 +214,27 @@ class Speculation:
                 self._look_at(calls, path)
         times = window.count(took)
         # The insertions do not predict the path of a call; its inputs do.
-        share = times / sum(known == key for _, known in window)
+        share = times / sum(other == key for _, other in window)
         if stretch is None or share < 0.5 or self._is_refused(took):
             self._look_at_segments(program, guess)
         if stretch is None:  # segments in a combination that no run has gone, which is no path
             return
-        known = self._paths.get(took)
-        lacks = known is not None and known.lacking > 1
+        other = self._paths.get(took)
+        lacks = other is not None and other.lacking > 1
         if lacks:  # others of the same kind keep coming, of which more has to be known
             del self._paths[took]
-            self._leaders[calls] = tuple(p for p in self._led(calls) if p is not known)
-            known = None
+            self._leaders[calls] = tuple(p for p in self._led(calls) if p is not other)
+            other = None
         often = stretch.hits if inserted is None else times + (stretch.hits == times + 1)
         led = (p for p in self._led(calls) if p.home is program and p.key == key)
         if often < 2 or _is_watched() or any(led):
             return
-        if known is None and share >= 0.5:
+        if other is None and share >= 0.5:
             self._compile(calls, program, took, spliced, finished, arguments, not lacks)
-        elif known is not None and known.state is CompileState.DEMOTED and share >= 0.75:
-            known.recent.clear()
-            known.state = CompileState.USED
-            self._lead(calls, known)
+        elif other is not None and other.state is CompileState.DEMOTED and share >= 0.75:
+            other.recent.clear()
+            other.state = CompileState.USED
+            self._lead(calls, other)
 
     def report(self) -> CompiledReport:
         """Return the report on the paths."""
@@ -245,8 +245,8 @@ class Speculation:
         )  # fmt: skip
 
     def _is_refused(self, took: PathKey) -> bool:
-        known = self._paths.get(took)
-        return known is not None and known.state is CompileState.REFUSED
+        compiled = self._paths.get(took)
+        return compiled is not None and compiled.state is CompileState.REFUSED
 
     def _look_at_segments(self, program: Program, guess: SpeculationResult) -> None:
         """Compile segments, if the calls keep combining them in new ways."""
@@ -541,8 +541,8 @@ class CompiledBody(CompiledFunction):
         pending = self._pending.__dict__
         if "result" in pending:
             result, given = pending.pop("result")
-            known = [value for value in given if isinstance(value, Tensor)]
-            self.compare(list(result.made), list(results), result, known)
+            tensors = [value for value in given if isinstance(value, Tensor)]
+            self.compare(list(result.made), list(results), result, tensors)
         elif "begun" in pending:
             begun, given = pending.pop("begun")
             self.was_replayed(now(given) - begun)
@@ -604,8 +604,8 @@ class CompiledSegments:
     @property
     def bodies(self) -> tuple[CompiledBody, ...]:
         """All bodies, whatever their state."""
-        known = list(self._programs.values())
-        return tuple(body for compiled in known for body in compiled.bodies.values())
+        programs = list(self._programs.values())
+        return tuple(body for compiled in programs for body in compiled.bodies.values())
 
     def look_at(self, program: Program) -> None:
         """Compile the bodies that run often enough, and drop those that did not pay."""
@@ -655,9 +655,9 @@ class CompiledSegments:
         key = text, constants, ops[0].context
         body = compiled.bodies.get(key)
         if body is None:
-            known = self.bodies
+            bodies = self.bodies
             most = self._settings.max_segments
-            if sum(body.is_used for body in known) >= most or len(known) >= _MOST_BODIES:
+            if sum(body.is_used for body in bodies) >= most or len(bodies) >= _MOST_BODIES:
                 return None
             body = CompiledBody(text, names, self._settings, ops)
             compiled.bodies[key] = body
@@ -764,7 +764,7 @@ class CompiledWriter(SegmentWriter):
     def _ops_from(self, position: int) -> list[Op]:
         """Return the ops from a position on that a body can have in it."""
         tape, found = self.tape, []
-        known: set[int] = set()
+        available: set[int] = set()
         first = tape.ops[position]
         for index in range(position, min(self.schedule.end, position + _LONGEST)):
             op = self.schedule.op_at(index)
@@ -772,13 +772,13 @@ class CompiledWriter(SegmentWriter):
                 break
             if op is None:
                 continue
-            if op.context != first.context or not self._is_compilable(op, known):
+            if op.context != first.context or not self._is_compilable(op, available):
                 break
             found.append(op)
-            known.add(index)
+            available.add(index)
         return found
 
-    def _is_compilable(self, op: Op, known: set[int]) -> bool:
+    def _is_compilable(self, op: Op, available: set[int]) -> bool:
         if why_not_op(op, op.context) is not None or not op.context.is_usual:
             return False
         ops = self.tape.ops
@@ -789,7 +789,7 @@ class CompiledWriter(SegmentWriter):
         for index in op.operands:
             given = ops[index]
             is_number = type(given.meta) in (int, bool) and _is_of_sizes(given, ops)
-            if not (index in known or isinstance(given.meta, TensorMeta) or is_number):
+            if not (index in available or isinstance(given.meta, TensorMeta) or is_number):
                 return False
         return True
 

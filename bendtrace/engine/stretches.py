@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bendtrace.engine.analysis import Analysis
+from bendtrace.engine.cache_growth import Growth, growths_of
 from bendtrace.engine.codegen import SegmentWriter
-from bendtrace.engine.growing import Growth, growths_of
+from bendtrace.engine.guard_kinds import Analysis
 from bendtrace.engine.schedule import Schedule, may_be_caught
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.python.lazy import LazyModule
@@ -110,20 +110,20 @@ class Stretch(RecordedPath):
         self, number: Stop, sides: tuple[GuardSide, ...]
     ) -> dict[tuple[type, Any], GuardSide]:
         """Return the sides of a guard by their outcomes, as far as these are plain."""
-        known = self._by_outcome.get(number)
-        if known is None or len(known) != len(sides):
+        cached = self._by_outcome.get(number)
+        if cached is None or len(cached) != len(sides):
             plain = (side for side in sides if type(side.outcome) in (bool, int, str))
-            known = {(type(side.outcome), side.outcome): side for side in plain}
-            self._by_outcome[number] = known
-        return known
+            cached = {(type(side.outcome), side.outcome): side for side in plain}
+            self._by_outcome[number] = cached
+        return cached
 
     def make_side(self, number: Stop, outcome: Any) -> GuardSide:
         """Return the side for an outcome of a guard, which is added if it is new."""
         side = self.side(number, outcome)
         if side is None:
             side = GuardSide(outcome)
-            if (known := self._by_outcome.get(number)) is not None:
-                known[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
+            if (cached := self._by_outcome.get(number)) is not None:
+                cached[type(outcome), outcome if type(outcome) in (bool, int, str) else side] = side
             self.sides[number] = (*self.sides.get(number, ()), side)
         return side
 
@@ -161,8 +161,8 @@ class Divergence:
         outcome: what the test gave.
         hold: on autocast's cache; released by who goes on.
         trips: the parts of the graph that the call went along.
-        held: the values of the state that it came to, by the ops of the last part; None if no state
-            was read, and the model can do everything again.
+        computed: the values of the state that it came to, by the ops of the last part; None if no
+            state was read, and the model can do everything again.
         error: what an op raised, if it was not a guard that led away.
         follower: knows states that a resumed run may come to.
         asked: how many questions of the last part were asked, if no guard led away (see `Section`).
@@ -174,7 +174,7 @@ class Divergence:
     outcome: Any
     hold: Hold
     trips: list[Trip] = field(default_factory=list)
-    held: dict[int, Any] | None = None
+    computed: dict[int, Any] | None = None
     error: Exception | None = None
     follower: Follower | None = None
     asked: int = 0
@@ -200,7 +200,7 @@ class Divergence:
         return None if node is None else node.after(self.outcome)
 
     @property
-    def known_live(self) -> bool:
+    def continues_live(self) -> bool:
         """Return whether the continuation is known to run live only."""
         side = self.stretch.side(self.number, self.outcome)
         return side is not None and side.target is None and side.live is not None
@@ -215,11 +215,11 @@ class Divergence:
     def drop(self) -> None:
         """Let go of the values, of which nothing will be used."""
         self.hold.release()
-        self.held = None
+        self.computed = None
 
     def script(self) -> Script | None:
         """Return the part that a resumed run does not have to repeat; None if that is nothing."""
-        if self.held is None:
+        if self.computed is None:
             self.hold.release()
             return None
         sections = [
@@ -227,9 +227,9 @@ class Divergence:
             for piece, entered, left in self.trips
             if left is not None
         ]
-        held, self.held = self.held, {}  # the run alone holds the values
+        computed, self.computed = self.computed, {}  # the run alone holds the values
         error, self.error = self.error, None
-        return scripts.Script(sections, self.outcome, held, error, self.hold, self.follower)
+        return scripts.Script(sections, self.outcome, computed, error, self.hold, self.follower)
 
     def release(self, script: Script | None) -> None:
         """Let go of the values, once a run has been resumed with them."""
@@ -239,7 +239,7 @@ class Divergence:
         # comes by, would keep them alive.
         self.hold.release()  # if the run did not even begin
         script.release()
-        self.held = None
+        self.computed = None
 
 
 _FEW = 8  # sides that are looked at one by one

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from bendtrace.engine.analysis import Analysis, GuardKind
 from bendtrace.engine.codegen import RunWriter
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.schedule import Schedule, is_droppable
 from bendtrace.engine.source import Code
 from bendtrace.record.recorder import Recording
@@ -46,7 +46,7 @@ class Suffix:
         is_checked: whether the conditions on arguments and state have been tested already.
         start: the first op that is not carried out yet.
         available: ops before it whose values are there.
-        passed: tests (see `Guard.key`) that were made before `start`.
+        tests_before: tests (see `Guard.key`) that were made before `start`.
 
     Attributes:
         needed: the ops to carry out, and the inputs and state among what they use.
@@ -71,7 +71,7 @@ class Suffix:
         is_checked: bool = False,
         start: int = 0,
         available: frozenset[int] = frozenset(),
-        passed: frozenset[Any] = frozenset(),
+        tests_before: frozenset[Any] = frozenset(),
     ) -> None:
         self.recording = recording
         self.cuts: Cuts = Cuts(cuts)
@@ -88,7 +88,7 @@ class Suffix:
         self._analysis = analysis
         self._missing = missing
         self._is_checked = is_checked
-        self._passed = passed
+        self._tests_before = tests_before
         self._root = recording.root
         self._why: dict[int, int] = {}  # for what is needed, what needs it
         self._slots, self._lacking = self._follow()
@@ -254,9 +254,9 @@ class Suffix:
     # Effects
 
     def _add_effects(self) -> None:
-        known = self.needed | self.available | set(self._dropped)
+        indices = self.needed | self.available | set(self._dropped)
         for op in self._ops:
-            if op.index in known or self.cuts.replaces(op) or is_droppable(op, self._analysis):
+            if op.index in indices or self.cuts.replaces(op) or is_droppable(op, self._analysis):
                 continue
             if self._takes_place(op):
                 self._need(op.index, 0, None, -1)
@@ -302,7 +302,7 @@ class Suffix:
         for number, guard in enumerate(self.recording.tape.guards):
             if isinstance(guard, ErrorGuard) and guard.index in self.available:
                 continue  # it is tested where the op is carried out
-            if guard.position < self.start and guard.key in self._passed:
+            if guard.position < self.start and guard.key in self._tests_before:
                 continue
             if number in self.guards or not self._matters(guard):
                 continue

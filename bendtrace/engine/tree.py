@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.global_state import GlobalState
-from bendtrace.engine.program import Program, Splicer
+from bendtrace.engine.guard_kinds import GuardKind
+from bendtrace.engine.program import ExitWriter, Program
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.results import can_exchange
@@ -267,11 +267,11 @@ class TraceTree:
             elif program.grow(recording, divergence):
                 self._notice(recording, program)
             else:
-                known = (program.root.recording, recording)
-                if any(run.tape.counters for run in known):
+                runs = (program.root.recording, recording)
+                if any(run.tape.counters for run in runs):
                     self._stop_lifting(program)
                 else:
-                    one, two = map(_with_own_states, known)
+                    one, two = map(_with_own_states, runs)
                     others = [Program(one, program.global_state, joins=False)]
                     if not others[0].join(two):
                         others.append(Program(two, program.global_state, joins=False))
@@ -289,9 +289,9 @@ class TraceTree:
         if latest is None:
             return
         environment = latest.recording.environment
-        known = self._inputs | self._excluded
+        labels = self._inputs | self._excluded
         for part in environment.parts:
-            if part.label in known or not _has_moved(part, arguments):
+            if part.label in labels or not _has_moved(part, arguments):
                 continue
             with self._lock:
                 self._moved[part.label] += 1
@@ -550,19 +550,19 @@ class TraceTree:
 
     def replay(
         self, names: tuple[str, ...], program: Program, arguments: tuple[Any, ...],
-        compiled: bool = False, splicer: Splicer | None = None,
+        compiled: bool = False, splicer: ExitWriter | None = None,
     ) -> FinishedReplay | Divergence:  # fmt: skip
         """Run a program, going over to paths that are known from other programs."""
         result = program.run(arguments, compiled=compiled, splicer=splicer)
-        while isinstance(result, Divergence) and not result.known_live:
-            if splicer is not None and result.held is None:
+        while isinstance(result, Divergence) and not result.continues_live:
+            if splicer is not None and result.computed is None:
                 break  # nothing may be done again
-            known = self._find_elsewhere(names, program, result, arguments)
-            if known is None:
+            elsewhere = self._find_elsewhere(names, program, result, arguments)
+            if elsewhere is None:
                 break
             with self._lock:
                 try:
-                    has_grown = program.grow(known, result, hits=0)
+                    has_grown = program.grow(elsewhere, result, hits=0)
                 except NondeterminismError:  # it was given something else
                     has_grown = False
             if not has_grown:

@@ -90,13 +90,13 @@ def _copy_marks(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
     return copy(tensor)
 
 
-def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int]) -> None:
+def require_plain(number: int, inputs: Mapping[str, Any], state: Collection[int]) -> None:
     """Require that inputs are no more than tensors, numbers and containers.
 
     Args:
         number: counts the inputs from 1.
         inputs: the arguments by name.
-        held: the identities of the model's own tensors.
+        state: the identities of the model's own tensors.
 
     Raises:
         ExportError: one is of a class, or has attributes, which no program could read.
@@ -104,7 +104,8 @@ def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int])
     leaves = pytree.tree_leaves_with_path(inputs)
     if inputs and not leaves:
         raise ExportError(f"input {number} holds no value: pass a tensor, a number or None")
-    if pytree.tree_structure(_rebuild(inputs)) != pytree.tree_structure(inputs):
+    rebuilt = pytree.tree_map(lambda leaf: leaf, inputs)
+    if pytree.tree_structure(rebuilt) != pytree.tree_structure(inputs):
         raise ExportError(f"input {number} holds a torch.Size: pass it as a tuple")
     for path, leaf in leaves:
         name = f"{path[0].key}{pytree.keystr(path[1:])} of input {number}"
@@ -131,15 +132,11 @@ def require_plain(number: int, inputs: Mapping[str, Any], held: Collection[int])
                 f"{name} has the attribute {next(iter(leaf.__dict__))}, which a program cannot "
                 "read: pass it as a separate argument"
             )
-        if id(leaf) in held:
+        if id(leaf) in state:
             raise ExportError(f"{name} is a tensor of the model itself: pass a clone()")
 
 
 _PLAIN_KEY = re.compile(r"[^'\"\\\n]*")
-
-
-def _rebuild(inputs: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf, inputs)
 
 
 # What is asked of the inputs of a program

@@ -47,11 +47,18 @@ from bendtrace.export.writer import BODY, ProgramWriter, Unseen, Written
 from bendtrace.log.entries import counted
 from bendtrace.python.internals import TorchDispatchMode, internal, pytree
 from bendtrace.python.results import can_exchange
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.record.varying import Counter, Lifting, Place
 
-__all__ = ["Exported", "Insertions", "compare", "difference", "export", "tensors_in"]
+__all__ = [
+    "Exported",
+    "Insertions",
+    "compare_program",
+    "difference",
+    "export",
+    "tensors_and_numbers_in",
+]
 
 
 _serials = itertools.count()
@@ -104,7 +111,7 @@ class Exported:
     _forms: tuple[Any, ...] = field(default=(), repr=False, init=False)
     _constants: Sequence[Any] = field(default=(), repr=False, init=False)
     _module: Any = field(default=None, repr=False, init=False)
-    _held: frozenset[int] = field(default=frozenset(), repr=False, init=False)
+    _state_ids: frozenset[int] = field(default=frozenset(), repr=False, init=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the program.
@@ -116,7 +123,7 @@ class Exported:
         kwargs = {**kwargs, **{k: v for k, v in self.insertions.items() if k not in kwargs}}
         if self._module is None:
             self._module = self.program.module()
-            self._held = frozenset(map(id, self.program.state_dict.values()))
+            self._state_ids = frozenset(map(id, self.program.state_dict.values()))
         form = self._form(args, kwargs)
         if form not in self._forms:
             raise InputError(
@@ -124,7 +131,7 @@ class Exported:
                 f"{form} in place of {self._forms[0]}"
             )
         leaves = pytree.tree_leaves((args, kwargs))
-        if not self._held.isdisjoint(map(id, leaves)):
+        if not self._state_ids.isdisjoint(map(id, leaves)):
             raise InputError("an argument is a tensor of the program itself: pass a clone()")
         for leaf, constant in zip(leaves, self._constants, strict=False):
             if type(leaf) is type(constant) and type(leaf) in _NUMBERS and leaf != constant:
@@ -198,7 +205,7 @@ def export(
     target = None if to is None else targets.target_of(to)
     plain = functools.partial(record, model, reads_states=True)
     run = plain if inserted is None else inserted.record
-    state = _names_of(model)
+    state = _names_of_state(model)
 
     def export_once(recordings: list[Recording]) -> Exported:
         tensors = {} if inserted is None else inserted.tensors(state, signature.parameters)
@@ -211,9 +218,9 @@ def export(
             made.notes = (*inserted.notes, *made.notes)
         return made
 
-    held = frozenset(state)
+    state_names = frozenset(state)
     for number, (args, kwargs) in enumerate(calls, 1):
-        require_plain(number, signature.bind(args, kwargs), held)
+        require_plain(number, signature.bind(args, kwargs), state_names)
     require_constant([signature.bind(*call) for call in calls])
     with torch.no_grad():
         excluded: frozenset[Counter] = frozenset()
@@ -275,17 +282,17 @@ def _export(
         closeness: the tolerance of files, and the model, whose rounding errors count.
         recordings: the runs.
     """
-    if any(one.is_meta for run in recordings for one in tensors_in(run.result)):
+    if any(one.is_meta for run in recordings for one in tensors_and_numbers_in(run.result)):
         raise ExportError(
             "the model returns a tensor of the meta device, which has no values to compare: move "
             "the model and its inputs to another device"
         )
     machine = Machine(recordings)
-    held = {name: tensor.detach() for name, tensor in added.items()}
-    calls = [(args, {**kwargs, **held}) for args, kwargs in calls]
-    args, kwargs = _largest(calls)
+    tensors = {name: tensor.detach() for name, tensor in added.items()}
+    calls = [(args, {**kwargs, **tensors}) for args, kwargs in calls]
+    args, kwargs = _largest_inputs(calls)
     names = signature.names(args, kwargs)
-    head = _head(names, len(args))
+    head = _parameter_list(names, len(args))
     positions = [names.index(name) for name in signature.arrange(args, kwargs)[0]]
     own = {id(tensor): f"_i{names.index(name)}" for name, tensor in added.items()}
     written = ProgramWriter(machine, positions, state, own, False).write(head)
@@ -320,12 +327,12 @@ def _export(
         in_file = conditions_in_files(program, inputs, facts, above, empty)
     program._guards_code[:0] = required  # torch's, for one, take a rank for granted
     made = Exported(program, written.unseen, len(calls), notes, written.text)
-    made.insertions = held
+    made.insertions = tensors
     made._constants = pytree.tree_leaves((args, kwargs))
-    made._form = form = functools.partial(_form, signature)
+    made._form = form = functools.partial(_call_structure, signature)
     made._forms = tuple({repr(one): one for one in itertools.starmap(form, calls)}.values())
     try:
-        compare(made, calls, recordings, tell=tell)
+        compare_program(made, calls, recordings, tell=tell)
     except ExportError as error:
         if varying is not None and "Runtime assertion failed for expression u" in str(error):
             raise ExportError(f"{_VARYING} ({error})", cite(varying)) from error
@@ -338,7 +345,7 @@ def _export(
                 f"the model returns the text {spec.arg.value!r}, which no file can hold: return "
                 "tensors and numbers"
             )
-    check = functools.partial(compare, calls=calls, recordings=recordings)
+    check = functools.partial(compare_program, calls=calls, recordings=recordings)
     tolerance, model = closeness
     loosely = functools.partial(check, tolerance=tolerance, model=model)
     tell("write")
@@ -361,12 +368,12 @@ def _export(
     return made
 
 
-def _form(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_structure(signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the structure of arguments, with the order of keys, which the model may go by."""
     return pytree.tree_structure(signature.bind(args, kwargs))
 
 
-def _head(names: Sequence[str], positional: int) -> list[str]:
+def _parameter_list(names: Sequence[str], positional: int) -> list[str]:
     """Return the parameters of a program for the names of arguments.
 
     Args:
@@ -445,7 +452,7 @@ def _record_runs(
     return recordings
 
 
-def _largest(calls: Sequence[Inputs]) -> Inputs:
+def _largest_inputs(calls: Sequence[Inputs]) -> Inputs:
     """Return the inputs with the largest sizes: sizes of 1 and 0 are no example of others."""
 
     def size(call: Inputs) -> tuple[int, int]:
@@ -456,7 +463,7 @@ def _largest(calls: Sequence[Inputs]) -> Inputs:
     return max(calls, key=size)
 
 
-def _names_of(model: Callable[..., Any]) -> dict[int, str]:
+def _names_of_state(model: Callable[..., Any]) -> dict[int, str]:
     if not isinstance(model, nn.Module):
         return {}
     found = {id(tensor): name for name, tensor in model.named_buffers()}
@@ -488,7 +495,7 @@ def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:
             _require(size is None or leaf.size(dim) == size)
 
 
-def _module(written: Written, file: str, common: Sequence[list[int | None]]) -> nn.Module:
+def _module_of_source(written: Written, file: str, common: Sequence[list[int | None]]) -> nn.Module:
     """Make a module with the written forward, and the model's own tensors by their names."""
     names = {
         **written.names,
@@ -548,7 +555,7 @@ def _trace_program(
     shapes = dict(zip(head, map(_open, (*args, *named.values())), strict=True))
     for above, is_fixed in ways:
         sizes = targets.open_sizes(not above)
-        module = _module(written, file, common if is_fixed else ())
+        module = _module_of_source(written, file, common if is_fixed else ())
         try:
             # torch prints what it had traced of a program that it refuses (seen in 2.13).
             with targets.quiet(), contextlib.redirect_stderr(io.StringIO()), sizes:
@@ -619,7 +626,7 @@ def _explain(error: BaseException, written: Written, file: str) -> tuple[str, st
 Inputs: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def compare(
+def compare_program(
     made: Callable[..., Any],
     calls: Sequence[Inputs],
     recordings: Sequence[Recording],
@@ -687,13 +694,13 @@ class _Rounded(TorchDispatchMode):
 
 def rounding_errors(model: Callable[..., Any], call: Inputs, expected: Any) -> list[float]:
     """Return by how much each output of a model may be off; 0 where that is not known."""
-    theirs = tensors_in(expected)
+    theirs = tensors_and_numbers_in(expected)
     errors = [0.0] * len(theirs)
     for seed in range(_SAMPLES):
         args, kwargs = copies_of(call)
         try:
             with PreservedState(model), torch.no_grad(), _Rounded(seed):
-                ours = tensors_in(model(*args, **kwargs))
+                ours = tensors_and_numbers_in(model(*args, **kwargs))
         except Exception:  # an input may lead to another side then
             continue
         if [one.shape for one in ours] != [one.shape for one in theirs]:
@@ -720,7 +727,7 @@ def difference(
         tolerance: the largest accepted difference of floats; None for none.
         errors: the rounding errors of the model for each of its outputs.
     """
-    ours, theirs = (tensors_in(value) for value in (given, expected))
+    ours, theirs = (tensors_and_numbers_in(value) for value in (given, expected))
     if len(ours) != len(theirs):
         return f"{len(ours)} values in place of {len(theirs)}"
     for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -745,16 +752,16 @@ def _is_equal(one: Tensor, other: Tensor, tolerance: float | None, error: float)
     return bool((same | (one.isnan() & other.isnan())).all())
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_and_numbers_in(value: Any) -> list[Tensor]:
     """Return the tensors and numbers in a value, numbers as tensors."""
     if isinstance(value, Tensor):
         return [value.detach()]
     if isinstance(value, Mapping):
-        return [leaf for item in value.values() for leaf in tensors_in(item)]
+        return [leaf for item in value.values() for leaf in tensors_and_numbers_in(item)]
     if isinstance(value, (tuple, list)):
-        return [leaf for item in value for leaf in tensors_in(item)]
+        return [leaf for item in value for leaf in tensors_and_numbers_in(item)]
     if isinstance(value, Distribution):
-        return tensors_in(parameters_in(type(value), vars(value)))
+        return tensors_and_numbers_in(parameters_in(type(value), vars(value)))
     if type(value) is float:
         return [torch.tensor(value, dtype=torch.float64)]
     if type(value) in (bool, int):
@@ -787,9 +794,9 @@ def cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
         no: the other side.
         operands: what both are called with.
     """
-    passed = _Operands(operands)
-    sides = map(passed.read_by, (yes, no))
-    return torch.ops.higher_order.cond(asked, *sides, passed.given)
+    carrier = _Operands(operands)
+    sides = map(carrier.read_by, (yes, no))
+    return torch.ops.higher_order.cond(asked, *sides, carrier.given)
 
 
 def while_loop(
@@ -805,12 +812,12 @@ def while_loop(
         operands: what both functions are called with besides.
         varying: for each that a round changes, the dimensions that it makes smaller; None for none.
     """
-    passed, count = _Operands(operands), len(carried)
+    carrier, count = _Operands(operands), len(carried)
     dims = [
         (place, dim)
-        for place, known in enumerate(varying)
-        if known is not None
-        for dim in sorted({*known, *_varying_in(carried[place])})
+        for place, shrinking in enumerate(varying)
+        if shrinking is not None
+        for dim in sorted({*shrinking, *_varying_in(carried[place])})
     ]
     whole = {place: carried[place].contiguous() for place, _ in dims}
     carried = tuple(whole.get(place, value) for place, value in enumerate(carried))
@@ -818,24 +825,24 @@ def while_loop(
     def cut(values: Sequence[Any]) -> list[Any]:
         found = list(values[:count])
         for (place, dim), size in zip(dims, values[count:], strict=True):
-            found[place] = _first(found[place], dim, _read(size))
+            found[place] = _narrow_dim(found[place], dim, _read_size(size))
         return found
 
     def among(given: tuple[Any, ...]) -> list[Any]:
         own = count + len(dims)
-        return [*cut(given[:own]), *passed.read(given[own:])]
+        return [*cut(given[:own]), *carrier.read(given[own:])]
 
     def one_round(*given: Any) -> tuple[Any, ...]:
         made = list(step(*among(given)))
-        sizes = [_as_tensor(made[place].size(dim)) for place, dim in dims]
+        sizes = [_size_tensor(made[place].size(dim)) for place, dim in dims]
         for place, dim in dims:
-            made[place] = _fill(made[place], dim, given[place].size(dim))
+            made[place] = _pad_dim(made[place], dim, given[place].size(dim))
         return *made, *sizes
 
-    sizes = tuple(_as_tensor(carried[place].size(dim)) for place, dim in dims)
+    sizes = tuple(_size_tensor(carried[place].size(dim)) for place, dim in dims)
     begin = (*carried, *sizes)
     loop = torch.ops.higher_order.while_loop
-    return cut(loop(lambda *given: test(*among(given)), one_round, begin, passed.given))
+    return cut(loop(lambda *given: test(*among(given)), one_round, begin, carrier.given))
 
 
 def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -847,17 +854,19 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
             be able to compute them.
         shapes: what it can compute with: the shapes of tensors, and `(n,)` for sizes.
     """
-    passed = _Operands(values)
-    known = {
+    carrier = _Operands(values)
+    numbers = {
         str(size): number
         for value, shape in zip(values, shapes, strict=True)
         for size, number in zip(_sizes_of(value), shape, strict=True)
     }
     sizes = {
-        text: _read(torch.where(holds, passed.given[place + len(passed.places)], known[text]))
-        for text, place in passed.sizes.items()
+        text: _read_size(
+            torch.where(holds, carrier.given[place + len(carrier.places)], numbers[text])
+        )
+        for text, place in carrier.sizes.items()
     }
-    return [_resize(value, sizes, known) for value in values]
+    return [_resize(value, sizes, numbers) for value in values]
 
 
 class _Operands:
@@ -877,11 +886,11 @@ class _Operands:
         for size in (size for value in self._values for size in _sizes_of(value)):
             if _is_varying(size) and str(size) not in self.sizes:
                 self.sizes[str(size)] = len(sizes)
-                sizes.append(_as_tensor(size))
-        self.places = [n for n, v in enumerate(self._values) if self._is_passed(v)]
+                sizes.append(_size_tensor(size))
+        self.places = [n for n, v in enumerate(self._values) if self._is_operand(v)]
         self.given = (*(self._values[place] for place in self.places), *sizes)
 
-    def _is_passed(self, value: Any) -> bool:
+    def _is_operand(self, value: Any) -> bool:
         is_open = isinstance(value, torch.SymInt) and str(value) not in self.sizes
         return is_open or isinstance(value, Tensor)
 
@@ -894,28 +903,28 @@ class _Operands:
         values = list(self._values)
         for place, value in zip(self.places, given, strict=False):
             values[place] = value
-        numbers = map(_read, given[len(self.places) :])
+        numbers = map(_read_size, given[len(self.places) :])
         sizes = dict(zip(self.sizes, numbers, strict=True))
         return (_resize(value, sizes) for value in values)
 
 
-def _resize(value: Any, sizes: Mapping[str, Any], known: Mapping[str, int] = _NOTHING) -> Any:
+def _resize(value: Any, sizes: Mapping[str, Any], numbers: Mapping[str, int] = _NOTHING) -> Any:
     """Return a size as another one, or a tensor with as many elements; other values as they are.
 
     Args:
         value: the value.
         sizes: the sizes, by the expressions of those that they stand for.
-        known: how many zeros are behind those elements that there are.
+        numbers: how many zeros are behind those elements that there are.
     """
     if isinstance(value, torch.SymInt):
         return sizes.get(str(value), value)
     found = value
     for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
         if (text := str(size)) in sizes:
-            if text in known:
-                rest = [*found.shape[:dim], known[text], *found.shape[dim + 1 :]]
+            if text in numbers:
+                rest = [*found.shape[:dim], numbers[text], *found.shape[dim + 1 :]]
                 found = torch.cat([found, found.new_zeros(rest)], dim)
-            found = _first(found, dim, sizes[text])
+            found = _narrow_dim(found, dim, sizes[text])
     return found
 
 
@@ -940,11 +949,11 @@ def _varying_in(value: Tensor) -> Iterator[int]:
     return (dim for dim, size in enumerate(value.shape) if _is_varying(size))
 
 
-def _as_tensor(size: Any) -> Tensor:
+def _size_tensor(size: Any) -> Tensor:
     return torch.scalar_tensor(size, dtype=torch.int64)
 
 
-def _read(size: Tensor) -> Any:
+def _read_size(size: Tensor) -> Any:
     # Of a copy: a number that torch has read from this very tensor elsewhere, as the other side of
     # a question does, is not read again, and inductor knows no place of it (2.13).
     number = size.clone().item()
@@ -952,12 +961,12 @@ def _read(size: Tensor) -> Any:
     return number
 
 
-def _first(value: Tensor, dim: int, size: Any) -> Tensor:
+def _narrow_dim(value: Tensor, dim: int, size: Any) -> Tensor:
     """Return the first slices of a tensor."""
     return value.index_select(dim, torch.arange(size, device=value.device))
 
 
-def _fill(value: Tensor, dim: int, size: Any) -> Tensor:
+def _pad_dim(value: Tensor, dim: int, size: Any) -> Tensor:
     """Return a tensor with zeros behind it."""
     whole = value.new_zeros([*value.shape[:dim], size, *value.shape[dim + 1 :]])
     return whole.index_copy(dim, torch.arange(value.size(dim), device=value.device), value)

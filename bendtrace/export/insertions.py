@@ -23,8 +23,8 @@ from bendtrace.insert.resolver import Knowledge, describe_where
 from bendtrace.insert.splicer import record_with_insertions
 from bendtrace.python.internals import pytree
 from bendtrace.python.sites import definition
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recorder, Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
@@ -38,14 +38,14 @@ class Insertions:
 
     Args:
         registry: where they are.
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
 
     Raises:
         ExportError: one of them only looks at values or gradients.
     """
 
-    def __init__(self, registry: InsertionRegistry, known: Knowledge) -> None:
-        self._insertion_registry, self._known = registry, known
+    def __init__(self, registry: InsertionRegistry, knowledge: Knowledge) -> None:
+        self._insertion_registry, self._knowledge = registry, knowledge
         self._names: dict[str, Any] = {}
         for insertion in registry.insertions:
             what = insertion.what
@@ -77,13 +77,13 @@ class Insertions:
             self._sizes.add(sizes)
             own_args, own_kwargs = separate_copies_of((args, kwargs))
             with applying(plan):
-                record_with_insertions(self._known, signature, own_args, own_kwargs, plan)
+                record_with_insertions(self._knowledge, signature, own_args, own_kwargs, plan)
         code = {name: what._code for name, what in self._names.items()}
-        inserter = _Follower(plan, self._known, code)
+        inserter = _Follower(plan, self._knowledge, code)
         with applying(inserter.plan):
             recording = record(
-                self._known.model, args, kwargs, signature, inserter=inserter, reads_states=True,
-                lifting=lifting,
+                self._knowledge.model, args, kwargs, signature, inserter=inserter,
+                reads_states=True, lifting=lifting,
             )  # fmt: skip
         inserter.settle(recording)
         for span in inserter.spans:
@@ -161,7 +161,7 @@ class _Follower(LiveInserter):
 
     Args:
         plan: the insertions of the call.
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
         code: what is inserted, by name.
 
     Attributes:
@@ -171,12 +171,12 @@ class _Follower(LiveInserter):
 
     recorder: Recorder
 
-    def __init__(self, plan: InsertionPlan, known: Knowledge, code: Mapping[str, Any]) -> None:
-        known.name_nodes()
+    def __init__(self, plan: InsertionPlan, knowledge: Knowledge, code: Mapping[str, Any]) -> None:
+        knowledge.name_nodes()
         self._count = itertools.count()
         self.spans: list[_Span] = []
         own = InsertionPlan(list(map(self._as_marked, plan.entries)), plan.totals, plan.lookup)
-        super().__init__(own, known.registry, known.model)
+        super().__init__(own, knowledge.registry, knowledge.model)
         self.code = code
         self._is_inside = False
         self._replaced: Any = None
@@ -263,8 +263,8 @@ class _Marked:
     def _called(self, form: str, at: NodePass, inputs: Inputs, *more: Any) -> Any:
         pending, tape = self._inserter.pending, self._inserter.recorder.tape
         ops, blockers = len(tape.ops), len(tape.blockers)
-        held = (v for v in more if not callable(v) or isinstance(v, Tensor))
-        pending.append([self._number, form, at.path, *inputs, *inputs.kwargs.values(), *held])
+        values = (v for v in more if not callable(v) or isinstance(v, Tensor))
+        pending.append([self._number, form, at.path, *inputs, *inputs.kwargs.values(), *values])
         try:
             given = getattr(self._what, form)
             return given(at, *more, inputs) if form == "instead" else given(at, inputs, *more)

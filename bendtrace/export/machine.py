@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from bendtrace.engine.analysis import Analysis, GuardKind
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.errors import ExportError
 from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
@@ -505,11 +505,11 @@ class Machine:
         nodes: list[Node] = []
         for number in numbers:
             key = tape.states[number].key
-            known = self._by_key.get(key)
-            if known is None:
-                known = self._by_key[key] = Question(run, number)
-            known.passes.append((run, number))
-            nodes.append(known)
+            cached = self._by_key.get(key)
+            if cached is None:
+                cached = self._by_key[key] = Question(run, number)
+            cached.passes.append((run, number))
+            nodes.append(cached)
         nodes.append(END)
         stops: list[int | None] = [*numbers, None]
         if is_first:

@@ -81,18 +81,18 @@ class SegmentOps(Expressions):
         scope: the function that receives the ops.
         run: the run of the segment.
         schedule: its ops; None for those that a question needs.
-        known: the values at its start.
+        values: the values at its start.
     """
 
     def __init__(
         self, writer: ProgramWriter, scope: Scope, run: AnalysedRun, schedule: Schedule | None,
-        known: dict[int, Value],
+        values: dict[int, Value],
     ) -> None:  # fmt: skip
         super().__init__()
         self.names = writer.names
         self._writer, self._scope, self._run, self._schedule = writer, scope, run, schedule
         self._ops = run.recording.tape.ops
-        self.known = known
+        self.values = values
 
     def op(self, index: int) -> Op:
         """Return an op of the run."""
@@ -138,13 +138,13 @@ class SegmentOps(Expressions):
     def value_of(self, index: int) -> Value:
         """Return the value of an op; compute it, if it was left out before."""
         op = self._ops[index]
-        if index in self.known:
-            if any(isinstance(leaf, Outdated) for leaf in argument_leaves(self.known[index])):
+        if index in self.values:
+            if any(isinstance(leaf, Outdated) for leaf in argument_leaves(self.values[index])):
                 raise ExportError(_USED_LATE, cite(op))
-            return self.known[index]
+            return self.values[index]
         if op.is_given:
             found = self._writer.part(op.target, op)
-            self.known[index] = found
+            self.values[index] = found
             return found
         if self._schedule is not None and index in self._schedule.same:
             return self.value_of(self._schedule.same[index])
@@ -155,11 +155,11 @@ class SegmentOps(Expressions):
                 cite(op),
             )
         self.emit(op)
-        return self.known[index]
+        return self.values[index]
 
     def handed(self, index: int) -> Value:
         """Return the value of an op for later code, which may leave it unused."""
-        return self.known[index] if index in self.known else self.value_of(index)
+        return self.values[index] if index in self.values else self.value_of(index)
 
     # Ops
 
@@ -185,13 +185,13 @@ class SegmentOps(Expressions):
         owner = self.value_of(op.args[0].index)
         key = op.args[1]
         if isinstance(owner, Several) and type(key) is int:
-            self.known[op.index] = owner.items[key]
+            self.values[op.index] = owner.items[key]
         elif isinstance(owner, Tensors) and type(key) is int:  # a row, see `_emit_tensors`
             row = f"torch.full((1,), {key}, device={owner.name}.device)"
             name = self._define(f"{owner.name}.index_select(0, {row}).select(0, 0)", op)
             own = self._memory(op)  # the model has a view
             self._writer.picked |= own - owner.memory
-            self.known[op.index] = self._unpack(name, op.meta, own | owner.memory, op)
+            self.values[op.index] = self._unpack(name, op.meta, own | owner.memory, op)
         elif isinstance(owner, Numeral) or self._ops[op.args[0].index].target is Tensor.tolist:
             self._emit_number(op)
         else:
@@ -207,7 +207,7 @@ class SegmentOps(Expressions):
                 Static(self._define(f"{tensor}.{word}({dim})", op, "s"), int, varies)
                 for dim in range(len(op.meta))
             )
-            self.known[op.index] = Several(items, (), torch.Size)
+            self.values[op.index] = Several(items, (), torch.Size)
             return
         prefix = "s" if type(op.meta) is int else "k"
         text = (
@@ -216,12 +216,12 @@ class SegmentOps(Expressions):
             else self.call(op)
         )
         name = self._define(text, op, prefix)
-        self.known[op.index] = Static(name, type(op.meta), varies)
+        self.values[op.index] = Static(name, type(op.meta), varies)
 
     def _emit_number(self, op: Op) -> None:
         kind = bool if op.target is Tensor.__bool__ else type(op.meta)
         if op.target is Tensor.tolist:
-            self.known[op.index] = self._listed(op, op.args[0].index)
+            self.values[op.index] = self._listed(op, op.args[0].index)
             return
         if kind is str:
             raise ExportError(
@@ -237,7 +237,7 @@ class SegmentOps(Expressions):
             )
         is_call = op.kind is OpKind.CALL
         text = self._out_of(op, kind) if is_call else self._arithmetic(op)
-        self.known[op.index] = Numeral(self._define(text, op, "n"), kind)
+        self.values[op.index] = Numeral(self._define(text, op, "n"), kind)
 
     def _listed(self, op: Op, index: int) -> Value:
         """Return a tensor as the list of its numbers."""
@@ -311,18 +311,18 @@ class SegmentOps(Expressions):
     def _emit_tensors(self, op: Op) -> None:
         constant = self._constant(op)
         if constant is not None:  # torch saves no others that are made in a side or a loop (2.13)
-            held = self._text(self._writer.part(constant, op))
-            name = self._define(f"{held}.clone()", op)
-            self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
+            constant_text = self._text(self._writer.part(constant, op))
+            name = self._define(f"{constant_text}.clone()", op)
+            self.values[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
         if self._run.numbers.has_varying_length(op.index) and gives_rows(op):
-            self.known[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
+            self.values[op.index] = self.value_of(op.args[0].index)  # of which rows are picked
             return
         text = self._gathered(op)
         is_stored = op.target is Tensor.__setitem__
         if text is not None and not is_stored:
             name = self._define(text, op)
-            self.known[op.index] = self._unpack(name, op.meta, self._memory(op), op)
+            self.values[op.index] = self._unpack(name, op.meta, self._memory(op), op)
             return
         is_index = (is_stored or op.target is Tensor.__getitem__) and text is None
         is_picked = is_index and any(map(self._is_index, refs_in(op.args[1])))
@@ -332,7 +332,7 @@ class SegmentOps(Expressions):
             args, kwargs = self._with_tensors(op)
             if is_stored:
                 args = (*args[:2], _Named(self._assigned(op)))
-            text = self.call(_like(op, args, kwargs))
+            text = self.call(_op_with(op, args, kwargs))
         if is_stored:
             self._scope.add(text, op)
             self._outdate(op)
@@ -347,9 +347,9 @@ class SegmentOps(Expressions):
             if type(first) is Ref and first.index in op.writes:  # it gives that very tensor back
                 owner = self.value_of(first.index)
                 if isinstance(owner, Tensors):
-                    self.known[op.index] = owner
+                    self.values[op.index] = owner
                     return
-        self.known[op.index] = self._unpack(name, op.meta, memory, op)
+        self.values[op.index] = self._unpack(name, op.meta, memory, op)
 
     def _unpack(self, name: str, meta: Any, memory: frozenset[int], op: Op) -> Value:
         if isinstance(meta, TensorMeta):
@@ -394,8 +394,8 @@ class SegmentOps(Expressions):
                 memory = leaf.memory if isinstance(leaf, Tensors) else frozenset()
                 return Outdated() if memory & written and memory & copied - written else leaf
 
-            for index, value in self.known.items():
-                self.known[index] = map_leaves(value, after)
+            for index, value in self.values.items():
+                self.values[index] = map_leaves(value, after)
 
     # Numbers among the arguments of functions
 
@@ -620,7 +620,7 @@ class _Named(Ref):
         self.text = text
 
 
-def _like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+def _op_with(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
     if args is op.args:
         return op
     made = Op(op.index, op.kind, op.target, args, kwargs, op.scope, op.site, op.context)
@@ -652,8 +652,8 @@ def refusal_of(op: Op) -> str | None:
         reason = f"{name} runs under autocast, in inference mode or under other settings"
     if reason is None:
         return None
-    known = (advice for words, advice in _ADVICE.items() if words in reason)
-    return f"{reason}: {next(known, 'leave it out of the model for the export')}"
+    hints = (advice for words, advice in _ADVICE.items() if words in reason)
+    return f"{reason}: {next(hints, 'leave it out of the model for the export')}"
 
 
 _ADVICE = {

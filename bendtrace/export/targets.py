@@ -422,14 +422,14 @@ def save_onnx(
         check(loaded)
 
 
-def _compare_sizes(graph: Any, known: int) -> dict[int, str]:
+def _compare_sizes(graph: Any, largest: int) -> dict[int, str]:
     """Have the last output tell of sizes that differ although the program has one name for them.
 
     onnxruntime does not compare them.
 
     Args:
         graph: the graph of a model, which is changed.
-        known: the largest number that the last output has had.
+        largest: the largest number that the last output has had.
 
     Returns:
         The messages for the new numbers.
@@ -442,7 +442,7 @@ def _compare_sizes(graph: Any, known: int) -> dict[int, str]:
                 places.setdefault(size.dim_param, []).append((one.name, axis))
     pairs = [(first, place) for first, *others in places.values() for place in others]
     messages = {
-        known + number: f"the program requires {place[0]}.size({place[1]}) to be equal to "
+        largest + number: f"the program requires {place[0]}.size({place[1]}) to be equal to "
         f"{first[0]}.size({first[1]})"
         for number, (first, place) in enumerate(pairs, 1)
     }
@@ -631,7 +631,7 @@ def with_distinct_outputs(program: torch.export.ExportedProgram) -> torch.export
 
 def _separate(module: fx.GraphModule) -> None:
     numbers: dict[fx.Node, int] = {}
-    known: dict[Any, int] = {}
+    number_of: dict[Any, int] = {}
     for node in module.graph.nodes:
         key: Any = node
         if node.op == "call_function" and isinstance(node.target, OpOverload):
@@ -640,7 +640,7 @@ def _separate(module: fx.GraphModule) -> None:
                 continue
             given = fx.map_arg((node.args, node.kwargs), lambda one: _NodeNumber(numbers[one]))
             key = node.target, repr(given)
-        numbers[node] = known.setdefault(key, len(known))
+        numbers[node] = number_of.setdefault(key, len(number_of))
     output = module.graph.output_node()
     results = output.args[0]
     if not isinstance(results, (tuple, list)):

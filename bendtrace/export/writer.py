@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import GuardKind
 from bendtrace.engine.expressions import Expressions
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.schedule import Schedule
 from bendtrace.errors import ExportError
 from bendtrace.export.conditions import Fact
@@ -96,8 +96,8 @@ class Unseen:
         """The message of the program when a call reaches it."""
         if not self.seen:
             return self.place
-        known = " or ".join(map(str, self.seen))
-        return f"{self.place} was always {known} for the inputs that this was exported from"
+        options = " or ".join(map(str, self.seen))
+        return f"{self.place} was always {options} for the inputs that this was exported from"
 
     def __str__(self) -> str:
         return self.message
@@ -390,7 +390,7 @@ class ProgramWriter:
             side.add(f"return ({_listed(given)})")
             names.append(f"side{self.new('g')}")
             texts.append(side)
-        free = sorted({name for side in texts for name in self._free(side)}, key=_order)
+        free = sorted({name for side in texts for name in self._free(side)}, key=_variable_order)
         for name, side in zip(names, texts, strict=True):
             self._put(scope, name, side, free, question.guard)
         result = self.new("r")
@@ -475,7 +475,7 @@ class ProgramWriter:
         if isinstance(value, Numeral):
             return f"{value.name}.clone()"
         assert kind is not None
-        return self.define(side, "n", _as_tensor(value, kind))
+        return self.define(side, "n", _tensor_expression(value, kind))
 
     def _after(self, scope: Scope, result: str, kept: Any, outputs: list[Any]) -> tuple[Value, ...]:
         made = self._results(scope, result, outputs)
@@ -626,7 +626,7 @@ class ProgramWriter:
         self, ops: SegmentOps, value: Value, answer: Any, guard: Guard, question: Question, op: Op
     ) -> str:
         if isinstance(value, Several) and type(answer) is list:
-            flat, wanted = [*argument_leaves(value)], _flat(answer)
+            flat, wanted = [*argument_leaves(value)], _flat_leaves(answer)
             if len(flat) != len(wanted):
                 raise ExportError("lists of different lengths are compared", question.place)
             parts = [
@@ -656,9 +656,9 @@ class ProgramWriter:
         )
 
     def _ops(
-        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, known: dict[int, Value]
+        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, values: dict[int, Value]
     ) -> SegmentOps:
-        return SegmentOps(self, scope, run, schedule, known)
+        return SegmentOps(self, scope, run, schedule, values)
 
     # Segments
 
@@ -680,8 +680,8 @@ class ProgramWriter:
             run.recording, run.analysis, current_context(), way.after, way.stop, {}
         )
         holes = tape.states[way.after].holes if way.after >= 0 else ()
-        known = dict(zip(holes, env, strict=True))
-        ops = self._ops(scope, run, schedule, known)
+        values = dict(zip(holes, env, strict=True))
+        ops = self._ops(scope, run, schedule, values)
         self._copy_written(scope, schedule, ops)
         for position in range(schedule.start, schedule.end + 1):
             for number, guard in schedule.guards.get(position, ()):
@@ -691,7 +691,7 @@ class ProgramWriter:
             if way.after < 0:
                 self._require_inputs(scope, ops, run, position)
             op = schedule.op_at(position)
-            if op is not None and position < schedule.end and op.index not in ops.known:
+            if op is not None and position < schedule.end and op.index not in ops.values:
                 ops.emit(op)
         if way.stop is None:
             return (self._output_of(run.recording.root.output, ops),)
@@ -762,7 +762,7 @@ class ProgramWriter:
                 for root in roots.get(target, {target}):
                     written.setdefault(root, op)
         for root, op in written.items():
-            if root >= schedule.start and root not in ops.known:
+            if root >= schedule.start and root not in ops.values:
                 continue
             value = ops.value_of(root)
             for leaf in argument_leaves(value):
@@ -778,7 +778,7 @@ class ProgramWriter:
             return
         others = {
             leaf.name
-            for value in ops.known.values()
+            for value in ops.values.values()
             for leaf in argument_leaves(value)
             if isinstance(leaf, Tensors) and leaf.memory & tensor.memory
         }
@@ -793,8 +793,8 @@ class ProgramWriter:
         if scope.depth == 0:
             return
         copied = self._tensor(self.define(scope, "v", f"{tensor.name}.clone()", op))
-        for index, value in ops.known.items():
-            ops.known[index] = map_leaves(value, lambda leaf: copied if leaf == tensor else leaf)
+        for index, value in ops.values.items():
+            ops.values[index] = map_leaves(value, lambda leaf: copied if leaf == tensor else leaf)
 
     # Loops
 
@@ -810,7 +810,7 @@ class ProgramWriter:
 
         def enter(leaf: Value, hole: int) -> Value:
             if isinstance(leaf, Static) and leaf.varies and header.differs(hole):
-                name = self.define(scope, "n", _as_tensor(leaf, leaf.type))
+                name = self.define(scope, "n", _tensor_expression(leaf, leaf.type))
                 leaf = Numeral(name, leaf.type)
             entered.append(leaf)
             if isinstance(leaf, Tensors):
@@ -895,15 +895,15 @@ class ProgramWriter:
             if isinstance(one, (Tensors, Numeral)) and isinstance(first, (Tensors, Numeral))
         }
         free = [n for side in (test, body) for n in self._free(side) if n not in params]
-        free = sorted(dict.fromkeys(free), key=_order)
+        free = sorted(dict.fromkeys(free), key=_variable_order)
         names = [f"test{self.new('g')}", f"round{self.new('g')}"]
         for name, side in zip(names, (test, body), strict=True):
             self._put(scope, name, side, [*params, *free], header.guard)
         scope.loops.update(params, fixed)
         result = self.new("r")
-        passed = self._apart(scope, inits + [fixed.get(name, name) for name in free])
+        arguments = self._apart(scope, inits + [fixed.get(name, name) for name in free])
         begin, others, sizes = map(
-            _listed, (passed[: len(inits)], passed[len(inits) :], map(shrinking.get, params))
+            _listed, (arguments[: len(inits)], arguments[len(inits) :], map(shrinking.get, params))
         )
         scope.add(
             f"{result} = while_loop({names[0]}, {names[1]}, ({begin}), ({others}), ({sizes}))",
@@ -971,7 +971,7 @@ class ProgramWriter:
         kind = type(value.value) if isinstance(value, Constant) else getattr(value, "type", None)
         if kind in DTYPES:
             self._note("numbers that it returns are tensors without dimensions")
-            return value.name if isinstance(value, Numeral) else _as_tensor(value, kind)
+            return value.name if isinstance(value, Numeral) else _tensor_expression(value, kind)
         if isinstance(value, Constant):
             return self.bound(value.value)
         assert isinstance(value, Several), "what is outdated is refused before it is returned"
@@ -987,7 +987,7 @@ def _listed(texts: Iterable[Any]) -> str:
     return "".join(f"{text}, " for text in texts)
 
 
-def _as_tensor(value: Value, kind: type) -> str:
+def _tensor_expression(value: Value, kind: type) -> str:
     """Return an expression for a number as a tensor without dimensions."""
     if isinstance(value, Static):
         return f"torch.scalar_tensor({value.text}, dtype={DTYPES[kind]})"
@@ -1030,17 +1030,17 @@ def _shared_outputs(outputs: list[list[Value]]) -> set[int]:
     def memory(values: Iterable[Value]) -> list[frozenset[int]]:
         return [v.memory if isinstance(v, Tensors) else frozenset() for v in values]
 
-    known = [*map(memory, outputs)]
+    memories = [*map(memory, outputs)]
     return {
         place
-        for place, mine in enumerate(known)
-        for other, theirs in enumerate(known)
+        for place, mine in enumerate(memories)
+        for other, theirs in enumerate(memories)
         # In both sides, the same memory means the same output.
         if other != place and any(a & b for a, b in zip(mine, theirs, strict=True))
     }
 
 
-def _order(name: str) -> tuple[str, int]:
+def _variable_order(name: str) -> tuple[str, int]:
     """Sort variables by letter and number."""
     return name[1], int(name[2:])
 
@@ -1051,7 +1051,7 @@ _ANOTHER = (
 )
 
 
-def _flat(value: Any) -> list[Any]:
+def _flat_leaves(value: Any) -> list[Any]:
     if type(value) is list:
-        return [leaf for item in value for leaf in _flat(item)]
+        return [leaf for item in value for leaf in _flat_leaves(item)]
     return [value]

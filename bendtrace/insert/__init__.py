@@ -13,26 +13,26 @@ output, so no interjection is called twice. A gate counts its passes in the call
 loop serves all iterations, and an interjection at some passes is skipped at the others.
 
 Usually, no op is recorded for insertions. A *splicer* (`splicer.py`) finds where the gates of a
-plan go in a recorded run, and has the graph write its segments with them (`engine/source.py`).
-One graph serves all sets of places. `record/scopes.py` counts, where the call of a module ends,
-whether only the caller has its output. In the code, a gate stands in a `Through` (`through.py`),
+plan go in a recorded run, and has the graph write its segments with them (`engine/source.py`). One
+graph serves all sets of places. `record/scopes.py` counts, where the call of a module ends, whether
+only the caller has its output. In the code, a gate stands in a `SplicedGate` (`spliced_gate.py`),
 which compares the kind of what it returns with the kind of the value. If they differ, it raises
 `Unfit`. The dispatcher then records the run with ops for the gates. An `Attempt` (`gates.py`) has
-kept what the gates returned, and they return it again. Resumed runs follow the script into the
-same graph, and the inserter passes values through gates without ops. The first run of a model
-does the same, but its first gate becomes an op if it cannot be spliced.
+kept what the gates returned, and they return it again. Resumed runs follow the script into the same
+graph, and the inserter passes values through gates without ops. The first run of a model does the
+same, but its first gate becomes an op if it cannot be spliced.
 
 `where.py` resolves what people pass as a place. `log/names.py` resolves a string in one run, also
 for logs, and `resolver.py` in all runs of a model. Every entry point uses these two, so that a
 name selects the same node everywhere. `registry.py` keeps the insertions in order; `Knowledge`
 (`resolver.py`) holds the recorded runs. If there are none, `registry.py` also resolves names
 while the first call is recorded: the inserter reports each node. `insertion.py` counts, and
-`selector_source.py` finds the decision that led a run past a node. `structure.py` takes values
+`selector_source.py` finds the decision that led a run past a node. `leaves.py` takes values
 apart into tensors and numbers, and puts them together again. `inserter.py` also replaces
 parameters, and knows which functions work in place. `gradients.py` gives a node aliases of its
 inputs, so that their gradients belong to it alone. On plain modules, `native.py` calls
-interjections through torch's own hooks. `hooks.py` makes an interjection of each hook of a
+interjections through torch's own hooks. `hook_store.py` makes an interjection of each hook of a
 `HookManager`: an insertion in a `BendedModule`, or attached to a plain module. Selectors
-(`selector_algebra.py`), patches (`patches.py`), bends (`bend.py`) and `rewriting.py` build on
+(`selector_algebra.py`), patches (`patch_kinds.py`), bends (`bend.py`) and `rewriting.py` build on
 this.
 """

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from bendtrace.errors import InputError, NodePathError
 from bendtrace.insert.bend_catalogue import NamedActivations, compile_pattern, leaves_of
-from bendtrace.insert.handing import takes
 from bendtrace.insert.insertion import Insertion
-from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers, takes
+from bendtrace.insert.leaves import assemble, describe, take_apart
 from bendtrace.insert.registry import Bended, InsertionRegistry
 from bendtrace.insert.resolver import flat
-from bendtrace.insert.structure import assemble, describe, take_apart
 from bendtrace.insert.where import Where
 from bendtrace.log.capture import aligned_copy
 from bendtrace.log.entries import counted

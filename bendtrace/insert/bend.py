@@ -21,7 +21,7 @@ from bendtrace.insert.interjection import (
     depends_on,
     keep_unchanged,
 )
-from bendtrace.insert.structure import contents, with_items
+from bendtrace.insert.leaves import contents, with_items
 from bendtrace.log.nodes import identifier
 from bendtrace.python.internals import pytree
 from bendtrace.tape.tape import TensorMeta

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bendtrace.errors import BendError, BendShapeError, InputError
 from bendtrace.insert.bend import Bend, Expression, Value, fit_to_tensor, value_of
-from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,
     NodePass,
@@ -24,6 +23,7 @@ from bendtrace.insert.interjection import (
     effect_of_value,
     keep_unchanged,
     number_operand,
+    takes,
 )
 from bendtrace.insert.purity import effect_of_function
 from bendtrace.python.checks import refuse_without_arguments
@@ -132,13 +132,10 @@ class Affine(Bend):
 
 
 def _bend_effect(compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta) -> Effect | str:
-    held = value_of(value)
-    if not isinstance(held, Tensor):
-        return effect_of_value(
-            lambda tensor, held: compute(tensor, number_operand(held, tensor)), held, like, compute
-        )
+    operand = value_of(value)
+    fit = fit_to_tensor if isinstance(operand, Tensor) else number_operand
     return effect_of_value(
-        lambda tensor, held: compute(tensor, fit_to_tensor(held, tensor)), held, like, compute
+        lambda tensor, given: compute(tensor, fit(given, tensor)), operand, like, compute
     )
 
 
@@ -251,11 +248,11 @@ class DrawingBend(Bend):
         same = _in_common(old, new)
         what = type(self).__name__
         if self.dim is None:
-            known = f"shape {old}"
+            expected = f"shape {old}"
         else:
-            known = f"the sizes {tuple(numbers.shape)} along dim={self.dim} of shape {old}"
+            expected = f"the sizes {tuple(numbers.shape)} along dim={self.dim} of shape {old}"
         message = (
-            f"{what} at {at.path!r} drew its numbers for {known}, and now received shape {new}"
+            f"{what} at {at.path!r} drew its numbers for {expected}, and now received shape {new}"
         )
         if same:
             choices = " or ".join(f"dim={dim} (size {new[dim]} in both)" for dim in same)

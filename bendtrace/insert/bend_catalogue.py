@@ -294,21 +294,21 @@ class Catalogue:
     """The activations and weights of a model that can be bent.
 
     Args:
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
     """
 
-    def __init__(self, known: Knowledge) -> None:
-        self._known = known
+    def __init__(self, knowledge: Knowledge) -> None:
+        self._knowledge = knowledge
 
     @property
     def model(self) -> Callable[..., Any]:
         """The model."""
-        return self._known.model
+        return self._knowledge.model
 
     @property
     def is_traced(self) -> bool:
         """Return whether any run is known."""
-        return bool(self._known.recordings())
+        return bool(self._knowledge.recordings())
 
     def states(self) -> dict[str, Tensor]:
         """Return the parameters and buffers, by all their names."""
@@ -323,10 +323,10 @@ class Catalogue:
         leaves = leaves_of(self.model)
         nodes: dict[str, Candidate] = {}
         inputs: dict[str, Activation] = {}
-        for recording in self._known.recordings():
-            for node in self._known.run(recording).candidates:
+        for recording in self._knowledge.recordings():
+            for node in self._knowledge.run(recording).candidates:
                 nodes.setdefault(node.path, node)
-            for given in inputs_in(recording, self._known.registry):
+            for given in inputs_in(recording, self._knowledge.registry):
                 inputs.setdefault(given.name, given)
         found = list(inputs.values())
         found += [a for node in nodes.values() if (a := of_candidate(node, leaves)) is not None]
@@ -384,9 +384,11 @@ class Catalogue:
         seen = self.activations()
         where: list[Any] = []
         for item in spec.where:
-            known = not isinstance(item, str) or _means(compile_pattern(item), seen)
-            if not known and not weights_named(self.model, (compile_pattern(item),), spec.weights):
-                resolution = resolve_meaning(item, self._known)
+            is_match = not isinstance(item, str) or _means(compile_pattern(item), seen)
+            if not is_match and not weights_named(
+                self.model, (compile_pattern(item),), spec.weights
+            ):
+                resolution = resolve_meaning(item, self._knowledge)
                 if resolution is not None and resolution.kind == "layer":
                     where += [
                         Node(Tree(root), node, chosen) for root, node, chosen in resolution.places
@@ -412,7 +414,7 @@ class Catalogue:
             if spec.activations and (
                 is_layer_name(pattern.pattern) or not near_names(pattern.pattern, names)
             ):
-                others = [name for run in self._known.names() for name in run.listed()]
+                others = [name for run in self._knowledge.names() for name in run.listed()]
                 names = others if near_names(pattern.pattern, others) else names
             text = (
                 f"nothing that can be bent matches {pattern.pattern!r}; "

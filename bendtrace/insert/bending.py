@@ -221,11 +221,11 @@ def read_configs(
             f"{os.fspath(path)!r} has version {data.get('version')!r}, but only version "
             f"{_VERSION} can be read"
         )
-    known = dict(parameters or {})
+    by_name = dict(parameters or {})
     found = {}
     for name, config in data.get("configs", {}).items():
-        found[name] = BendingConfig.from_dict(config, parameters=known)
-        known.update((parameter.name, parameter) for parameter in found[name].parameters)
+        found[name] = BendingConfig.from_dict(config, parameters=by_name)
+        by_name.update((parameter.name, parameter) for parameter in found[name].parameters)
     return found
 
 
@@ -330,8 +330,8 @@ class _BendWriter:
         )
 
     def _parameter(self, parameter: BendingParameter, what: str) -> str:
-        known = self._named.setdefault(parameter.name, parameter)
-        if known is not parameter:
+        first = self._named.setdefault(parameter.name, parameter)
+        if first is not parameter:
             raise InputError(f"there are two parameters named {parameter.name!r}")
         if parameter.name not in self.parameters:
             data = {"value": self.value(parameter.value, what)}
@@ -448,7 +448,7 @@ class Bending:
 
     Args:
         owner: where the callbacks are inserted.
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
 
     Attributes:
         versions: the versions of the model's weights.
@@ -468,10 +468,10 @@ class Bending:
         tensor([0.7616])
     """
 
-    def __init__(self, owner: BendableModel, known: Knowledge) -> None:
+    def __init__(self, owner: BendableModel, knowledge: Knowledge) -> None:
         self._owner = owner
-        self._catalogue = Catalogue(known)
-        self.versions: Versions = Versions(known.model)
+        self._catalogue = Catalogue(knowledge)
+        self.versions: Versions = Versions(knowledge.model)
         self.configs: dict[str, BendingConfig] = {}
         self._sources = Sources(owner, self._catalogue, self.versions)
 
@@ -534,12 +534,14 @@ class Bending:
         if name is None:
             self._sources.renew()
             return
-        known = self.controllables
-        if name not in known:
-            raise InputError(f"no callback has a parameter {name!r}; {near_misses(name, known)}")
+        controllables = self.controllables
+        if name not in controllables:
+            raise InputError(
+                f"no callback has a parameter {name!r}; {near_misses(name, controllables)}"
+            )
         if value is None:
             raise InputError(f"pass a value for parameter {name!r}")
-        known[name].value = value
+        controllables[name].value = value
 
     @property
     def controllables(self) -> dict[str, BendingParameter]:
@@ -605,9 +607,9 @@ class Bending:
         return drops
 
     def _require_distinct(self, specs: Iterable[BendSpec]) -> None:
-        known = self.controllables
+        controllables = self.controllables
         for parameter in (p for spec in specs for p in spec.callback.parameters):
-            if known.setdefault(parameter.name, parameter) is not parameter:
+            if controllables.setdefault(parameter.name, parameter) is not parameter:
                 raise InputError(
                     f"another parameter already has the name {parameter.name!r}: give each a "
                     "name of its own"
@@ -885,7 +887,7 @@ class Sources:
         self._catalogue = catalogue
         self._versions = versions
         self._version: Insertion | None = None
-        self._held: tuple[str, ...] = ()
+        self._needed: tuple[str, ...] = ()
         self._sources: tuple[CallbackInsertions, ...] = ()
 
     def __iter__(self) -> Iterator[CallbackInsertions]:
@@ -902,11 +904,11 @@ class Sources:
             )
             for source in self._sources
         ]  # fmt: skip
-        return version, self._held, rows
+        return version, self._needed, rows
 
     def restore(self, state: Any) -> None:
         """Restore the result of `copyable_state`, if the same insertions exist."""
-        version, self._held, rows = state
+        version, self._needed, rows = state
         every = self._owner.insertions
         self._version = None if version is None else every[version]
         sources = []
@@ -949,13 +951,13 @@ class Sources:
         needed, self._version = self._versions.needed, None
         if needed:
             self._version = self._owner.interject(list(map(StateTensor, needed)), self._versions)
-        self._held = needed
+        self._needed = needed
         for source in self._sources:
             self._place(source)
 
     def change_version(self) -> None:
         """Insert the version of the weights in use."""
-        if self._versions.needed != self._held:
+        if self._versions.needed != self._needed:
             self.renew()
 
     def where(self, spec: BendSpec, without: frozenset[str] = frozenset()) -> list[Any]:
@@ -1108,12 +1110,12 @@ class Versions(Interjection):
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
         """Return the weight of the version in use."""
-        held = {name: self._stored_weight(name, at.path, output) for name in self.mixture}
-        if len(held) == 1:
-            return next(iter(held.values()))
+        weights = {name: self._stored_weight(name, at.path, output) for name in self.mixture}
+        if len(weights) == 1:
+            return next(iter(weights.values()))
         mixed: Any = None
         for name, share in _shares(self.mixture).items():
-            part = held[name] * share
+            part = weights[name] * share
             mixed = part if mixed is None else mixed + part
         return mixed
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from bendtrace.engine.splices import GateSplice, SpliceStep
-from bendtrace.insert.facts import IdentityFacts
 from bendtrace.insert.gates import (
     AfterGate,
     BeforeGate,
@@ -29,18 +28,17 @@ from bendtrace.insert.gates import (
     as_inputs,
     exchange_store,
 )
-from bendtrace.insert.handing import hand_over
 from bendtrace.insert.insertion import CallTally, Insertion
-from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass
-from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
-from bendtrace.insert.purity import effect_of_pure, facts_on
-from bendtrace.insert.structure import (
+from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, hand_over
+from bendtrace.insert.leaves import (
     ContainerShape,
     LeafShape,
     assemble,
     leaves_of_shape,
     shape_at,
 )
+from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
+from bendtrace.insert.purity import IdentityFacts, effect_of_pure, facts_on
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import Ref, TensorMeta
@@ -82,11 +80,11 @@ class _Refused(Exception):
 
 def insertions_of_plan(plan: InsertionPlan) -> PlannedInsertions:
     """Return the insertions of a plan, in the form that compiled paths need."""
-    known = plan.compiled
-    if known is None:
-        known = plan.compiled = PlannedInsertions(plan)
-    assert isinstance(known, PlannedInsertions)
-    return known
+    cached = plan.compiled
+    if cached is None:
+        cached = plan.compiled = PlannedInsertions(plan)
+    assert isinstance(cached, PlannedInsertions)
+    return cached
 
 
 class PlannedInsertions:
@@ -239,7 +237,7 @@ class SplicedTurns:
             if effect is None or effect.keep is not None
         ]
         # Whether each changes its value, once that is known, and the latest reset before that.
-        self._known: tuple[bool, ...] | None = None
+        self._latest_changes: tuple[bool, ...] | None = None
         self._reset: object = None
         self._changing: frozenset[int] | None = None
         self._lock = threading.Lock()
@@ -257,8 +255,12 @@ class SplicedTurns:
 
     def changing(self, calls: int = 1) -> frozenset[int]:
         """Return the numbers of functions that are known to change their value."""
-        is_known = calls == 1 and self._reset is CallTally.latest_reset and self._known is not None
-        if is_known and self._changing is not None:
+        is_reusable = (
+            calls == 1
+            and self._reset is CallTally.latest_reset
+            and self._latest_changes is not None
+        )
+        if is_reusable and self._changing is not None:
             return self._changing
         turns = (turn for turn, effect in self._all if effect is not None)
         found = frozenset(
@@ -266,7 +268,7 @@ class SplicedTurns:
             for number, turn in enumerate(turns)
             if turn.entry.insertion.is_known_to_change(turn.at.path, calls)
         )
-        self._changing = found if is_known else None
+        self._changing = found if is_reusable else None
         return found
 
     def served(
@@ -326,9 +328,9 @@ class SplicedTurns:
         self, changed: Tensor | None, unchanged: frozenset[int], silent: frozenset[int]
     ) -> tuple[bool, ...]:
         """Return whether each insertion has changed its value, for all that is known."""
-        if self._known is not None and self._reset is CallTally.latest_reset:
-            return self._known
-        reset, flags, number, is_known = CallTally.latest_reset, None, -1, True
+        if self._latest_changes is not None and self._reset is CallTally.latest_reset:
+            return self._latest_changes
+        reset, flags, number, is_reusable = CallTally.latest_reset, None, -1, True
         numbers = (number for number in range(len(self._all)) if number not in silent)
         found: list[bool] = []
         for turn, effect in self._all:
@@ -338,16 +340,16 @@ class SplicedTurns:
                 if flags is None:
                     assert changed is not None
                     flags = dict(zip(numbers, changed.tolist(), strict=False))
-                has_changed, is_known = flags[number], False
+                has_changed, is_reusable = flags[number], False
             found.append(has_changed)
         changes = tuple(found)
-        if is_known:
-            self._known, self._reset = changes, reset
+        if is_reusable:
+            self._latest_changes, self._reset = changes, reset
         return changes
 
     def _count(self, changes: tuple[bool, ...]) -> None:
         """Record a call on all insertions: immediately, or before somebody looks."""
-        if changes is not self._known:
+        if changes is not self._latest_changes:
             for (turn, _), has_changed in zip(self._all, changes, strict=True):
                 turn.entry.insertion.fired(turn.at, has_changed)
             return
@@ -360,7 +362,7 @@ class SplicedTurns:
     def _settle(self) -> None:
         """Record on all insertions what was not recorded so far."""
         with self._lock:
-            times, self._calls, changes = self._calls, 0, self._known
+            times, self._calls, changes = self._calls, 0, self._latest_changes
             if times and changes is not None:
                 for (turn, _), has_changed in zip(self._all, changes, strict=True):
                     turn.entry.insertion.fired(turn.at, has_changed, times)

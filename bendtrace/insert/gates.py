@@ -24,8 +24,7 @@ from torch import Tensor
 from bendtrace.errors import InterjectionError
 from bendtrace.insert.gradients import CallGradients, ChecksGradients
 from bendtrace.insert.interjection import NO_INPUTS, Inputs, NodePass
-from bendtrace.insert.plan import Called, InsertionPlan, LocatedInsertion, Slot
-from bendtrace.insert.structure import (
+from bendtrace.insert.leaves import (
     ContainerShape,
     LeafShape,
     StructureMismatch,
@@ -42,6 +41,7 @@ from bendtrace.insert.structure import (
     take_apart,
     write_count,
 )
+from bendtrace.insert.plan import Called, InsertionPlan, LocatedInsertion, Slot
 from bendtrace.python.places import place_text
 from bendtrace.tape.blocks import KEEPERS
 from bendtrace.tape.captured import is_inference
@@ -214,6 +214,7 @@ class Attempt:
     def __init__(self) -> None:
         self.answers: dict[tuple[str, int], Any] = {}
         self._returned: dict[tuple[str, int], _Returned] = {}
+        # By identity, which another tensor may have once one is gone: the references tell.
         self._met: dict[int, weakref.ref[Tensor]] = {}
         self._given: tuple[Any, ...] = ()
 
@@ -223,8 +224,8 @@ class Attempt:
 
     def has_met(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, as an argument or from another gate."""
-        known = self._met.get(id(tensor))
-        if known is not None and known() is tensor:
+        reference = self._met.get(id(tensor))
+        if reference is not None and reference() is tensor:
             return True
         return any(one is tensor for one in all_tensors_in(self._given))
 
@@ -247,9 +248,9 @@ class Attempt:
             may_change: whether the model may change it in place.
             version: its version, if that is known.
         """
-        self._met[id(given)] = known = weakref.ref(given)
+        self._met[id(given)] = reference = weakref.ref(given)
         version = write_count(given) if version is None else version
-        self._returned[path, number] = given if keeps else known, version, may_change
+        self._returned[path, number] = given if keeps else reference, version, may_change
 
     def note_unchanged(self, path: str, number: int) -> None:
         """Note that a gate has returned the value that it was given, as it was."""
@@ -307,8 +308,8 @@ _UNCHANGED: _Returned = None, -1, False  # the value that it was given
 
 
 def _live_tensor(returned: _Returned) -> Tensor | None:
-    held = returned[0]
-    return held() if isinstance(held, weakref.ref) else held
+    tensor = returned[0]
+    return tensor() if isinstance(tensor, weakref.ref) else tensor
 
 
 def _why_not(returned: _Returned) -> str:
@@ -524,8 +525,8 @@ def of_this_run() -> dict[Any, Any]:
 
 def exchange_store(store: dict[Any, Any]) -> dict[Any, Any]:
     """Have interjections use another store; return the one so far."""
-    known, _local.kept = _local.kept, store
-    return known
+    before, _local.kept = _local.kept, store
+    return before
 
 
 class Gate:

@@ -27,7 +27,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch.autograd import Function
 
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.insert.interjection import Interjection, NodePass
-from bendtrace.insert.structure import describe
+from bendtrace.insert.leaves import describe
 from bendtrace.python.internals import internal, keeps_version
 from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.tape import meta_of
@@ -477,18 +477,8 @@ NOT_WRITABLE = "created inside a custom Function"
 NOT_NUMBERED = 2**64 - 1  # the sequence number of what accumulates the gradients of leaves
 
 
-class GradientReceiver(Protocol):
-    """Receives gradients in backward passes."""
-
-    def output_gradient(self, places: Sequence[int], gradient: Tensor | None) -> None:
-        """Record the gradient of an output."""
-
-    def input_gradients(self, gradients: Gradients) -> Gradients:
-        """Return the gradients to pass on for inputs."""
-
-
 def enter(
-    traffic: GradientReceiver, tensors: Sequence[Tensor], writable: bool
+    traffic: CallGradients, tensors: Sequence[Tensor], writable: bool
 ) -> tuple[tuple[Tensor, ...], Node]:
     """Return tensors that share values and storage with others, and the step's autograd node.
 
@@ -505,7 +495,7 @@ def enter(
     return inside, node
 
 
-def leave_in_place(traffic: GradientReceiver, places: Sequence[int], tensor: Tensor) -> bool:
+def leave_in_place(traffic: CallGradients, places: Sequence[int], tensor: Tensor) -> bool:
     """Add a step to a tensor's own history; return False if torch refuses that."""
     _creation.exits.append((traffic, places))
     try:
@@ -517,7 +507,7 @@ def leave_in_place(traffic: GradientReceiver, places: Sequence[int], tensor: Ten
     return True
 
 
-def leave_as_view(traffic: GradientReceiver, places: Sequence[int], tensor: Tensor) -> Tensor:
+def leave_as_view(traffic: CallGradients, places: Sequence[int], tensor: Tensor) -> Tensor:
     """Return a view that comes after a step; autograd refuses to change it in place."""
     _creation.exits.append((traffic, places))
     try:
@@ -540,7 +530,7 @@ class _StepCreation(threading.local):
     """Marks the step that is being created: as an argument, a recorder would record it."""
 
     def __init__(self) -> None:
-        self.exits: list[tuple[GradientReceiver, Sequence[int]]] = []
+        self.exits: list[tuple[CallGradients, Sequence[int]]] = []
 
 
 _creation = _StepCreation()
@@ -557,7 +547,7 @@ class _Entry(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        traffic: GradientReceiver | None = ctx.traffic()
+        traffic: CallGradients | None = ctx.traffic()
         return gradients if traffic is None else traffic.input_gradients(gradients)
 
 

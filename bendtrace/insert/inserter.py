@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,15 @@ from bendtrace.insert.gates import (
 )
 from bendtrace.insert.gradients import NOT_WRITABLE
 from bendtrace.insert.interjection import NodePass
+from bendtrace.insert.leaves import LeafShape, refill_value, take_apart, with_values, write_count
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
-from bendtrace.insert.structure import LeafShape, refill_value, take_apart, with_values, write_count
-from bendtrace.insert.through import fits, is_shared, tensor_kind
+from bendtrace.insert.spliced_gate import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.places import place_text
 from bendtrace.python.sites import Site, user_place
 from bendtrace.python.usage import drops
-from bendtrace.record.names import base_name_of
+from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
@@ -60,6 +60,9 @@ from bendtrace.watch.owners import is_leaf_module, named_modules, states_of
 from bendtrace.watch.provenance import is_torchs
 from bendtrace.watch.writes import storage_of
 
+if TYPE_CHECKING:
+    from bendtrace.insert.splicer import Splicer
+
 Run = Callable[..., Any]
 Undo = Callable[[], None]
 
@@ -67,15 +70,6 @@ Undo = Callable[[], None]
 _UNNAMED = frozenset(
     {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
 )
-
-
-class CodeSplicer(Protocol):
-    """Splices insertions into known code (see `splicer.py`)."""
-
-    is_apart: bool
-
-    def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
-        """Return the gate at a node."""
 
 
 class NodeSlots:
@@ -127,7 +121,7 @@ class LiveInserter:
         plan: the insertions.
         registry: gives the names of nodes, as in all trees of the model.
         function: what is run.
-        within: where that is, if it is a part of the model.
+        position: where that is, if it is a part of the model.
         path_of: for a method of the model, gives the paths of modules from qualified names.
         splicer: splices insertions into known code where it can; None if each insertion is an op.
 
@@ -150,13 +144,13 @@ class LiveInserter:
         plan: InsertionPlan,
         registry: Registry,
         function: Callable[..., Any],
-        within: Within | None = None,
+        position: PartPosition | None = None,
         path_of: Callable[[str], str] | None = None,
-        splicer: CodeSplicer | None = None,
+        splicer: Splicer | None = None,
     ) -> None:
         self._splicer = splicer
         self._has_spliced = False
-        self._within = within
+        self._position = position
         self._path_of = path_of
         self.plan = plan
         self._registry = registry
@@ -166,7 +160,7 @@ class LiveInserter:
         self._raised: set[str] = set()
         self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
-        self._model = function if within is None else within.model
+        self._model = function if position is None else position.model
         self._states = StateInsertions(plan, self._model, self)
         self.pending.append(self._states.made)
         self._has_output_slots = any(
@@ -192,7 +186,7 @@ class LiveInserter:
     def begins(self, stage: Stage) -> None:
         """Prepare for a run (see `watchers.Inserter`)."""
         self.stage = stage
-        prefix = "" if self._within is None else self._within.path
+        prefix = "" if self._position is None else self._position.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
         self.entry = current_context()
 
@@ -268,7 +262,7 @@ class LiveInserter:
             if undo:
                 self._put_back(undo)
 
-    # Where the calls of modules are met without a recorder (see `beside.py`)
+    # Where the calls of modules are met without a recorder (see `live_runner.py`)
 
     def spot_of(self, scope: ModuleCall) -> NodeSlots:
         """Return what is inserted at a call of a module that has its name."""
@@ -426,9 +420,9 @@ class LiveInserter:
     def qualified(self, scope: ModuleCall | None) -> str:
         """Return the qualified name of the module of a call, in the whole model."""
         path = "" if scope is None else scope.path
-        if self._within is None or path.startswith("<"):
+        if self._position is None or path.startswith("<"):
             return path
-        return f"{self._within.name}.{path}" if path else self._within.name
+        return f"{self._position.name}.{path}" if path else self._position.name
 
     def inside(self, module: nn.Module, path: str) -> None:
         """Raise if an insertion is at a place without gates (see `watchers.Inserter`)."""
@@ -660,11 +654,11 @@ class LiveInserter:
                 is_alike = kind is not None and tensor_kind(value) == kind
             return value if may_be_op and not is_alike else given
 
-        passed = self.stage.pass_through(through, output, scope)
-        if given is None or (is_alike and passed is not None):
-            if passed is not None:
-                self.stage.passed(gate)
-            return passed
+        replacement = self.stage.pass_through(through, output, scope)
+        if given is None or (is_alike and replacement is not None):
+            if replacement is not None:
+                self.stage.note_replacement(gate)
+            return replacement
         if may_be_op:  # which returns this, and calls nothing again
             take_back(gate)
             attempt().answers[node.path, number] = given
@@ -793,8 +787,8 @@ class LiveInserter:
         if not spot.inputs:
             return {}
         owner = self._function if spot.candidate.module is None else spot.candidate.module
-        positions = tuple(_At((0, i)) for i in range(len(args)))
-        named = {name: _At((1, name)) for name in kwargs}
+        positions = tuple(_InputKeys((0, i)) for i in range(len(args)))
+        named = {name: _InputKeys((1, name)) for name in kwargs}
         given = bound(parameters_of(owner), positions, named)
         found: dict[Slot, tuple[Any, ...]] = {}
         for name, where in given.items():
@@ -839,13 +833,13 @@ def place_of_node(site: Site | None, scope: ModuleCall | None) -> str:
         site, scope = scope.site, scope.parent
 
 
-class _At(tuple[Any, ...]):
+class _InputKeys(tuple[Any, ...]):
     """The keys that lead to an argument."""
 
 
 def _resolve(where: Any, dig: tuple[Any, ...]) -> tuple[Any, ...] | None:
     for position, key in enumerate((*dig, None)):
-        if isinstance(where, _At):
+        if isinstance(where, _InputKeys):
             return (*where, *dig[position:])
         if key is None:
             raise noted(
@@ -880,29 +874,6 @@ def _tensors_among(value: Any) -> Iterator[Tensor]:
 # Replacing the parameters and buffers of a model while it runs.
 
 
-class Host(Protocol):
-    """The inserter of a run.
-
-    Attributes:
-        stage: the run.
-        names: the names of its nodes.
-        entry: the grad mode and other modes at the start of the run.
-    """
-
-    stage: Stage
-    names: LiveNames
-    entry: Context
-
-    def put(self, gate: Gate, values: Sequence[Any], frame: FrameType) -> Any:
-        """Put a gate on the tape."""
-
-    def require_once(self, path: str) -> None:
-        """Raise if the backward pass will run the current code again."""
-
-    def qualified(self, scope: ModuleCall | None) -> str:
-        """Return the qualified name of the module of a call, in the whole model."""
-
-
 class StateInsertions:
     """The parameters and buffers with insertions.
 
@@ -916,12 +887,12 @@ class StateInsertions:
         made: what the run has replaced so far, and goes on using: names, grad modes and tensors.
     """
 
-    def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: Host) -> None:
+    def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: LiveInserter) -> None:
         self.slots: dict[str, tuple[Slot, ...]] = plan.states()
         self._plan = plan
         self._host = host
         self._names = _state_names(model) if self.slots else {}
-        self._known: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
+        self._exchanges: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
         self.made: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -955,17 +926,17 @@ class StateInsertions:
             return value
         now = current_context()
         key = slots, now._replace(grad=now.grad or self._host.entry.grad)
-        known = self._known.get(key)
-        if known is None:
+        cached = self._exchanges.get(key)
+        if cached is None:
             shown = next((slot.place.shown for slot in slots if slot.place.shown), "")
             at = NodePass(shown or slots[0].place.matcher.name)
             gate = StateGate(at, slots, LeafShape(Tensor, 0), self._plan)
             with torch.set_grad_enabled(key[1].grad and not now.inference):
-                known = self._known[key] = self._host.put(gate, (value,), frame)
-            self.made += at.path, key[1].grad, known
+                cached = self._exchanges[key] = self._host.put(gate, (value,), frame)
+            self.made += at.path, key[1].grad, cached
         else:
             self._host.require_once(slots[0].place.matcher.name)
-        return known
+        return cached
 
     def _slots_of(self, tensor: Tensor, scope: ModuleCall) -> tuple[Slot, ...]:
         """Return the slots at a parameter or buffer used in the code of a call."""
@@ -981,11 +952,11 @@ class StateInsertions:
             for name in dict.fromkeys((*every, label))
             for slot in self.slots.get(name, ())
             if slot.place.matcher.holder is None
-            or (name in (called, label) and _is_held(slot.place.matcher.holder, path))
+            or (name in (called, label) and _is_in_holder(slot.place.matcher.holder, path))
         )
 
 
-def _is_held(holder: str | None, here: str) -> bool:
+def _is_in_holder(holder: str | None, here: str) -> bool:
     """Return whether code uses a parameter of its own call, or of a call around it."""
     return holder is None or holder == here or not here or holder.startswith(f"{here}.")
 
@@ -1066,7 +1037,7 @@ def _flag_position(function: Any) -> int | None:
 # Insertions where only a part of a model is called: a module of it, or a method.
 
 
-class Within(NamedTuple):
+class PartPosition(NamedTuple):
     """The position in a model of a part that is run separately.
 
     Attributes:
@@ -1099,20 +1070,20 @@ def refuse_reading(plan: InsertionPlan, method: MethodType) -> None:
             )
 
 
-def may_apply_within(plan: InsertionPlan, module: nn.Module, within: Within) -> bool:
+def may_apply_in(plan: InsertionPlan, module: nn.Module, position: PartPosition) -> bool:
     """Return whether insertions of a plan may apply to the calls of a part of a model."""
     for slot in plan.slots:
         matcher = slot.place.matcher
         if slot.place.role == "state":
-            if matcher.name.startswith(f"{within.name}."):
+            if matcher.name.startswith(f"{position.name}."):
                 return True
             continue
         paths = getattr(matcher, "paths", (getattr(matcher, "path", None),))
         if getattr(matcher, "is_broad", False) or any(
-            path is not None and f"{path}.".startswith(f"{within.path}.") for path in paths
+            path is not None and f"{path}.".startswith(f"{position.path}.") for path in paths
         ):
             return True
-        for name, inner in named_modules(module, within.name):
+        for name, inner in named_modules(module, position.name):
             path = ".".join(map(identifier, name.split(".")))
             base = path.rpartition(".")[2]
             scope = name.rpartition(".")[0]

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeAlias
 
 from torch import Tensor, nn
 
@@ -26,24 +26,12 @@ from bendtrace.tape.tape import TensorMeta
 
 if TYPE_CHECKING:
     from bendtrace.insert import purity
+    from bendtrace.insert.registry import InsertionRegistry
 else:
     purity = LazyModule("bendtrace.insert.purity")
 
 # All that `BendedModule.interject` inserts: a function takes the value, or also the pass.
 What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass], Any]
-
-
-class InsertionStore(Protocol):
-    """The store of a model's insertions."""
-
-    def remove(self, insertion: Insertion) -> None:
-        """Remove an insertion."""
-
-    def holds(self, insertion: Insertion) -> bool:
-        """Return whether an insertion is active."""
-
-    def notes_on(self, insertion: Insertion) -> tuple[str, ...]:
-        """Return notes on why an insertion was not called."""
 
 
 class Function(Interjection):
@@ -182,7 +170,7 @@ class Insertion:
 
     def __init__(
         self,
-        owner: InsertionStore,
+        owner: InsertionRegistry,
         where: Where | StateTensor,
         targets: tuple[Target, ...],
         what: Interjection,

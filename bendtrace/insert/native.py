@@ -24,8 +24,7 @@ from bendtrace.errors import InterjectionError
 from bendtrace.insert.gradients import CallGradients
 from bendtrace.insert.inserter import may_write
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.plan import forms_of
-from bendtrace.insert.structure import (
+from bendtrace.insert.leaves import (
     StructureMismatch,
     TensorExchange,
     all_tensors_in,
@@ -33,6 +32,7 @@ from bendtrace.insert.structure import (
     take_apart,
     with_tensors,
 )
+from bendtrace.insert.plan import forms_of
 from bendtrace.tape.watchers import current_watcher
 
 _lock = threading.RLock()
@@ -252,6 +252,7 @@ class _OpenCall:
         """Return whether the call is still running, as far as can be determined."""
         if self._frame is None:
             return True
+        # `sys._getframe` shows the frames of the asking thread alone.
         is_own = self._thread == threading.get_ident()
         frame = sys._getframe() if is_own else sys._current_frames().get(self._thread)
         while frame is not None and id(frame) != self._frame:

@@ -4,58 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from bendtrace.engine.floor import Floor
-from bendtrace.insert.interjection import Interjection, NodePass, Passes
+from bendtrace.insert.interjection import Interjection
 from bendtrace.log.path_views import Candidate
 from bendtrace.record.recorder import Recording
 
 if TYPE_CHECKING:
-    from bendtrace.insert.insertion import CallTally
+    from bendtrace.insert.insertion import Insertion
     from bendtrace.insert.registry import NameLookup
-
-
-class Matcher(Protocol):
-    """A predicate on nodes. Matchers are values: two that select the same nodes are equal."""
-
-    needs_output: bool
-    is_broad: bool
-
-    def matches(self, node: Candidate) -> bool:
-        """Return whether it selects a node."""
-
-
-class PlacedInsertion(Protocol):
-    """An insertion, as the gates see it."""
-
-    allow_none: bool
-
-    @property
-    def passes(self) -> Passes:
-        """The passes of a node in which it is called."""
-
-    @property
-    def _tally(self) -> CallTally:
-        """The object that counts its calls."""
-
-    def fired(self, at: NodePass, changed: bool, times: int = 1) -> None:
-        """Record that it was called."""
-
-    def fires_later(self, settle: Callable[[], None]) -> None:
-        """Note what records calls that are not recorded so far."""
-
-    def fired_backward(self, at: NodePass) -> None:
-        """Record that it received gradients."""
-
-    def failed(self) -> None:
-        """Record that an error was raised where it is called."""
-
-    def is_known_to_change(self, path: str, calls: int = 1) -> bool:
-        """Return whether it has changed a value at a node."""
-
-    def ran(self, recording: Recording) -> None:
-        """Record that a call took a path."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +91,8 @@ class LocatedInsertion:
         "wants_inputs", "what",
     )  # fmt: skip
 
-    def __init__(self, insertion: PlacedInsertion, what: Interjection, place: Location) -> None:
-        self.insertion: PlacedInsertion = insertion
+    def __init__(self, insertion: Insertion, what: Interjection, place: Location) -> None:
+        self.insertion: Insertion = insertion
         self.what: Interjection = what
         self.place: Location = place
         self.dig: tuple[Hashable, ...] = place.dig
@@ -189,7 +147,7 @@ class InsertionPlan:
         names_places: whether each is at nodes that were named, not at all that a selector finds.
         called_at: what the gates of traces call, as far as they were asked.
         compiled: what compiled paths know of it (see `compiling.py`).
-        reaches: what their code reaches (see `reading.py`).
+        reaches: what their code reaches (see `state_access.py`).
         floor: which calls with such insertions run the model itself; None if nobody has asked.
         splicer: what puts them into known code; None if nobody has asked.
     """
@@ -245,10 +203,10 @@ class InsertionPlan:
         if recordings is self._looked_at:
             return False
         for recording in recordings:
-            known = self._looked.get(id(recording))
-            if known is None:
-                known = self._looked[id(recording)] = recording, bool(looks(self, recording))
-            if known[1]:
+            cached = self._looked.get(id(recording))
+            if cached is None:
+                cached = self._looked[id(recording)] = recording, bool(looks(self, recording))
+            if cached[1]:
                 return True
         self._looked_at = recordings
         return False
@@ -260,8 +218,8 @@ class InsertionPlan:
 
     def entries_of(self, slots: tuple[Slot, ...]) -> tuple[LocatedInsertion, ...]:
         """Return the insertions that have some slots."""
-        known = self._entries_of.get(slots)
-        if known is None:
+        cached = self._entries_of.get(slots)
+        if cached is None:
             wanted = frozenset(slots)
             # An insertion can select one node in two ways; it is called once.
             once = {
@@ -269,8 +227,8 @@ class InsertionPlan:
                 for entry in reversed(self.entries)
                 if entry.slot in wanted
             }
-            known = self._entries_of[slots] = tuple(reversed(once.values()))
-        return known
+            cached = self._entries_of[slots] = tuple(reversed(once.values()))
+        return cached
 
     def slots_at(self, role: str, node: Candidate) -> tuple[Slot, ...]:
         """Return the slots at a node, except those that depend on its output."""

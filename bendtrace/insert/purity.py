@@ -15,16 +15,16 @@ import enum
 import functools
 import math
 import types
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from operator import contains, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace.engine.compile_probing import CompileRefusal, why_not_op
-from bendtrace.insert.facts import IdentityFacts
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, reads_of
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.tape.contexts import current_context
 from bendtrace.tape.guards import IdentityGuard, LengthGuard
 from bendtrace.tape.tape import Use
@@ -72,10 +72,10 @@ def effect_of_pure(what: Interjection, at: NodePass) -> Effect | str:
         )
     lifting = _Lifting(trusted=True)
     try:
-        cls, own, known = lifting.of_pure(what)
+        cls, own, lifted = lifting.of_pure(what)
     except _Impure as reason:
         return str(reason)
-    key = cls, at.path, at.number, known
+    key = cls, at.path, at.number, lifted
 
     def after(value: Tensor, *tensors: Tensor) -> Any:
         self: Any = object.__new__(cls)
@@ -239,9 +239,9 @@ class _Lifting:
             items = [self.of(item) for item in thing]
             return ("list", tuple(s for s, _ in items)), (kind, tuple(k for _, k in items))
         if kind is dict and self._trusted and all(map(_is_plain_value, thing)):
-            held = [(name, *self.of(item)) for name, item in thing.items()]
-            keys = tuple((self.of(name)[1], k) for name, _, k in held)
-            return ("dict", tuple((name, s) for name, s, _ in held)), (kind, keys)
+            lifted = [(name, *self.of(item)) for name, item in thing.items()]
+            keys = tuple((self.of(name)[1], k) for name, _, k in lifted)
+            return ("dict", tuple((name, s) for name, s, _ in lifted)), (kind, keys)
         if self._trusted and isinstance(thing, _SEALED):
             return ("constant", thing), _ById(thing)
         if self._trusted and type(getattr(thing, "__dict__", None)) is dict:
@@ -390,9 +390,9 @@ class _Lifting:
     def of_pure(self, what: Interjection) -> tuple[type, list[tuple[str, Any]], Hashable]:
         """Return the class of an interjection, the specs of its attributes, and its key."""
         cls = self._facts.attribute(what, "__class__")
-        held = self._facts.attribute(what, "__dict__")
-        self._facts.content(held)
-        found = [(name, *self.of(value)) for name, value in held.items()]
+        attributes = self._facts.attribute(what, "__dict__")
+        self._facts.content(attributes)
+        found = [(name, *self.of(value)) for name, value in attributes.items()]
         keys = tuple((name, key) for name, _, key in found)
         return cls, [(name, spec) for name, spec, _ in found], (self._of_trusted_class(cls), keys)
 
@@ -558,3 +558,95 @@ _UNCALLED = frozenset(
         "__static_attributes__", "__weakref__", "__annotate_func__", "__annotations_cache__",
     }
 )  # fmt: skip
+
+
+class IdentityFacts:
+    """Facts about attributes and entries, by the identity of the values.
+
+    What an insertion does is found by reading its attributes, closures and tables, which takes
+    longer than a small compiled model. Each of these reads is also a fact: this attribute is this
+    object, this table has this entry. As long as all of them hold, which a few loops of C compare
+    in each call, what was found holds as well.
+
+    All objects in it are kept alive. Values are compared by identity only: whoever adds a fact
+    about a value that can change itself adds facts about its content, too.
+    """
+
+    def __init__(self) -> None:
+        self._owners: list[Any] = []
+        self._names: list[str] = []
+        self._attributes: list[Any] = []
+        self._tables: list[Any] = []
+        self._keys: list[Any] = []
+        self._entries: list[Any] = []
+        self._counted: list[Collection[Any]] = []
+        self._counts: list[int] = []
+        self._ordered: list[dict[Any, Any]] = []
+        self._orders: list[list[Any]] = []
+        self._spaces: list[Mapping[str, Any]] = []
+        self._absent: list[str] = []
+        self._alive: list[type] = []
+        self._seen: set[tuple[int, Any]] = set()
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """Add which object an attribute is; return it."""
+        value = getattr(owner, name)
+        if self._is_new(owner, name):
+            self._owners.append(owner)
+            self._names.append(name)
+            self._attributes.append(value)
+        return value
+
+    def entry(self, table: Any, key: Any) -> Any:
+        """Add which object a table, a list or a namespace has at a key; return it."""
+        value = table[key]
+        if self._is_new(table, (key,)):
+            self._tables.append(table)
+            self._keys.append(key)
+            self._entries.append(value)
+        return value
+
+    def absence(self, space: Mapping[str, Any], name: str) -> None:
+        """Add that a namespace does not have a name."""
+        if self._is_new(space, (name,)):
+            self._spaces.append(space)
+            self._absent.append(name)
+
+    def size(self, items: Collection[Any]) -> None:
+        """Add how many items something has."""
+        if self._is_new(items, len):
+            self._counted.append(items)
+            self._counts.append(len(items))
+
+    def content(self, items: Any) -> None:
+        """Add all entries of a table or list, their order, and that there are no more."""
+        if isinstance(items, dict) and self._is_new(items, list):
+            self._ordered.append(items)
+            self._orders.append([*items])
+        self.size(items)
+        for key in items if isinstance(items, Mapping) else range(len(items)):
+            self.entry(items, key)
+
+    def namespace(self, cls: type) -> None:
+        """Add everything that a class itself has."""
+        if self._is_new(cls, vars):
+            self._alive.append(cls)
+            self.content(vars(cls))
+
+    def hold(self) -> bool:
+        """Return whether all of them hold now."""
+        try:
+            return (
+                all(map(is_, map(getattr, self._owners, self._names), self._attributes))
+                and all(map(is_, map(getitem, self._tables, self._keys), self._entries))
+                and [*map(len, self._counted)] == self._counts
+                and [*map(list, self._ordered)] == self._orders
+                and not any(map(contains, self._spaces, self._absent))
+            )
+        except Exception:  # something is gone
+            return False
+
+    def _is_new(self, owner: Any, key: Any) -> bool:
+        before = len(self._seen)
+        self._seen.add((id(owner), key))
+        return len(self._seen) > before

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError, NodePathError
-from bendtrace.insert import gates, through
+from bendtrace.insert import gates, spliced_gate
 from bendtrace.insert.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.insert.interjection import Interjection, Passes, PassNumbers
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Location, StateTensor, forms_of
@@ -38,9 +38,9 @@ from bendtrace.log.entries import layer_type_of
 from bendtrace.log.names import RunNames, is_layer_name
 from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
+from bendtrace.record.recorded_call import Signature
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature
-from bendtrace.record.serving import Calls
+from bendtrace.record.redirection import Calls
 from bendtrace.tape.scalars import TRACED
 
 if TYPE_CHECKING:
@@ -205,9 +205,9 @@ class InsertionRegistry:
             return None
         if self._calls.depth > _DEEPEST:
             self._refuse_call_of_insertion()
-        known = self._plan
-        if known is not None and known[0] is insertions:
-            return known[1]
+        cached = self._plan
+        if cached is not None and cached[0] is insertions:
+            return cached[1]
         self._look_up(insertions)
         is_open = any(
             not insertion.is_checked or any(target.is_open for target in insertion.targets)
@@ -232,7 +232,7 @@ class InsertionRegistry:
         # call, and this is asked only where calls are nested deeply.
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not _OF_NODE:  # which calls the model's code
-            is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(through)
+            is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(spliced_gate)
             entry = frame.f_locals.get("entry") if is_gate else None
             if entry is not None and entry.insertion._owner is self:
                 raise InterjectionError(
@@ -386,12 +386,12 @@ class InsertionRegistry:
         Raises:
             NodePathError: the model was run, and has no such node.
         """
-        known = [*self._model.modules(), *(nodes or ())]
+        holders = [*self._model.modules(), *(nodes or ())]
         for target in insertion.targets:
             if target.place is None or target.place.role != "node":
                 continue
             matcher = target.place.matcher
-            if isinstance(matcher, (AtPath, OfModule)) or any(map(matcher.matches, known)):
+            if isinstance(matcher, (AtPath, OfModule)) or any(map(matcher.matches, holders)):
                 continue
             if nodes is None:
                 return False
@@ -470,14 +470,14 @@ class OneRun:
     """One run, as names are looked up in it.
 
     Args:
-        known: the model.
+        knowledge: the model.
         tree: the nodes of the run.
         names: the names in it.
     """
 
-    def __init__(self, known: Knowledge, tree: Tree, names: RunNames) -> None:
-        self.model: Callable[..., Any] = known.model
-        self.hint: Callable[[str], str] = known.hint
+    def __init__(self, knowledge: Knowledge, tree: Tree, names: RunNames) -> None:
+        self.model: Callable[..., Any] = knowledge.model
+        self.hint: Callable[[str], str] = knowledge.hint
         self._tree = tree
         self._names = names
 
@@ -523,7 +523,7 @@ class NameLookup:
     """The names that a run has to resolve.
 
     Args:
-        known: the model.
+        knowledge: the model.
         insertions: all insertions of the run, in order.
         check: raises for an interjection that is not possible at its location.
         is_matched: raises if a pattern matches none of some nodes, and returns whether it does.
@@ -534,18 +534,18 @@ class NameLookup:
 
     def __init__(
         self,
-        known: Knowledge,
+        knowledge: Knowledge,
         insertions: Sequence[Insertion],
         check: Check,
         is_matched: Callable[[Insertion, Sequence[Candidate]], bool],
     ) -> None:
-        self._known = known
+        self._knowledge = knowledge
         self._check = check
         self._is_matched = is_matched
         self._order = {id(insertion): number for number, insertion in enumerate(insertions)}
         self._unchecked = [insertion for insertion in insertions if not insertion.is_checked]
         self._names = [
-            _insertion_name(insertion, target, known)
+            _insertion_name(insertion, target, knowledge)
             for insertion in insertions
             for target in insertion.targets
             if target.is_open
@@ -646,10 +646,10 @@ class NameLookup:
     def _resolve(self, path: str, base: str) -> list[LocatedInsertion]:
         made: list[LocatedInsertion] = []
         tree = Tree(self._root)
-        known = OneRun(self._known, tree, RunNames(tree, None))
+        one_run = OneRun(self._knowledge, tree, RunNames(tree, None))
         for name in self._lead_to(path, base):
             try:
-                targets = targets_named(name.stem, known)
+                targets = targets_named(name.stem, one_run)
             except NodePathError:
                 continue  # which the complete tree shows as well
             made += self._place_insertions(name, targets)
@@ -668,14 +668,14 @@ class NameLookup:
     # The tree so far
 
     def _graph(self, path: str, relative: str = "", module: str = "") -> TreeNode:
-        known = self._graphs.get(path)
-        if known is None:
+        cached = self._graphs.get(path)
+        if cached is None:
             outer, _, name = path.rpartition(".")
-            known = self._add(self._graph(outer), name, relative or name, "graph", "call")
-            self._graphs[path] = known
+            cached = self._add(self._graph(outer), name, relative or name, "graph", "call")
+            self._graphs[path] = cached
         if module:
-            known.module, known.key = module, relative
-        return known
+            cached.module, cached.key = module, relative
+        return cached
 
     def _add(
         self, parent: TreeNode, name: str, label: str, kind: Kind, role: Role
@@ -707,18 +707,18 @@ class NameLookup:
             NodePathError: a name means nothing, several things, or something else than what was
                 found while the run was recorded.
         """
-        run = self._known.run(recording)
-        known = OneRun(self._known, run.tree, run.naming)
+        run = self._knowledge.run(recording)
+        one_run = OneRun(self._knowledge, run.tree, run.naming)
         updates: dict[int, tuple[Insertion, list[Target]]] = {}
         for name in self._names:
             insertion, target = name.insertion, name.target
             with blaming(insertion, self._order[id(insertion)]):
                 try:
-                    targets = targets_of(target.original, known)
+                    targets = targets_of(target.original, one_run)
                 except NodePathError:
                     if insertion.allow_none and not name.found:
                         continue
-                    if not name.found or targets_named(name.text, known):
+                    if not name.found or targets_named(name.text, one_run):
                         raise
                     targets = name.found  # another function ran instead of this one
             if _target_places(targets, name.chosen) != _target_places(name.found):
@@ -750,8 +750,8 @@ class NameLookup:
                 raise NodePathError(f"this run has no node {name.text!r}", name.text)
 
 
-def _insertion_name(insertion: Insertion, target: Target, known: Knowledge) -> _Name:
-    text = node_name_of(target.original, known)
+def _insertion_name(insertion: Insertion, target: Target, knowledge: Knowledge) -> _Name:
+    text = node_name_of(target.original, knowledge)
     assert text is not None
     named = _PASS.fullmatch(text)
     stem, chosen = text, None
@@ -808,7 +808,7 @@ class Bended(Protocol):
     @property
     def _insertion_registry(self) -> InsertionRegistry: ...
     @property
-    def _known(self) -> Knowledge: ...
+    def _knowledge(self) -> Knowledge: ...
 
     _signature: Signature
     _trees: Any
@@ -841,11 +841,11 @@ class InsertionGroup:
     def __init__(self, model: Bended) -> None:
         self.insertions: list[Insertion] = []
         self._insertion_registry = model._insertion_registry
-        self._known = model._known
+        self._knowledge = model._knowledge
 
-    def known_runs(self) -> list[Recording]:
+    def recorded_runs(self) -> list[Recording]:
         """Return the known runs of the model, including those with insertions."""
-        return list(self._known.recordings())
+        return list(self._knowledge.recordings())
 
     def make(
         self,

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NameOrderWarning, NodePathError
+from bendtrace.insert.leaves import LeafShape, describe, shape_at, take_apart
 from bendtrace.insert.plan import StateTensor
-from bendtrace.insert.structure import LeafShape, describe, shape_at, take_apart
 from bendtrace.log.entries import LayerEntry, ModuleEntry
 from bendtrace.log.names import Meaning, RunNames, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
-from bendtrace.log.nodes import describe as describe_node
+from bendtrace.log.nodes import describe_node as describe_node
 from bendtrace.log.path_views import (
     Candidate,
     Node,
@@ -25,14 +25,14 @@ from bendtrace.log.path_views import (
     NodeSelector,
     RunNodes,
     Tree,
-    find,
+    find_node,
     is_path_only,
     plain_path,
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
 from bendtrace.python.sites import users_level
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import ModuleCall, Op
 from bendtrace.watch.functions import is_gate
@@ -64,12 +64,12 @@ class NamedRuns(Protocol):
         """Return the path of the node of the latest mirror that has a name; "" if there is none."""
 
 
-def node_name_of(where: Any, known: NamedRuns) -> str | None:
+def node_name_of(where: Any, knowledge: NamedRuns) -> str | None:
     """Return the name for a node or an entry of a run; None if `where` is neither.
 
     Args:
         where: a name, a node of a tree of paths or of a mirror, or an entry of a log.
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
 
     Raises:
         NodePathError: no mirror contains the node.
@@ -80,7 +80,7 @@ def node_name_of(where: Any, known: NamedRuns) -> str | None:
     if isinstance(where, str):
         return where
     if isinstance(where, NodeRef):
-        path = known.mirror_path(where.name)
+        path = knowledge.mirror_path(where.name)
         if not path:
             raise NodePathError(f"no mirror of the model has a node {where.name!r}", where.name)
         return NodePath(path)
@@ -124,19 +124,19 @@ class Resolution:
         return list(dict.fromkeys(found))
 
 
-def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
+def resolve_meaning(text: str, knowledge: NamedRuns) -> Resolution | None:
     """Resolve a string in a model; return None if nothing known has this name.
 
     Raises:
         NodePathError: the string matches several things.
     """
     found: list[tuple[RunNames, Meaning]] = []
-    for names in known.names():
+    for names in knowledge.names():
         meanings = names.meanings(text)
         if len(meanings) > 1:
             raise _path_error(text, [(names, meaning) for meaning in meanings])
         found += [(names, meaning) for meaning in meanings]
-    owned = None if is_path_only(text) else _own_part(text, known)
+    owned = None if is_path_only(text) else _own_part(text, knowledge)
     if owned is not None:
         if any(meaning.is_owned for _, meaning in found):
             found = [row for row in found if row[1].kind == "layer" or _is_of(owned, *row)]
@@ -158,7 +158,7 @@ def resolve_meaning(text: str, known: NamedRuns) -> Resolution | None:
         for _, meaning in chosen:
             if meaning.kind == "node":
                 _require_same_node(
-                    text, meaning.places[0][0], [names.tree for names in known.names()]
+                    text, meaning.places[0][0], [names.tree for names in knowledge.names()]
                 )
     return (
         Resolution(chosen[0][1].kind, text, None, tuple(_meaning_places(chosen)))
@@ -228,13 +228,13 @@ def _node_place_text(node: TreeNode) -> str:
     return f"`{place.text}` at {place_text(place.file, place.line)}"
 
 
-def _own_part(text: str, known: NamedRuns) -> Resolution | None:
+def _own_part(text: str, knowledge: NamedRuns) -> Resolution | None:
     """Return the parameter, buffer or module with a name, which can have underscores for dots."""
     if not text:
         return None
-    if text in dict(states_of(known.model)):
+    if text in dict(states_of(knowledge.model)):
         return Resolution("state", text, is_owned=True)
-    modules = modules_in(known.model)
+    modules = modules_in(knowledge.model)
     named = [text] if text in modules else [n for n in modules if n.replace(".", "_") == text]
     if len(named) != 1:
         return None
@@ -305,7 +305,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
         node = node_of_name(model, path)
         if node is None:
             stem, _, part = path.rpartition(".")
-            module = modules_in(model._known.model).get(stem) if stem else None
+            module = modules_in(model._knowledge.model).get(stem) if stem else None
             if module is not None and part in ("input", *dict(parameters_of(module))):
                 raise InputError(_INPUT.format(label))
             continue
@@ -329,18 +329,18 @@ def _selected_path(model: Any, where: Any) -> str:
     Raises:
         InputError: it is not the value of one node.
     """
-    known, label = model._known, describe_where(where)
+    knowledge, label = model._knowledge, describe_where(where)
     try:
-        text = node_name_of(where, known)
+        text = node_name_of(where, knowledge)
         if isinstance(text, NodePath):
             return text
         if text is None:
             if not (isinstance(where, (NodeSelector, re.Pattern)) or callable(where)):
                 raise InputError(f"activations have to be given by node path, not by {where!r}")
-            paths = known.select(where)
+            paths = knowledge.select(where)
             if not paths:
                 raise InputError(f"{label} selects no known node")
-        elif (resolution := resolve_meaning(text, known)) is None:
+        elif (resolution := resolve_meaning(text, knowledge)) is None:
             return text
         elif resolution.is_whole_state:
             raise InputError(_STATE.format(label))
@@ -363,7 +363,7 @@ def node_of_name(model: Any, text: str) -> Node | None:
     is returned if no run has a node with exactly this path.
     """
     other = None
-    for tree in model._known.trees():
+    for tree in model._knowledge.trees():
         try:
             node: Node = tree.resolve(path_in(tree, text), leaf=False)
         except NodePathError:
@@ -484,7 +484,7 @@ def path_in(tree: Tree, text: str) -> str:
         NodePathError: the tree has no such node.
     """
     try:
-        find(tree.data, text)
+        find_node(tree.data, text)
     except NodePathError:
         around, _, last = text.rpartition(".")
         if last == "output":  # which has another name if it has another type
@@ -513,7 +513,7 @@ def spots_of(
         NodePathError: the run has no such node.
         InputError: the value of the node cannot be given.
     """
-    node, chosen = find(tree.data, path_in(tree, text))
+    node, chosen = find_node(tree.data, path_in(tree, text))
     passes = list(range(len(node.passes))) if chosen is None else list(chosen)
     if len(passes) != 1:
         raise InputError(
@@ -912,7 +912,7 @@ class Knowledge:
     def count_passes(self, path: str, run: Recording) -> int:
         """Return how often a run reached a node."""
         try:
-            return len(find(self.run(run).tree.data, path)[0].passes)
+            return len(find_node(self.run(run).tree.data, path)[0].passes)
         except NodePathError:
             return 0
 
@@ -932,11 +932,11 @@ class Knowledge:
         return self._run(recording).nodes
 
     def _run(self, recording: Recording) -> Run:
-        known = self._views.get(id(recording))
-        if known is None:
+        cached = self._views.get(id(recording))
+        if cached is None:
             living = {id(other) for other in self.recordings()}
             for key in [key for key in self._views if key not in living]:
                 del self._views[key]
             run = run_views.Run(recording, self.model, self.registry)
-            known = self._views[id(recording)] = run
-        return known
+            cached = self._views[id(recording)] = run
+        return cached

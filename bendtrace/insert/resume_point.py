@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.engine.analysis import Analysis
 from bendtrace.engine.check import CheckWriter
 from bendtrace.engine.explain import explain_check, explain_divergence
+from bendtrace.engine.guard_kinds import Analysis
 from bendtrace.engine.program import Program, departure_by, values_in
 from bendtrace.engine.schedule import may_be_caught
 from bendtrace.engine.source import Code, Departure, gives_nothing
@@ -38,8 +38,8 @@ from bendtrace.errors import (
 from bendtrace.insert.gates import applying
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.insert.plan import InsertionPlan
-from bendtrace.insert.reading import read_and_changed
 from bendtrace.insert.registry import Bended
 from bendtrace.insert.resolver import (
     ReplacementPoint,
@@ -52,9 +52,9 @@ from bendtrace.insert.resolver import (
     values_for,
 )
 from bendtrace.insert.splicer import record_with_insertions
-from bendtrace.insert.structure import assemble, take_apart
+from bendtrace.insert.state_access import read_and_changed
 from bendtrace.log.capture import aligned_copy
-from bendtrace.log.path_views import Node, Tree, find
+from bendtrace.log.path_views import Node, Tree, find_node
 from bendtrace.python.checks import required_arguments
 from bendtrace.python.places import place_text
 from bendtrace.record.rank_sync import ENDS, joint_call, needs_agreement
@@ -79,7 +79,7 @@ class Deviation:
         values: the variables of the code so far.
     """
 
-    run: KnownRun
+    run: RecordedRun
     prepared: PreparedSuffix
     number: Stop
     outcome: Any
@@ -173,11 +173,11 @@ class Deviation:
     def script(self, hold: Hold) -> Script:
         """Return the ops that the model's Python need not run again."""
         tape, done = self.prepared.recording.tape, self.finished_ops
-        held = {i: value for i, value in values_in(self.values).items() if i in done}
-        held.update((i, None) for i in done if gives_nothing(tape.ops[i]))
-        held.update((cut.index, self.slots[f"s{cut.slot}"]) for cut in self.prepared.cuts)
+        computed = {i: value for i, value in values_in(self.values).items() if i in done}
+        computed.update((i, None) for i in done if gives_nothing(tape.ops[i]))
+        computed.update((cut.index, self.slots[f"s{cut.slot}"]) for cut in self.prepared.cuts)
         section = Section(tape, -1, self.number)
-        return Script([section], self.outcome, held, None, hold, is_exact=True)
+        return Script([section], self.outcome, computed, None, hold, is_exact=True)
 
     def agrees_with(self, recording: Recording) -> bool:
         """Return whether all decisions so far agree, so that a run belongs to the program."""
@@ -345,12 +345,12 @@ class _SuffixRun:
 
     def _chosen(
         self, tree: TraceTree, plan: InsertionPlan | None
-    ) -> tuple[KnownRun, PreparedSuffix] | None:
+    ) -> tuple[RecordedRun, PreparedSuffix] | None:
         """Return the run with the required rest; None if the model's own Python has to decide."""
         plain = self._model._trees.plain
         if tree is not plain and not any(tree.programs()):
             self._require_whole(plain)
-        runs = KnownRuns(self._model, tree, self._bound, self._form(plan))
+        runs = RecordedRuns(self._model, tree, self._bound, self._form(plan))
         self._is_whole = runs.is_whole
         error: Exception | None = None
         for run in runs:
@@ -373,7 +373,7 @@ class _SuffixRun:
 
     def _require_whole(self, plain: TraceTree) -> None:
         """Raise for arguments that are too few to call the model, where it has to be called."""
-        if not KnownRuns(self._model, plain, self._bound, self._form(None)).is_whole:
+        if not RecordedRuns(self._model, plain, self._bound, self._form(None)).is_whole:
             raise InputError(
                 "nothing has been traced yet with the current insertions, which calls of the "
                 "module splice into the paths that are known without them: call its trace() "
@@ -395,7 +395,7 @@ class _SuffixRun:
             )
 
     @staticmethod
-    def _looks_at_changes(run: KnownRun, plan: InsertionPlan | None) -> bool:
+    def _looks_at_changes(run: RecordedRun, plan: InsertionPlan | None) -> bool:
         return plan is not None and plan.looks_at_changes(
             run.program.recordings(), read_and_changed
         )
@@ -404,7 +404,7 @@ class _SuffixRun:
 
     def _follow_paths(
         self,
-        run: KnownRun,
+        run: RecordedRun,
         prepared: PreparedSuffix,
         hold: Hold,
         tree: TraceTree,
@@ -414,7 +414,7 @@ class _SuffixRun:
         slots = self._rests.values_for(prepared)
         values = dict(slots)
         random = None if prepared.rest.is_straight else RandomStates()
-        passed: set[Any] = set()
+        tests_before: set[Any] = set()
         seen: set[tuple[int, int]] = set()
         while True:
             left = self._carry_out(run, prepared, dict(values), hold)
@@ -422,13 +422,13 @@ class _SuffixRun:
                 if plan is not None:
                     plan.ran(prepared.recording)
                 return left
-            passed |= left.tests
-            known, following = left.other_run(), None
-            if known is not None and (id(known), left.position) not in seen:
-                seen.add((id(known), left.position))
-                other = KnownRun(run.program, known, run.arguments, run.missing)
+            tests_before |= left.tests
+            other_run, following = left.other_run(), None
+            if other_run is not None and (id(other_run), left.position) not in seen:
+                seen.add((id(other_run), left.position))
+                other = RecordedRun(run.program, other_run, run.arguments, run.missing)
                 following = self._following(
-                    other, left.position, left.finished_ops, frozenset(passed)
+                    other, left.position, left.finished_ops, frozenset(tests_before)
                 )
             if following is None:
                 left.slots = slots
@@ -437,7 +437,7 @@ class _SuffixRun:
             run, prepared, values = other, following, {**slots, **left.values}
 
     def _carry_out(
-        self, run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
+        self, run: RecordedRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
     ) -> Any:
         """Run a rest; return its result, or a `Deviation` if it follows another path."""
         model, tape = run.program.recording.environment.function, prepared.recording.tape
@@ -454,7 +454,9 @@ class _SuffixRun:
             return result
 
     @staticmethod
-    def _result(run: KnownRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold) -> Any:
+    def _result(
+        run: RecordedRun, prepared: PreparedSuffix, values: dict[str, Any], hold: Hold
+    ) -> Any:
         rest = prepared.code
         assert rest is not None
         if rest.casts:
@@ -475,11 +477,11 @@ class _SuffixRun:
         return Deviation(run, prepared, result.stop, outcome, {**values, **result.values})
 
     def _following(
-        self, run: KnownRun, start: int, done: frozenset[int], passed: frozenset[Any]
+        self, run: RecordedRun, start: int, done: frozenset[int], tests_before: frozenset[Any]
     ) -> PreparedSuffix | None:
         """Return the rest of another known run, from where both diverge; None if it is too late."""
         try:
-            prepared = self._rests.of(run, start, done, passed)
+            prepared = self._rests.of(run, start, done, tests_before)
             self._rests.values_for(prepared)
         except (NodePathError, InputError):
             return None  # it does not reach the nodes
@@ -534,7 +536,7 @@ class _SuffixRun:
         model, script = self._model, left.script(hold)
         try:
             recording = record_with_insertions(
-                model._known, model._signature, self._args, self._kwargs, plan, script,
+                model._knowledge, model._signature, self._args, self._kwargs, plan, script,
                 reads_states=True,
             )  # fmt: skip
         finally:
@@ -559,7 +561,7 @@ class _SuffixRun:
         """Raise for a path without a number if the rest has reached its node again."""
         tree = self._rests.tree_of(recording)
         for text in self._given:
-            node, chosen = find(tree.data, path_in(tree, text))
+            node, chosen = find_node(tree.data, path_in(tree, text))
             if chosen is None and len(node.passes) > 1:
                 raise InputError(
                     f"{text!r} has {len(node.passes)} passes for these arguments: name one, as in "
@@ -676,7 +678,7 @@ _MOST = 64  # things that are kept for each model
 
 
 @dataclass(frozen=True)
-class KnownRun:
+class RecordedRun:
     """A recorded run that may have the required rest.
 
     Attributes:
@@ -727,15 +729,15 @@ class Suffixes:
 
     def tree_of(self, recording: Recording) -> Tree:
         """Return the tree of a run."""
-        tree: Tree = self._model._known.run(recording).tree
+        tree: Tree = self._model._knowledge.run(recording).tree
         return tree
 
     def of(
         self,
-        run: KnownRun,
+        run: RecordedRun,
         start: int = 0,
         available: frozenset[int] = frozenset(),
-        passed: frozenset[Any] = frozenset(),
+        tests_before: frozenset[Any] = frozenset(),
     ) -> PreparedSuffix:
         """Return the rest of a run.
 
@@ -743,7 +745,7 @@ class Suffixes:
             run: the run.
             start: the first op that has not been run yet.
             available: the ops before it that were run.
-            passed: the tests that were made before.
+            tests_before: the tests that were made before.
 
         Raises:
             NodePathError: the run has not reached a node.
@@ -751,15 +753,15 @@ class Suffixes:
         """
         key = (
             "rest", id(run.recording), run.missing, tuple(self._given), self._bended, start,
-            available, passed,
+            available, tests_before,
         )  # fmt: skip
         prepared: PreparedSuffix = cached_for_model(
-            self._model, key, lambda: self._prepared(run, start, available, passed)
+            self._model, key, lambda: self._prepared(run, start, available, tests_before)
         )
         return prepared
 
     def _prepared(
-        self, run: KnownRun, start: int, available: frozenset[int], passed: frozenset[Any]
+        self, run: RecordedRun, start: int, available: frozenset[int], tests_before: frozenset[Any]
     ) -> PreparedSuffix:
         program, recording = run.program, run.recording
         tree = self.tree_of(recording)
@@ -775,7 +777,7 @@ class Suffixes:
         analysis = program.analysis if is_first else Analysis(recording.tape)
         rest = Suffix(
             recording, analysis, cuts, run.missing, is_checked=is_first and not run.missing,
-            start=start, available=available, passed=passed,
+            start=start, available=available, tests_before=tests_before,
         )  # fmt: skip
         prepared = PreparedSuffix(recording, spots, cuts, rest)
         if not (rest.unclear or rest.lacks or rest.is_too_late()):
@@ -784,7 +786,7 @@ class Suffixes:
 
     def _require_same(self, tree: Tree, text: str) -> None:
         """Raise for a path that is an alias here but the path of another node elsewhere."""
-        found, _ = find(tree.data, path_in(tree, text))
+        found, _ = find_node(tree.data, path_in(tree, text))
         if is_named(found, text):
             return
         other = node_of_name(self._model, text)
@@ -886,7 +888,7 @@ def cached_for_model(model: Any, key: Any, make: Callable[[], Any]) -> Any:
     return found[key]
 
 
-class KnownRuns:
+class RecordedRuns:
     """The recorded runs that fit the arguments of a call, the latest first.
 
     Args:
@@ -919,7 +921,7 @@ class KnownRuns:
                 + ": call the module, or its trace(), first"
             )
 
-    def __iter__(self) -> Iterator[KnownRun]:
+    def __iter__(self) -> Iterator[RecordedRun]:
         """Yield the runs.
 
         Raises:
@@ -927,18 +929,18 @@ class KnownRuns:
         """
         return iter(self._admitting() if self.is_whole else self._fitting())
 
-    def _admitting(self) -> list[KnownRun]:
+    def _admitting(self) -> list[RecordedRun]:
         arguments = tuple(self._bound.values())
         return [
-            KnownRun(program, recording, arguments)
+            RecordedRun(program, recording, arguments)
             for program in self._same
             if not program.live_only and program.admits(arguments)
             for recording in self._latest_first(program)
         ]
 
-    def _fitting(self) -> list[KnownRun]:
+    def _fitting(self) -> list[RecordedRun]:
         """Return the runs that fit, judging by the available arguments."""
-        found: list[KnownRun] = []
+        found: list[RecordedRun] = []
         reasons: list[str] = []
         for program in self._wider:
             names = _argument_names(program)
@@ -947,7 +949,7 @@ class KnownRuns:
             reason = self._misfit(program, arguments, missing)
             if reason is None:
                 found += [
-                    KnownRun(program, recording, arguments, missing)
+                    RecordedRun(program, recording, arguments, missing)
                     for recording in self._latest_first(program)
                 ]
             else:  # those that differ in the last question are nearest

@@ -251,7 +251,7 @@ class Not(Selector):
         return f"~{_text_in_brackets(self.selector, '~')}"
 
 
-class _Ahead(Selector):
+class LookaheadSelector(Selector):
     """Selectors that need the graph of a run."""
 
     looks_ahead = True
@@ -268,7 +268,7 @@ class _Ahead(Selector):
         )
 
 
-class _Ordered(_Ahead):
+class _Ordered(LookaheadSelector):
     """Some of the nodes that a selector selects, by their order."""
 
     selector: NodeSelector
@@ -359,7 +359,7 @@ def has_following(selector: Selectable, *, within: int | None = 1) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.has_following("sum", within=None), trace)
         [<node relu: relu>, <node exp: exp>]
     """
-    return Near(as_selector(selector), _checked_distance(within), forward=True)
+    return ConnectedNodes(as_selector(selector), _checked_distance(within), forward=True)
 
 
 def has_preceding(selector: Selectable, *, within: int | None = 1) -> Selector:
@@ -381,7 +381,7 @@ def has_preceding(selector: Selectable, *, within: int | None = 1) -> Selector:
         >>> bt.node_selector.find(bt.node_selector.has_preceding("relu", within=None), trace)
         [<node exp: exp>, <node sum: sum>]
     """
-    return Near(as_selector(selector), _checked_distance(within), forward=False)
+    return ConnectedNodes(as_selector(selector), _checked_distance(within), forward=False)
 
 
 def between(start: Selectable, end: Selectable) -> Selector:
@@ -406,7 +406,7 @@ def between(start: Selectable, end: Selectable) -> Selector:
 
 
 @dataclass(frozen=True, repr=False)
-class Near(_Ahead):
+class ConnectedNodes(LookaheadSelector):
     """Nodes from which, or to which, there is a path."""
 
     selector: NodeSelector
@@ -430,7 +430,7 @@ class Near(_Ahead):
 
 
 @dataclass(frozen=True, repr=False)
-class BetweenSelector(_Ahead):
+class BetweenSelector(LookaheadSelector):
     """Nodes on paths from some nodes to others."""
 
     start: NodeSelector
@@ -855,8 +855,8 @@ def _unknown_layer_text(family: str, name: str) -> str:
     others += [other for other in FAMILIES if name in _torchwatcher_groups(other)]
     if others:
         return f"{family} has no {name}; {others[0]} has: {others[0]}.{name}"
-    known = [*FAMILIES[family], *_torchwatcher_groups(family)]
-    folded = {other.lower(): other for other in reversed(known)}
+    names = [*FAMILIES[family], *_torchwatcher_groups(family)]
+    folded = {other.lower(): other for other in reversed(names)}
     near = [folded[one] for one in similar(name.lower(), folded)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(FAMILIES[family])}"
     return f"{family} has no layer {name}; {hint}"

@@ -614,8 +614,8 @@ def _value_key(value: Any, around: tuple[Any, ...]) -> Hashable:
         return _function_key(value, around)
     if kind in (tuple, list, set, frozenset, dict) and len(value) <= _MOST:
         items = [*value.items()] if kind is dict else value
-        held = [_value_key(item, around) for item in items]
-        return kind, frozenset(held) if kind in (set, frozenset) else tuple(held)
+        keys = [_value_key(item, around) for item in items]
+        return kind, frozenset(keys) if kind in (set, frozenset) else tuple(keys)
     if kind is types.ModuleType and is_installed_space(vars(value)):
         return str(value.__name__)
     if isinstance(value, type) and not is_users_class(value):

@@ -26,24 +26,24 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import Analysis, is_read
-from bendtrace.engine.graph import ProgramGraph
+from bendtrace.engine.guard_kinds import Analysis, is_metadata_read
+from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import Code, Unfit, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece
 from bendtrace.insert.gates import AfterGate, Gate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
+from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot, slots_at_node
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.structure import LeafShape
-from bendtrace.insert.through import Through
+from bendtrace.insert.spliced_gate import SplicedGate
 from bendtrace.log.path_views import Candidate, RunNodes
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import Site
 from bendtrace.record.effects import makes_anew, sets_nothing
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
 from bendtrace.record.script import Script
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.contexts import Context
@@ -52,9 +52,9 @@ from bendtrace.watch.functions import OPTIONAL, is_torchs_function
 from bendtrace.watch.writes import works_in_place
 
 if TYPE_CHECKING:
-    from bendtrace.insert import reading
+    from bendtrace.insert import state_access
 else:
-    reading = LazyModule("bendtrace.insert.reading")
+    state_access = LazyModule("bendtrace.insert.state_access")
 
 
 class Splicer:
@@ -62,7 +62,7 @@ class Splicer:
 
     Args:
         plan: insertions at these places.
-        known: the runs of the model.
+        knowledge: the runs of the model.
         exits: gives all exits that calls may take.
 
     Attributes:
@@ -72,7 +72,7 @@ class Splicer:
     """
 
     def __init__(
-        self, plan: InsertionPlan, known: Knowledge, exits: Callable[[], Iterable[Exit]]
+        self, plan: InsertionPlan, knowledge: Knowledge, exits: Callable[[], Iterable[Exit]]
     ) -> None:
         self.is_apart: bool = not plan.can_be_spliced
         self.calls: int = 0
@@ -80,7 +80,7 @@ class Splicer:
         self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
-        self._known = known
+        self._knowledge = knowledge
         self._exits = exits
         self._most = _PRUNED
         self._gates: dict[tuple[str, tuple[Slot, ...]], AfterGate] = {}
@@ -96,9 +96,9 @@ class Splicer:
         Raises:
             Unfit: there is none.
         """
-        known = self._codes.get(exit)
-        if known is not None and known[0] == exit.rewrites:
-            return known[1]
+        cached = self._codes.get(exit)
+        if cached is not None and cached[0] == exit.rewrites:
+            return cached[1]
         piece = exit.piece
         try:
             mine = [s for s in self._splices_in(piece) if s.lies_in(exit.number, piece.stop)]
@@ -135,15 +135,15 @@ class Splicer:
 
     def _splices_in(self, piece: RunPiece) -> tuple[ValueSplice, ...]:
         recording = piece.recording
-        known = self._splices.get(id(recording))
-        if known is None:
-            nodes = self._known.nodes_of(recording)
+        cached = self._splices.get(id(recording))
+        if cached is None:
+            nodes = self._knowledge.nodes_of(recording)
             places = _Places(self, nodes, piece)
             if not places.is_open:
                 raise Unfit("the run calls code that nothing can be inserted in as one op")
             found = places.find()
-            known = self._splices[id(recording)] = recording, found
-        return known[1]
+            cached = self._splices[id(recording)] = recording, found
+        return cached[1]
 
     def gate(self, path: str, node: Candidate, site: Site | None, scope: ModuleCall | None) -> Any:
         """Return the gate at a node; None if nothing is inserted there."""
@@ -224,8 +224,8 @@ class _Places:
         found.sort(key=lambda item: item[:3])
         for before, after in itertools.pairwise(found):
             earlier, later = before[-1].function, after[-1].function
-            assert isinstance(earlier, Through)
-            assert isinstance(later, Through)
+            assert isinstance(earlier, SplicedGate)
+            assert isinstance(later, SplicedGate)
             if before[:2] == after[:2]:
                 later.gates = (*earlier.gates, *later.gates)
         return tuple(splice for *_, splice in found)
@@ -259,10 +259,10 @@ class _Places:
             and index not in self._outside
             and index not in self._analysis.computable
             and index not in self._piece.growths
-            and not is_read(self._tape.ops[index])
+            and not is_metadata_read(self._tape.ops[index])
         )
-        through = Through(gate, self._splicer, self._is_part, (position, guards))
-        return ValueSplice(index, position, guards, context, through, gate.at.path, is_fit)
+        inserted = SplicedGate(gate, self._splicer, self._is_part, (position, guards))
+        return ValueSplice(index, position, guards, context, inserted, gate.at.path, is_fit)
 
     def _is_part(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, and compare it with others."""
@@ -307,7 +307,7 @@ def _is_asked_in(call: ModuleCall, guard: Guard) -> bool:
 
 
 def record_with_insertions(
-    known: Knowledge,
+    knowledge: Knowledge,
     signature: Signature,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -320,7 +320,7 @@ def record_with_insertions(
     """Run a model under the tracer, with insertions.
 
     Args:
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
         signature: binds the arguments.
         args: the positional arguments.
         kwargs: the keyword arguments.
@@ -333,18 +333,18 @@ def record_with_insertions(
     """
     inserter = None
     if plan is not None:
-        known.name_nodes()  # before the run does so in passing
-        inserter = LiveInserter(plan, known.registry, known.model, splicer=splicer)
+        knowledge.name_nodes()  # before the run does so in passing
+        inserter = LiveInserter(plan, knowledge.registry, knowledge.model, splicer=splicer)
         reads_states = True  # what is inserted must not be called twice
     recording = record(
-        known.model, args, kwargs, signature, script, inserter=inserter,
+        knowledge.model, args, kwargs, signature, script, inserter=inserter,
         reads_states=reads_states, lifting=lifting,
     )  # fmt: skip
     if plan is not None:
         if splicer is not None:
             raise_caught()  # in a run without insertions, nothing has raised it
         plan.ran(recording)
-        if looked_at := reading.read_and_changed(plan, recording):
+        if looked_at := state_access.read_and_changed(plan, recording):
             if splicer is not None:
                 splicer.is_apart = True
             recording.tape.block(

@@ -32,11 +32,11 @@ from bendtrace.log.path_views import (
     OneSelectable,
     Tree,
     dug,
-    find,
+    find_node,
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import place_text
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.watch.functions import SHAPES, VALUES
 from bendtrace.watch.owners import module_of, module_tree, modules_in
 
@@ -804,13 +804,13 @@ class Target:
 
 
 def targets_of(
-    where: Where | StateTensor, known: ModelRuns, *, lenient: bool = False
+    where: Where | StateTensor, knowledge: ModelRuns, *, lenient: bool = False
 ) -> tuple[Target, ...]:
     """Parse a location.
 
     Args:
         where: as given.
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
         lenient: whether a name without a match may match later.
 
     Raises:
@@ -821,26 +821,26 @@ def targets_of(
         if not where:
             raise InputError("where= is empty: pass at least one node")
         return tuple(
-            target for item in where for target in targets_of(item, known, lenient=lenient)
+            target for item in where for target in targets_of(item, knowledge, lenient=lenient)
         )
     try:
-        return _targets(where, known)
+        return _targets(where, knowledge)
     except NodePathError:
         if not lenient:
             raise
         return (Target(where),)
 
 
-def _targets(where: Any, known: ModelRuns) -> tuple[Target, ...]:
+def _targets(where: Any, knowledge: ModelRuns) -> tuple[Target, ...]:
     if isinstance(where, Node):
-        _require_own(where, known)
-    name = node_name_of(where, known)
+        _require_own(where, knowledge)
+    name = node_name_of(where, knowledge)
     if name is not None:
-        return _resolve_name(name, known, where)
+        return _resolve_name(name, knowledge, where)
     if isinstance(where, StateTensor):
         return (Target(where, Location("state", where, shown=where.name)),)
     if isinstance(where, nn.Module):
-        owner = module_of(known.model)
+        owner = module_of(knowledge.model)
         if owner is not None and all(where is not module for module in module_tree(owner)):
             raise InputError(
                 f"the module {type(where).__name__} is not a submodule of the model: pass one "
@@ -861,13 +861,13 @@ def _targets(where: Any, known: ModelRuns) -> tuple[Target, ...]:
     return (Target(where, Location("node", Selected(naming.as_selector(where), is_broad))),)
 
 
-def _require_own(node: Node, known: ModelRuns) -> None:
+def _require_own(node: Node, knowledge: ModelRuns) -> None:
     """Raise for a node of a tree if its path in this model belongs to something else.
 
     Raises:
         InputError: it does.
     """
-    data, model = node._data, module_of(known.model)
+    data, model = node._data, module_of(knowledge.model)
     if data.kind == "graph" and data.module and model is not None:
         module = modules_in(model).get(data.module)
         if module is not None and type(module).__name__ != data.class_name:
@@ -879,9 +879,9 @@ def _require_own(node: Node, known: ModelRuns) -> None:
     if data.role != "op" or not data.places:
         return
     others = []
-    for tree in known.trees():
+    for tree in knowledge.trees():
         try:
-            other = find(tree.data, data.path)[0]
+            other = find_node(tree.data, data.path)[0]
         except NodePathError:
             continue
         if not other.places or _source_key(other) == _source_key(data):
@@ -905,25 +905,25 @@ def _place_label(node: TreeNode) -> str:
     return f"{place_text(place.file, place.line)} `{place.text}`"
 
 
-def _resolve_name(text: str, known: ModelRuns, original: Any) -> tuple[Target, ...]:
+def _resolve_name(text: str, knowledge: ModelRuns, original: Any) -> tuple[Target, ...]:
     """Resolve a string.
 
     The qualified name of a module selects all its calls, a parameter's name all its uses; other
     names select one place in the source, or the places of a layer.
     """
-    resolution = resolve_meaning(text, known)
+    resolution = resolve_meaning(text, knowledge)
     if resolution is not None:
         return _resolved_targets(resolution, text, original)
     errors: list[NodePathError] = []
-    for tree in known.trees():
+    for tree in knowledge.trees():
         try:
-            find(tree.data, text)
+            find_node(tree.data, text)
         except NodePathError as error:
             errors.append(error)
     if not errors:  # the first run shows it (see `registry.py`)
         return (Target(original),)
-    path = known.mirror_path(text)
-    near = near_names(text, (name for names in known.names() for name in names.listed()))
+    path = knowledge.mirror_path(text)
+    near = near_names(text, (name for names in knowledge.names() for name in names.listed()))
     at_root = all("." not in path for error in errors for path in error.completions)
     if near and at_root and not path and not any("did you mean" in str(error) for error in errors):
         similar = ", ".join(map(repr, near))
@@ -931,16 +931,16 @@ def _resolve_name(text: str, known: ModelRuns, original: Any) -> tuple[Target, .
             f"no node {text!r} in the model; similar names: {similar}", text, tuple(near)
         )
     hint = f"the mirror has a node {text!r}: pass {path!r}, or NodeRef({text!r})" if path else ""
-    raise _astray(errors, hint or _foreign(text) or known.hint(text))
+    raise _astray(errors, hint or _foreign(text) or knowledge.hint(text))
 
 
-def targets_named(text: str, known: ModelRuns) -> tuple[Target, ...]:
+def targets_named(text: str, knowledge: ModelRuns) -> tuple[Target, ...]:
     """Resolve a string in the known part of a run; return nothing if it has no such name.
 
     Raises:
         NodePathError: the string is ambiguous, or names something without a value.
     """
-    resolution = resolve_meaning(text, known)
+    resolution = resolve_meaning(text, knowledge)
     return () if resolution is None else _resolved_targets(resolution, text, text)
 
 
@@ -1052,9 +1052,9 @@ _SHOWN = 8  # names in a message
 
 def near_misses(text: str, names: Iterable[str]) -> str:
     """Return a text that suggests names similar to a name, or to a pattern for names."""
-    known = list(dict.fromkeys(names))
-    near = near_names(re.sub(r"[\\^$]", "", text), known, 3)
+    distinct = list(dict.fromkeys(names))
+    near = near_names(re.sub(r"[\\^$]", "", text), distinct, 3)
     if near:
         return f"did you mean {', '.join(map(repr, near))}?"
-    listed = ", ".join(map(repr, known[:_SHOWN])) + (", ..." if len(known) > _SHOWN else "")
+    listed = ", ".join(map(repr, distinct[:_SHOWN])) + (", ..." if len(distinct) > _SHOWN else "")
     return f"there are {listed or 'none'}"

@@ -1,7 +1,7 @@
 """A recorded run as people see it: node paths, the log, the mirror as a graph, files.
 
 All views are derived from the recording, lazily and once. Views that need only the recording
-belong to it (`Recording.view`): the names of nodes (`record/names.py`), and the flow steps with
+belong to it (`Recording.view`): the names of nodes (`record/op_names.py`), and the flow steps with
 those that each op ran under (`flow.py`). The kind of a flow step comes
 from the syntax tree (`python/statements.py`), and iterations from the order of the records
 (`record/iterations.py`). Views that depend on the model and the registry of node names belong to

@@ -28,7 +28,7 @@ from bendtrace.log.nodes import Text
 from bendtrace.log.path_views import Tree
 from bendtrace.python.sites import Site
 from bendtrace.record.iterations import user_code
-from bendtrace.record.names import target_name
+from bendtrace.record.op_names import target_name
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Existing, Opaque
@@ -37,7 +37,7 @@ from bendtrace.watch.functions import is_inserted, name_of
 from bendtrace.watch.writes import works_in_place
 
 Key = tuple[int, tuple[Any, ...]]
-PassedKey = tuple[str, str, str]
+BoundaryKey = tuple[str, str, str]
 
 
 @dataclass
@@ -56,11 +56,11 @@ class RunData:
         changed: for values that an insertion changed, the value that it returned; only if layers
             are counted as TorchLens counts them.
         given_out: the op of each output that was written to after its op returned it.
-        passed: the entries that modules received or returned in the place of others, because
-            these had been written to: by label of the module call, "input" or "output", and label
-            of the other entry.
-        passing: where modules received or returned each value, by length of the tape and op: the
-            key in `passed`, and the entry.
+        boundary_entries: the entries that modules received or returned in the place of others,
+            because these had been written to: by label of the module call, "input" or "output", and
+            label of the other entry.
+        boundary_places: where modules received or returned each value, by length of the tape and
+            op: the key in `boundary_entries`, and the entry.
     """
 
     name: str
@@ -73,8 +73,10 @@ class RunData:
     places: dict[Key, LayerEntry] = field(default_factory=dict)
     changed: dict[Key, Key] = field(default_factory=dict)
     given_out: dict[str, int] = field(default_factory=dict)
-    passed: dict[PassedKey, LayerEntry] = field(default_factory=dict)
-    passing: dict[tuple[int, int], list[tuple[PassedKey, LayerEntry]]] = field(default_factory=dict)
+    boundary_entries: dict[BoundaryKey, LayerEntry] = field(default_factory=dict)
+    boundary_places: dict[tuple[int, int], list[tuple[BoundaryKey, LayerEntry]]] = field(
+        default_factory=dict
+    )
 
 
 def build_log(recording: Recording, name: str, tree: Tree, torchlens: bool = False) -> RunData:
@@ -335,10 +337,10 @@ class _Builder:
             for key in self._values(ref):
                 named = entry = self.log.places[key]
                 if writer is not None:
-                    entry = self.log.passed[*way, named.label] = writer
+                    entry = self.log.boundary_entries[*way, named.label] = writer
                 for label in dict.fromkeys((named.label, entry.label)):
-                    passing = self.log.passing.setdefault((position, ref.index), [])
-                    passing.append(((*way, label), entry))
+                    places = self.log.boundary_places.setdefault((position, ref.index), [])
+                    places.append(((*way, label), entry))
                 yield entry
 
     def _writer(self, index: int, position: int) -> LayerEntry | None:
@@ -387,26 +389,26 @@ class _Builder:
             return Text(names[0] if len(names) == 1 else f"({', '.join(names)})")
 
         args, kwargs = map_refs((op.args, op.kwargs), word_of)
-        parts = [_text(value) for value in args]
-        parts += [f"{name}={_text(value)}" for name, value in kwargs.items()]
+        parts = [_argument_repr(value) for value in args]
+        parts += [f"{name}={_argument_repr(value)}" for name, value in kwargs.items()]
         return f"({', '.join(parts)})"
 
     def _source(self, scope: ModuleCall, site: Site | None) -> Source | None:
         if site is None:
             return None
-        known = self._sources.get((id(scope), site))
-        if known is None:
+        cached = self._sources.get((id(scope), site))
+        if cached is None:
             place, _, _ = user_code(scope, site)
             statement = linecache.getline(place.file, place.line).strip()
-            known = Source(place.file, place.line, place.function, place.text, statement)
-            self._sources[id(scope), site] = known
-        return known
+            cached = Source(place.file, place.line, place.function, place.text, statement)
+            self._sources[id(scope), site] = cached
+        return cached
 
 
 _LONGEST = 200
 
 
-def _text(value: Any) -> str:
+def _argument_repr(value: Any) -> str:
     if isinstance(value, (Existing, Opaque)):
         return str(value).removeprefix("self.")
     text = repr(value)

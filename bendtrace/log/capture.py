@@ -25,7 +25,7 @@ from bendtrace.log.nodes import NodePath
 from bendtrace.log.path_views import Node, NodeSelector
 from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import internal
-from bendtrace.record.names import NodeRef, target_name
+from bendtrace.record.op_names import NodeRef, target_name
 from bendtrace.tape.captured import gradient_function, is_leaf, requires_grad
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, meta_of
 from bendtrace.tape.watchers import StopRun, call_silently
@@ -95,8 +95,8 @@ class ValueCapture:
         gradients: the gradients of the chosen values; None if they are not kept.
         reread: the values read from tensors that were written to after their op returned them, by
             the reading op and the op of the tensor.
-        passed: the values that modules received or returned, of tensors that were written to
-            after their op returned them, by length of the tape and op; None if not kept.
+        boundary_values: the values that modules received or returned, of tensors that were written
+            to after their op returned them, by length of the tape and op; None if not kept.
         random: state of torch's generator before each op that is known to draw from it.
         times: the time of each op in nanoseconds.
         grad_fns: name of the gradient function of each value that has one.
@@ -125,7 +125,7 @@ class ValueCapture:
         self.saved: dict[Key, Any] = {}
         self.gradients: LatestGradients | None = LatestGradients(convert) if gradients else None
         self.reread: dict[tuple[int, int], Any] = {}
-        self.passed: dict[tuple[int, int], Any] = {}
+        self.boundary_values: dict[tuple[int, int], Any] = {}
         self.random: dict[int, Tensor] = {}
         self.times: dict[int, int] = {}
         self.grad_fns: dict[Key, str] = {}
@@ -363,11 +363,11 @@ class ValueCapture:
         if self._waiting is not None:
             self._waiting[key] = self._copy(tensor, converted=False)
             self._watch(key, tensor)
-        layer, passed = self._namer.name(op, element)
+        layer, number = self._namer.name(op, element)
         plain = (layer.name, layer.short_name)
-        names = (*plain, *(f"{name}:{passed}" for name in plain))
+        names = (*plain, *(f"{name}:{number}" for name in plain))
         position = self._namer.count - 1
-        about = op, element, layer, passed, position, tensor
+        about = op, element, layer, number, position, tensor
         if self._keys is not None:
             self._keys[id(tensor)] = (weakref.ref(tensor), key)
         if isinstance(self.chosen, Selection):
@@ -402,18 +402,18 @@ class ValueCapture:
 
     def _pass(self, position: int, tensor: Tensor, index: int | None, wanted: bool) -> None:
         """Keep a value that a module passes on, if it was written to since op `index`."""
-        if index is not None and self.passed.get((position, index)) is None:
+        if index is not None and self.boundary_values.get((position, index)) is None:
             kept = self._store_copy(f"{index}@{position}", tensor) if wanted else None
-            self.passed[position, index] = kept
+            self.boundary_values[position, index] = kept
 
     def _store_copy(self, name: str, tensor: Tensor) -> Any:
         value = self._copy(tensor)
         return value if self._store is None else self._store.add(name, value)
 
     def _save_output(self, tensor: Tensor) -> None:
-        known = None if self._keys is None else self._keys.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] not in self.saved:
-            self._save(known[1], tensor)
+        key = None if self._keys is None else self._keys.get(id(tensor))
+        if key is not None and key[0]() is tensor and key[1] not in self.saved:
+            self._save(key[1], tensor)
 
     def _end(self, where: str, *, is_running: bool = True) -> None:
         self.ended = where
@@ -447,16 +447,16 @@ class ValueCapture:
         return aligned_copy(value) if storage_of(value) in self._fixed else lazily_copied(value)
 
     def _entry(
-        self, op: Op, element: tuple[Any, ...], layer: Layer, passed: int, position: int,
+        self, op: Op, element: tuple[Any, ...], layer: Layer, number: int, position: int,
         tensor: Tensor,
     ) -> LayerEntry:  # fmt: skip
         """Return an entry with the properties known during the run."""
         entry = LayerEntry(
             "input" if op.kind is OpKind.INPUT else "op",
-            layer.layer_type, layer.name, layer.short_name, passed, ordinal=position,
+            layer.layer_type, layer.name, layer.short_name, number, ordinal=position,
             index=op.index, element=element, module=op.scope.path, inplace=bool(op.writes),
         )  # fmt: skip
-        entry.passes = passed  # so far
+        entry.passes = number  # so far
         entry.shape, entry.dtype, entry.device = meta = meta_of(tensor)
         entry.nbytes = nbytes_of(meta)
         entry.grad_fn = self.grad_fns.get((op.index, element))
@@ -493,11 +493,13 @@ class ValueCapture:
             entry.grad_fn = self.grad_fns.get(key)
             if entry is source and source.index in self.times:
                 entry.time = self.times[source.index] / 1e9
-        for at, value in self.passed.items():
-            for passed, entry in log.passing.get(at, ()):
+        for at, value in self.boundary_values.items():
+            for place, entry in log.boundary_places.get(at, ()):
                 if value is None or not same_bits(entry.saved, value):
                     saved, unsaved = _unkept(value)
-                    log.passed[passed] = replace(entry, saved=saved, unsaved=unsaved, gradient=None)
+                    log.boundary_entries[place] = replace(
+                        entry, saved=saved, unsaved=unsaved, gradient=None
+                    )
 
 
 def _unkept(value: Any) -> tuple[Any, str]:
@@ -698,11 +700,11 @@ class Selection:
     def layer(self, names: tuple[str, ...], position: int) -> bool:
         """Return whether a layer is selected by its names or its position."""
         found = [want for want in self._names if want.matches(names)]
-        return _meet([*found, self._positions.get(position)])
+        return _meet_requests([*found, self._positions.get(position)])
 
     def from_the_end(self, position: int, count: int) -> bool:
         """Return whether a layer is selected by its position from the end."""
-        return _meet([self._positions.get(position - count)])
+        return _meet_requests([self._positions.get(position - count)])
 
     def module(self, module: nn.Module | None, names: tuple[str, ...]) -> bool:
         """Return whether the outputs of a module are selected."""
@@ -711,7 +713,7 @@ class Selection:
             key = want.key
             if module is key or (isinstance(key, type) and isinstance(module, key)):
                 found.append(want)
-        return _meet(found)
+        return _meet_requests(found)
 
     def apply_functions(self, entry: LayerEntry) -> Any:
         """Return the results of the functions for an entry: True for the value, None for nothing.
@@ -733,7 +735,7 @@ class Selection:
         return [want.key for want in wants if not want.met]
 
 
-def _meet(wants: Iterable[_Want | None]) -> bool:
+def _meet_requests(wants: Iterable[_Want | None]) -> bool:
     """Note that requests are met; return whether there are any."""
     found = [want for want in wants if want is not None]
     for want in found:

@@ -41,22 +41,10 @@ from bendtrace.watch.functions import METADATA, SHAPES, is_inserted, name_of
 if TYPE_CHECKING:
     import pandas
 
-    from bendtrace.show.folded import entry as folded
+    from bendtrace.log.run_log import RunLog
+    from bendtrace.show.treescope_forms import entry as folded
 else:
-    folded = LazyMethod("bendtrace.show.folded", "entry")
-
-
-class About(Protocol):
-    """The interface that an entry uses to query its log."""
-
-    def _count_flops(self) -> None:
-        """Count the floating point operations of all entries."""
-
-    def _describe(self, entry: LayerEntry) -> str:
-        """Return a text that describes an entry in full."""
-
-    def _keys_of(self, entry: LayerEntry) -> list[str]:
-        """Return the keys that find an entry."""
+    folded = LazyMethod("bendtrace.show.treescope_forms", "entry")
 
 
 @runtime_checkable
@@ -208,7 +196,7 @@ class LayerEntry:
     unsaved: str = ""
     gradient: Any = None
 
-    def _belong(self, log: Callable[[], About | None]) -> None:
+    def _belong(self, log: Callable[[], RunLog | None]) -> None:
         """Set the log that it belongs to.
 
         The log is referenced weakly, except by entries that were looked up: when nobody holds the
@@ -216,8 +204,8 @@ class LayerEntry:
         """
         self.__dict__["_log"] = log
 
-    def _about(self) -> About | None:
-        log: Callable[[], About | None] | None = self.__dict__.get("_log")
+    def _about(self) -> RunLog | None:
+        log: Callable[[], RunLog | None] | None = self.__dict__.get("_log")
         return None if log is None else log()
 
     @property
@@ -265,12 +253,12 @@ class LayerEntry:
         If `save=` was a function, its result for the entry. Values that are streamed to disk, or
         were loaded, are read again on each access.
         """
-        return _read(self.saved)
+        return _materialize_value(self.saved)
 
     @property
     def grad_contents(self) -> Tensor | None:
         """Its gradient in the latest backward pass; None if there was none, or it was not saved."""
-        gradient: Tensor | None = _read(self.gradient)
+        gradient: Tensor | None = _materialize_value(self.gradient)
         return gradient
 
     def __iter__(self) -> Iterator[LayerEntry]:
@@ -288,7 +276,7 @@ class LayerEntry:
         return repr(self) if about is None else about._describe(self)
 
 
-def _read(kept: Any) -> Any:
+def _materialize_value(kept: Any) -> Any:
     if kept is None or isinstance(kept, Tensor):  # checking for a protocol is slow
         return kept
     return kept.read() if isinstance(kept, Readable) else kept
@@ -391,8 +379,8 @@ class Namer:
         if self.torchlens and is_inserted(op):
             for ref in refs_in((op.args, op.kwargs)):
                 if ref.index in self._links:
-                    self._links[op.index] = known = self._links[ref.index]
-                    return known[1], known[1].passes
+                    self._links[op.index] = link = self._links[ref.index]
+                    return link[1], link[1].passes
         kind = layer_type(op)
         if self.torchlens:
             kind = _of_operator(op) or torchlens_name(kind)
@@ -442,15 +430,15 @@ class Namer:
 
     def _giver(self, ref: Ref) -> int:
         """Return a number of the layer that an argument is from; of anything else, of the value."""
-        known = self._links.get(ref.index)
-        return -1 - ref.index if known is None else id(known[1])
+        link = self._links.get(ref.index)
+        return -1 - ref.index if link is None else id(link[1])
 
     def _shared_layer(self, op: Op, link: Any) -> Layer | None:
         """Return the layer of an alike call whose result an op takes; None if it takes none."""
         for ref in refs_in((op.args, op.kwargs)):
-            known = self._links.get(ref.index)
-            if op.scope.path and known is not None and known[0] == link:
-                return known[1]
+            source = self._links.get(ref.index)
+            if op.scope.path and source is not None and source[0] == link:
+                return source[1]
         return None
 
     def _called(self, scope: ModuleCall) -> tuple[Any, ...]:
@@ -702,15 +690,15 @@ def _target(entry: LayerEntry) -> str:
     return entry.target or entry.function
 
 
-def _parameters(entry: LayerEntry) -> int:
+def _parameter_count(entry: LayerEntry) -> int:
     return sum(use.numel for use in entry.state if use.is_parameter)
 
 
-def _place(entry: LayerEntry) -> str | None:
+def _source_text(entry: LayerEntry) -> str | None:
     return None if entry.source is None else str(entry.source)
 
 
-def _source(entry: LayerEntry) -> str | None:
+def _source_line(entry: LayerEntry) -> str | None:
     return None if entry.source is None else f"{entry.source}: {entry.source.text}"
 
 
@@ -735,12 +723,12 @@ COLUMNS = (
     LogColumn("nbytes", ("ops",)),
     LogColumn("parents", ("frame",)),
     LogColumn("children", ("frame",)),
-    LogColumn("parameters", ("frame",), _parameters),
+    LogColumn("parameters", ("frame",), _parameter_count),
     LogColumn("seconds", ("frame",), lambda entry: entry.time),
     LogColumn("flops", ("frame",)),
     LogColumn("node_path", ("frame",)),
-    LogColumn("source", ("frame",), _place),
-    LogColumn("source", ("chrome", "model_explorer"), _source),
+    LogColumn("source", ("frame",), _source_text),
+    LogColumn("source", ("chrome", "model_explorer"), _source_line),
     LogColumn("saved", ("frame",), lambda entry: entry.has_contents),
 )
 

@@ -20,8 +20,8 @@ from bendtrace.flow import steps_of
 from bendtrace.log.mirror import Graph
 from bendtrace.python.checks import required_kind
 from bendtrace.record.iterations import user_code
-from bendtrace.record.names import NodeRef, map_items
 from bendtrace.record.numbers import error_of
+from bendtrace.record.op_names import NodeRef, map_items
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,
@@ -171,7 +171,7 @@ class _GraphWriter:
             if self.folded.first[id(call)] == op.index:
                 self._switch(op.context)
                 assert call.module is not None
-                _put(self.holder, call.path, call.module)
+                _put_state(self.holder, call.path, call.module)
                 args, kwargs = map_refs(
                     (call.args, call.kwargs), lambda r: NodeRef(self.names[r.index])
                 )
@@ -192,7 +192,7 @@ class _GraphWriter:
             tensor = op.target.read(())
             if not _is_at(self.root, target, tensor):
                 target = f"_{name}"  # from a closure, a global or a container
-            _put(self.holder, target, tensor)
+            _put_state(self.holder, target, tensor)
             self._keep(name, data, self.fx.create_node("get_attr", target, (), {}, name))
             return
         if op.kind is OpKind.CALL:
@@ -305,7 +305,7 @@ def _is_at(root: nn.Module, target: str, tensor: Any) -> bool:
         return False
 
 
-def _put(holder: nn.Module, target: str, value: Any) -> None:
+def _put_state(holder: nn.Module, target: str, value: Any) -> None:
     """Give a module an attribute of the model, under its name."""
     *path, last = target.split(".")
     for step in path:
@@ -460,7 +460,7 @@ def folding(recording: Recording, is_leaf: Callable[[nn.Module], bool]) -> Foldi
             continue
         if not call.path or call.path.startswith("<") or not is_leaf(call.module):
             continue
-        inside = _inside(tape, call, users)
+        inside = _ops_of_call(tape, call, users)
         if inside and _is_closed(tape, call, inside, users):
             found.call_of.update(dict.fromkeys(inside, call))
             found.first[id(call)] = min(inside)
@@ -490,7 +490,7 @@ def _take_in_shared_state(recording: Recording, found: Folding) -> None:
             found.call_of.setdefault(op.index, users[op.index])
 
 
-def _inside(tape: Tape, call: ModuleCall, users: dict[int, int]) -> set[int]:
+def _ops_of_call(tape: Tape, call: ModuleCall, users: dict[int, int]) -> set[int]:
     """The ops of a call; not the state in it that is used elsewhere too."""
     inside = set()
     for op in tape.ops[call.start : call.stop]:

@@ -18,7 +18,7 @@ from bendtrace.log.plain import DEVICE, DTYPE, TUPLE, Codec, Plainer, text_of
 from bendtrace.python.checks import free_name, required_kind
 from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.record.iterations import user_code
-from bendtrace.record.names import NodeRef, target_name
+from bendtrace.record.op_names import NodeRef, target_name
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Access, Captured
 from bendtrace.tape.contexts import Autocast, Context
@@ -126,9 +126,9 @@ class Graph(MultiDiGraph):
             if data["op"] in ("placeholder", "get_attr"):
                 lines.append(f"{head}[target={target}]")
             elif data["op"] == "output":
-                lines.append(f"    return {_show(data['args'][0])}")
+                lines.append(f"    return {_as_source(data['args'][0])}")
             else:
-                args = f"(args = {_show(data['args'])}, kwargs = {_show(data['kwargs'])})"
+                args = f"(args = {_as_source(data['args'])}, kwargs = {_as_source(data['kwargs'])})"
                 lines.append(f"{head}[target={target}]{args}")
         return "\n".join(lines)
 
@@ -137,17 +137,19 @@ def _on_one_line(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def _show(value: Any) -> str:
+def _as_source(value: Any) -> str:
     if isinstance(value, tuple):
-        inner = ", ".join(map(_show, value))
+        inner = ", ".join(map(_as_source, value))
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if isinstance(value, list):
-        return f"[{', '.join(map(_show, value))}]"
+        return f"[{', '.join(map(_as_source, value))}]"
     if isinstance(value, dict):
-        items = (f"{_on_one_line(str(key))}: {_show(item)}" for key, item in value.items())
+        items = (f"{_on_one_line(str(key))}: {_as_source(item)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if isinstance(value, slice):
-        return f"slice({_show(value.start)}, {_show(value.stop)}, {_show(value.step)})"
+        return (
+            f"slice({_as_source(value.start)}, {_as_source(value.stop)}, {_as_source(value.step)})"
+        )
     return repr(value)
 
 
@@ -162,7 +164,7 @@ def mirror(recording: Recording, function: Callable[..., Any]) -> Graph:
             _add_argument(graph, part, recording, names, nodes, taken)
     for op in recording.plain_ops:
         if op.kind is not OpKind.INPUT and op.index not in recording.tape.counters:
-            graph.add_op(names[op.index], **_node(op, names, nodes))
+            graph.add_op(names[op.index], **_op_data(op, names, nodes))
     output = _with_nodes(recording.plain(recording.root.output), names, nodes)
     graph.add_op("output" if "output" not in taken else "output_", op="output", target="output",
                  args=(output,), kwargs={}, module_path="", index=len(names))  # fmt: skip
@@ -196,7 +198,7 @@ def _add_argument(
         name = names[op.index]
     nodes[part.index] = name
     data: dict[str, Any] = {"kwargs": {}, "module_path": "", "pass_": 1, "site": None, "text": ""}
-    data.update(_meta(op and op.meta), index=op and op.index)
+    data.update(_meta_data(op and op.meta), index=op and op.index)
     if part.access is Access.ROOT:
         graph.add_op(name, op="placeholder", target=part.label, args=(), **data)
         return
@@ -210,13 +212,13 @@ def _add_argument(
     graph.add_op(name, op="call_function", target=target, args=args, **data)
 
 
-def _node(op: Op, names: list[str], nodes: dict[int, str]) -> dict[str, Any]:
+def _op_data(op: Op, names: list[str], nodes: dict[int, str]) -> dict[str, Any]:
     data: dict[str, Any] = {
         "module_path": op.scope.path,
         "pass_": op.scope.number + 1,
         "index": op.index,
         "context": op.context,
-        **_meta(op.meta),
+        **_meta_data(op.meta),
     }
     data["site"], data["text"] = None, ""
     if op.site is not None:
@@ -259,7 +261,7 @@ _METHODS = {
 }
 
 
-def _meta(meta: Any) -> dict[str, Any]:
+def _meta_data(meta: Any) -> dict[str, Any]:
     if isinstance(meta, TensorMeta):
         return {"shape": meta.shape, "dtype": meta.dtype, "device": meta.device}
     if meta is None:
@@ -338,7 +340,9 @@ def to_node_link(graph: Graph) -> dict[str, Any]:
     codec = GRAPH_CODEC
     about = {key: codec.encode(graph.graph[key]) for key in graph.graph if key not in _PRIVATE}
     about["flow_steps"] = flow_rows(graph.flow_steps, codec)
-    nodes = [{"id": codec.encode(name), **_row_of(data)} for name, data in graph.nodes(data=True)]
+    nodes = [
+        {"id": codec.encode(name), **_graphml_row(data)} for name, data in graph.nodes(data=True)
+    ]
     edges = [
         {"source": codec.encode(source), "target": codec.encode(target), "key": codec.encode(key)}
         | {name: codec.encode(value) for name, value in data.items()}
@@ -384,7 +388,7 @@ def from_node_link(data: Mapping[str, Any]) -> Graph:
     return graph
 
 
-def _row_of(data: Mapping[str, Any]) -> dict[str, Any]:
+def _graphml_row(data: Mapping[str, Any]) -> dict[str, Any]:
     row = {}
     for key, value in data.items():
         if key == "target":
@@ -413,9 +417,9 @@ def to_graphml(graph: Graph) -> str:
     names: dict[Any, str] = {}
     for node, data in graph.nodes(data=True):
         names[node] = free_name(_xml(str(node)), flat, "#", 2)
-        flat.add_node(names[node], label=_xml(str(node)), **_flat(data))
+        flat.add_node(names[node], label=_xml(str(node)), **_graphml_values(data))
     for source, target, data in graph.edges(data=True):
-        edge = _flat(data)
+        edge = _graphml_values(data)
         if data.get("kind") == "control":
             step = _step(graph.flow_steps, data.get("step"))
             if step is not None:
@@ -429,7 +433,7 @@ def _step(steps: FlowSteps, number: Any) -> FlowStep | None:
     return steps[number] if type(number) is int and 0 <= number < len(steps) else None
 
 
-def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
+def _graphml_values(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return attributes as GraphML has them: numbers, truth values and text."""
     row: dict[str, Any] = {}
     for key, value in data.items():
@@ -441,21 +445,21 @@ def _flat(data: Mapping[str, Any]) -> dict[str, Any]:
             row[key] = value
             continue
         if value is not None or key == "value":
-            row[_xml(str(key))] = _xml(_text(value))
+            row[_xml(str(key))] = _xml(_graphml_text(value))
     return row
 
 
-def _text(value: Any) -> str:
+def _graphml_text(value: Any) -> str:
     plain = isinstance(value, (str, torch.dtype, torch.device))
     return str(value) if plain else text_of(value)
 
 
 def _xml(text: str) -> str:
     """Return text that XML can hold; a carriage return would be read as a line feed."""
-    return re.sub("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", _escape, text)
+    return re.sub("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", _escape_dot, text)
 
 
-def _escape(match: re.Match[str]) -> str:
+def _escape_dot(match: re.Match[str]) -> str:
     return ascii(match[0])[1:-1]
 
 
@@ -507,10 +511,10 @@ def to_dot(graph: Graph, *, modules: bool = True, control: bool = True) -> str:
             if step is not None:
                 words = f"{step.kind} {step.text}: {step.value}"
                 if number not in listed:
-                    look["label"] = _label(words)
-                look["tooltip"] = _label(words)
+                    look["label"] = _dot_label(words)
+                look["tooltip"] = _dot_label(words)
             listed.add(number)
-            lines.append(f"  {ends} {_attributes(look)};")
+            lines.append(f"  {ends} {_dot_attributes(look)};")
     return "\n".join([*lines, "}"]) + "\n"
 
 
@@ -533,7 +537,7 @@ class _Box:
     def lines(self, indent: str) -> Iterator[str]:
         for part, box in self.inside.items():
             yield f"{indent}subgraph {_id(f'cluster_{box.path}')} {{"
-            yield f"{indent}  label={_label(part)};"
+            yield f"{indent}  label={_dot_label(part)};"
             yield from box.lines(f"{indent}  ")
             yield f"{indent}}}"
         for node in self.nodes:
@@ -550,7 +554,7 @@ def _dot_node(name: str, data: Mapping[str, Any]) -> str:
         label += f"\n{dtype}{list(data['shape'])}"
     elif "value" in data:
         label += f"\n{text_of(data['value'])}"
-    look = {"label": _label(label)}
+    look = {"label": _dot_label(label)}
     if "value" in data:
         look["style"] = "rounded"
     if data.get("op") in _SHAPES:
@@ -558,21 +562,21 @@ def _dot_node(name: str, data: Mapping[str, Any]) -> str:
     tooltip = target_name(data.get("target"))
     if data.get("text"):
         tooltip = f"{tooltip}: {data['text']}"
-    look["tooltip"] = _label(tooltip)
-    return f"{_id(name)} {_attributes(look)}"
+    look["tooltip"] = _dot_label(tooltip)
+    return f"{_id(name)} {_dot_attributes(look)}"
 
 
-def _attributes(look: Mapping[str, str]) -> str:
+def _dot_attributes(look: Mapping[str, str]) -> str:
     return "[" + ", ".join(f"{key}={value}" for key, value in look.items()) + "]"
 
 
 def _id(text: str) -> str:
     """Return a quoted name. A backslash stands for itself, but must not come last."""
-    text = re.sub("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", _escape, text)
+    text = re.sub("[\x00-\x1f\x7f-\x9f\ud800-\udfff]", _escape_dot, text)
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def _label(text: str) -> str:
+def _dot_label(text: str) -> str:
     """Return quoted text to be shown: no escape or entity of Graphviz's takes effect in it."""
     lines = [_id(line)[1:-1].replace("&", "&amp;") for line in text.split("\n")]
     return '"' + "\\n".join(lines) + '"'

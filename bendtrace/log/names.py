@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from bendtrace.errors import NodePathError
 from bendtrace.log.entries import LayerEntry
 from bendtrace.log.nodes import Chosen, Pass, TreeNode, children_of, dotted
-from bendtrace.log.path_views import Node, NodePath, Tree, find, is_path_only, plain_path
+from bendtrace.log.path_views import Node, NodePath, Tree, find_node, is_path_only, plain_path
 from bendtrace.python.checks import similar
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class RunNames:
                 return several
         found: list[Meaning] = []
         for meaning in self._all(text, stem, number):
-            hidden = meaning.kind == "node" and any(known.is_owned for known in found)
-            if not hidden and not any(known.covers(meaning) for known in found):
+            hidden = meaning.kind == "node" and any(other.is_owned for other in found)
+            if not hidden and not any(other.covers(meaning) for other in found):
                 found.append(meaning)
         return found
 
@@ -157,7 +157,7 @@ class RunNames:
         if text and not text.strip(" ."):
             return
         try:
-            place = find(self.tree.data, text)
+            place = find_node(self.tree.data, text)
         except NodePathError:
             return
         yield Meaning("node", text, (place,), self._values([place]))
@@ -166,7 +166,7 @@ class RunNames:
         passes: dict[str, tuple[TreeNode, set[int]]] = {}
         for entry in entries:
             try:
-                node, chosen = find(self.tree.data, NodePath(entry.node_path))
+                node, chosen = find_node(self.tree.data, NodePath(entry.node_path))
             except NodePathError:
                 continue
             every = range(len(node.passes))

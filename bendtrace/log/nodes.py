@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from bendtrace.python.places import path_text, place_text
 from bendtrace.python.sites import Site
-from bendtrace.record.names import base_name_of
+from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, Access, AttributeKey, Captured, CaptureKind
 from bendtrace.tape.contexts import Context, current_context
@@ -83,10 +83,10 @@ class Events:
         else:  # the same for all that it consists of, or not to be told
             contexts = {op.context for op in self.ops[event.start : event.stop]}
             context = contexts.pop() if len(contexts) == 1 else self._context
-        known = self._managers.get(context)
-        if known is None:
-            known = self._managers[context] = ", ".join(_managers(context, self._context))
-        return known
+        cached = self._managers.get(context)
+        if cached is None:
+            cached = self._managers[context] = ", ".join(_managers(context, self._context))
+        return cached
 
     def meta(self, origin: Origin) -> Any:
         """Return the description of a value."""
@@ -135,7 +135,7 @@ class Events:
             while inner.parent is not None and inner.parent.is_argument:
                 found[inner.parent.index][inner.index] = inner
                 inner = inner.parent
-        return {index: [held[i] for i in sorted(held)] for index, held in found.items()}
+        return {index: [parts[i] for i in sorted(parts)] for index, parts in found.items()}
 
     @cached_property
     def input_of(self) -> dict[int, int]:
@@ -152,10 +152,10 @@ class Events:
     def arguments(self, call: ModuleCall) -> dict[str, Any]:
         """Return the arguments of a call, by the names in the signature of forward."""
         if call.parent is not None:
-            known = self._parameters.get(id(call.module))
-            if known is None:
-                known = self._parameters[id(call.module)] = parameters_of(call.module)
-            return bound(known, call.args, call.kwargs)
+            cached = self._parameters.get(id(call.module))
+            if cached is None:
+                cached = self._parameters[id(call.module)] = parameters_of(call.module)
+            return bound(cached, call.args, call.kwargs)
         given = [
             (part.label, Existing(part))
             for part in self.recording.environment.parts
@@ -283,12 +283,12 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
     if isinstance(value, Instance):
         return _items_of_instance(value)
     if isinstance(value, Existing):
-        held = events.argument_parts.get(value.part.index)
-        if held is None or value.part.kind is CaptureKind.TENSOR:
+        parts = events.argument_parts.get(value.part.index)
+        if parts is None or value.part.kind is CaptureKind.TENSOR:
             return None
         return [
             _item_of_part(value.part, part)
-            for part in held
+            for part in parts
             # What is an item as well is shown as that.
             if not (isinstance(part.key, AttributeKey) and part.key != part.key.name)
         ]
@@ -298,14 +298,14 @@ def items_of(value: Any, events: Events) -> list[Item] | None:
 def _item_of_part(whole: Captured, part: Captured) -> Item:
     value = Existing(part)
     if isinstance(part.key, AttributeKey):
-        return _attribute(part.key.name, value)
+        return _attribute_item(part.key.name, value)
     if part.access is not Access.ITEM:
-        return _attribute(str(part.key), value)
+        return _attribute_item(str(part.key), value)
     if type(part.key) is not int or issubclass(whole.type, dict):
         return _key_item(part.key, value)
     names = _fields(whole.type)
     if part.key < len(names):
-        return _attribute(names[part.key], value, part.key)
+        return _attribute_item(names[part.key], value, part.key)
     return _index_item(part.key, value)
 
 
@@ -330,12 +330,12 @@ def _items_of_instance(value: Instance) -> list[Item]:
         names = _fields(value.cls)
         items: Iterable[Any] = value.items
         found = [
-            _attribute(names[i], item, i) if i < len(names) else _index_item(i, item)
+            _attribute_item(names[i], item, i) if i < len(names) else _index_item(i, item)
             for i, item in enumerate(items)
         ]
     for name, item in value.attributes.items():
         if str(name) not in names and any(refs_in(item)):
-            found.append(_attribute(str(name), item))
+            found.append(_attribute_item(str(name), item))
     return found
 
 
@@ -356,7 +356,7 @@ def _key_item(key: Any, value: Any) -> Item:
     return Item(name, str(name), value, f"[{key!r}]")
 
 
-def _attribute(name: str, value: Any, key: int | None = None) -> Item:
+def _attribute_item(name: str, value: Any, key: int | None = None) -> Item:
     return Item(name if key is None else key, name, value, f".{name}")
 
 
@@ -390,7 +390,7 @@ class Text(str):
 Chosen = Sequence[int] | None
 
 
-def describe(node: TreeNode, chosen: Chosen = None) -> str:
+def describe_node(node: TreeNode, chosen: Chosen = None) -> str:
     """Return a short description of a node: `Graph(5)`, `Tensor(3, 2)`, `tuple(2)`, `float`."""
     passes = node.passes if chosen is None else [node.passes[i] for i in chosen]
     text = node.type
@@ -417,7 +417,7 @@ def passes_in(child: TreeNode, chosen: Chosen) -> Chosen:
     return [i for i, made in enumerate(child.passes) if made.parent in within]
 
 
-def draw(
+def draw_tree(
     node: TreeNode, title: str, chosen: Chosen = None, *, flow: bool = False,
     depth: int | None = None, limit: int | None = LIMIT,
 ) -> str:  # fmt: skip
@@ -443,7 +443,7 @@ def draw(
             if shown and lines + size > limit:
                 break
             shown, lines = shown + 1, lines + size
-    drawn = [f"{title}: {describe(node, chosen)}", *picture.lines(node, chosen, "", shown)]
+    drawn = [f"{title}: {describe_node(node, chosen)}", *picture.lines(node, chosen, "", shown)]
     if limit is not None and total > limit:
         drawn = drawn[:limit]
         left = total - len(drawn)
@@ -504,7 +504,7 @@ class _Picture:
                 others = [like[1][0].name, like[-1][0].name][: len(like) - 1]
                 shown = (", ..., " if len(like) > 3 else ", ").join(others)
                 each = " each" if len(like) > 2 else ""
-                text = f"{shown}: {describe(*like[0])}{each}, as {like[0][0].name}"
+                text = f"{shown}: {describe_node(*like[0])}{each}, as {like[0][0].name}"
                 rows.append(_Row(text))
             like.clear()
 
@@ -515,7 +515,7 @@ class _Picture:
                 like.append((child, passes))
                 continue
             tell_alike()
-            rows.append(_Row(f"{child.name}: {describe(child, passes)}", child, passes))
+            rows.append(_Row(f"{child.name}: {describe_node(child, passes)}", child, passes))
             rows += after
             if folds:
                 like.append((child, passes))
@@ -525,15 +525,15 @@ class _Picture:
     def _form(self, node: TreeNode, chosen: Chosen) -> int:
         """Return a number that is the same for nodes that look the same."""
         below = tuple((c.name, self._form(c, passes)) for c, passes in children_of(node, chosen))
-        return self._forms.setdefault((describe(node, chosen), below), len(self._forms))
+        return self._forms.setdefault((describe_node(node, chosen), below), len(self._forms))
 
 
 def _step_rows(steps: Sequence[Step], chosen: Chosen) -> list[_Row]:
-    texts = (step_text(step, chosen) for step in steps)
+    texts = (step_line(step, chosen) for step in steps)
     return [_Row(text) for text in texts if text]
 
 
-def step_text(step: Step, chosen: Chosen = None) -> str:
+def step_line(step: Step, chosen: Chosen = None) -> str:
     """Return a flow step as one line: `if x.sum() > 3: True  (model.py:41)`."""
     counts: dict[str, int] = {}
     for made, text, count in step.outcomes:
@@ -814,7 +814,7 @@ class Registry:
         # Code objects go by identity because hashing one is slow; they are kept alive, so that
         # an identity is never used twice.
         self._codes: dict[int, tuple[CodeType, int]] = {}
-        self._known: dict[tuple[int, ...], int] = {}
+        self._site_numbers: dict[tuple[int, ...], int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # What a code object says stays the same in other processes, its identity does not.
@@ -834,24 +834,24 @@ class Registry:
         """Return the number of a site: the same in every trace; 0 for none."""
         if site is None:
             return 0
-        known = self._known.get(site.identity)
-        if known is None:
+        cached = self._site_numbers.get(site.identity)
+        if cached is None:
             codes = [self._number(code) for code, _ in site.chain]
             key = tuple(n for pair in zip(codes, site.identity[1::2], strict=True) for n in pair)
-            known = self._sites.setdefault(key, len(self._sites) + 1)
-            self._known[site.identity] = known
-        return known
+            cached = self._sites.setdefault(key, len(self._sites) + 1)
+            self._site_numbers[site.identity] = cached
+        return cached
 
     def _number(self, code: CodeType) -> int:
-        known = self._codes.get(id(code))
-        if known is None:
+        cached = self._codes.get(id(code))
+        if cached is None:
             content = (
                 code.co_filename, code.co_qualname, code.co_firstlineno, code.co_code,
                 code.co_linetable,
             )  # fmt: skip
             number = self._contents.setdefault(content, len(self._contents) + 1)
-            known = self._codes[id(code)] = code, number
-        return known[1]
+            cached = self._codes[id(code)] = code, number
+        return cached[1]
 
     def name(self, parent: str, key: Hashable, base: str) -> str:
         """Return the name of a node."""
@@ -912,13 +912,13 @@ class Holders:
         """Return the name of the called module in the code around a call: `layers.8`."""
         outer = call.parent.module if call.parent is not None else None
         if outer is not None and call.module is not None:
-            known = self._modules.get(id(outer))
-            if known is None:
-                known = self._modules[id(outer)] = {
+            cached = self._modules.get(id(outer))
+            if cached is None:
+                cached = self._modules[id(outer)] = {
                     id(module): name for name, module in named_modules(outer)
                 }
-            if id(call.module) in known:
-                return known[id(call.module)]
+            if id(call.module) in cached:
+                return cached[id(call.module)]
         if call.path.startswith("<"):
             return self._unknown(call)
         return _relative(call.path, call.parent.path if call.parent is not None else "")
@@ -928,13 +928,13 @@ class Holders:
         label = label.removeprefix("self.")
         tensor = self._by_path.get(label)
         if tensor is not None and call.module is not None:
-            known = self._tensors.get(id(call.module))
-            if known is None:
-                known = self._tensors[id(call.module)] = {
-                    id(held): name for name, held in reversed(list(states_of(call.module)))
+            cached = self._tensors.get(id(call.module))
+            if cached is None:
+                cached = self._tensors[id(call.module)] = {
+                    id(own): name for name, own in reversed(list(states_of(call.module)))
                 }
-            if id(tensor) in known:
-                return known[id(tensor)]
+            if id(tensor) in cached:
+                return cached[id(tensor)]
         return _relative(label, call.path)
 
     def _unknown(self, call: ModuleCall) -> str:
@@ -956,20 +956,20 @@ class Holders:
 
 def dotted(label: str) -> str:
     """Return a label with dots before all parts of it: `layers[0].weight` is `layers.0.weight`."""
-    return ".".join(_split(label))
+    return ".".join(_split_path(label))
 
 
 def _relative(path: str, base: str) -> str:
     """Return a path as seen from another, as far as the two have a beginning in common."""
-    parts = _split(path)
-    for part in _split(base):
+    parts = _split_path(path)
+    for part in _split_path(base):
         if len(parts) < 2 or parts[0] != part:
             break
         parts.pop(0)
     return ".".join(parts)
 
 
-def _split(path: str) -> list[str]:
+def _split_path(path: str) -> list[str]:
     return [part.strip("'\"") for part in re.split(r"\.|\[|\]", path) if part]
 
 
@@ -1026,10 +1026,10 @@ class LiveNames:
         return path
 
     def _parameters_of(self, owner: Any) -> list[tuple[str, Any]]:
-        known = self._parameters.get(id(owner))
-        if known is None:
-            known = self._parameters[id(owner)] = parameters_of(owner)
-        return known
+        cached = self._parameters.get(id(owner))
+        if cached is None:
+            cached = self._parameters[id(owner)] = parameters_of(owner)
+        return cached
 
     def rename(self, scope: ModuleCall, path: str) -> None:
         """Give a call the path that it has in other runs."""
@@ -1090,11 +1090,11 @@ class LiveNames:
     def _number(self, site: Site | None) -> int:
         if site is None:
             return 0
-        known = self._numbers.get(id(site))
-        if known is None:
+        cached = self._numbers.get(id(site))
+        if cached is None:
             with self._registry.lock:
-                known = self._numbers[id(site)] = site, self._registry.site(site)
-        return known[1]
+                cached = self._numbers[id(site)] = site, self._registry.site(site)
+        return cached[1]
 
 
 def _may_hold_values(value: Any) -> bool:

@@ -32,7 +32,7 @@ from bendtrace.log.nodes import (
 )
 from bendtrace.python.sites import Site
 from bendtrace.record import numbers, recorder, scopes, texts
-from bendtrace.record.names import base_name, target_name
+from bendtrace.record.op_names import base_name, target_name
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.structure import Construction, Existing, Instance, existing_in
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
@@ -90,18 +90,18 @@ class Builder:
         """Return the number of a site."""
         if site is None:
             return 0
-        known = self._sites.get(id(site))
-        if known is None:
-            known = self._sites[id(site)] = self._registry.site(site), site
-        return known[0]
+        cached = self._sites.get(id(site))
+        if cached is None:
+            cached = self._sites[id(site)] = self._registry.site(site), site
+        return cached[0]
 
     def places(self, site: Site | None) -> tuple[Place, ...]:
         """Return the lines that led to a site, starting in the code of the module."""
         if site is None:
             return ()
-        known = self._places.get(id(site))
-        if known is None:
-            known = self._places[id(site)] = tuple(
+        cached = self._places.get(id(site))
+        if cached is None:
+            cached = self._places[id(site)] = tuple(
                 Place(
                     place.file, place.line, place.function,
                     linecache.getline(place.file, place.line).strip(),
@@ -109,7 +109,7 @@ class Builder:
                 for place in reversed(site.places[site.level :])
                 if place.file not in _TRACERS
             )  # fmt: skip
-        return known
+        return cached
 
     def node(
         self, parent: TreeNode, key: Hashable, label: str, kind: Kind, type_: str, role: Role
@@ -278,8 +278,8 @@ class ModuleVisit:
         name = identifier(base_name(op))
         replaces = not getattr(op.target, "is_ahead", False)  # else only for the call that follows
         if replaces and isinstance(op.meta, TensorMeta) and op.args and type(op.args[0]) is Ref:
-            known = self.body.name(op.args[0])
-            name = known if known.isidentifier() else name
+            target_name = self.body.name(op.args[0])
+            name = target_name if target_name.isidentifier() else name
             path = self.builder.paths.get(self.events.origin(op.args[0].index)[0])
             if path is not None:
                 self.builder.paths.setdefault(op.index, path)
@@ -511,12 +511,12 @@ def value_text(value: Any, name: Name) -> str:
     if kind is Ref:
         return name(value)
     if kind is tuple:
-        inner = _join([value_text(item, name) for item in value])
+        inner = _join_items([value_text(item, name) for item in value])
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     if kind is list:
-        return f"[{_join([value_text(item, name) for item in value])}]"
+        return f"[{_join_items([value_text(item, name) for item in value])}]"
     if isinstance(value, dict):
-        items = (f"{_plain(key)}: {value_text(item, name)}" for key, item in value.items())
+        items = (f"{_constant_text(key)}: {value_text(item, name)}" for key, item in value.items())
         return "{" + ", ".join(items) + "}"
     if kind is slice:
         return f"slice({', '.join(value_text(part, name) for part in _bounds(value))})"
@@ -527,10 +527,10 @@ def value_text(value: Any, name: Name) -> str:
         return name(refs[0]) if len(refs) == 1 else f"<{value.maker.__name__}>"
     if kind is Existing:
         return str(value.part.label)
-    return _plain(value)
+    return _constant_text(value)
 
 
-def _join(texts: list[str]) -> str:
+def _join_items(texts: list[str]) -> str:
     """Join items; a run of the values of one variable becomes a slice of what is kept of it."""
     found: list[str] = []
     position = 0
@@ -548,8 +548,10 @@ def _join(texts: list[str]) -> str:
                 end += 1
             if end - position > _FEW:
                 stop = "" if lag == 1 else str(1 - lag)
-                held = f"{list_name(name)}[-{match[2]}:{stop}]"
-                found.append(f"*[each{access} for each in {held}]" if access else f"*{held}")
+                slice_text = f"{list_name(name)}[-{match[2]}:{stop}]"
+                found.append(
+                    f"*[each{access} for each in {slice_text}]" if access else f"*{slice_text}"
+                )
                 position = end
                 continue
         found.append(texts[position])
@@ -629,17 +631,17 @@ def _instance_text(value: Instance, name: Name) -> str:
     elif value.items is not None:
         given = [value_text(item, name) for item in value.items]
     else:
-        held = value.attributes.items()
-        given = [f"{key}={value_text(item, name)}" for key, item in held]
+        attributes = value.attributes.items()
+        given = [f"{key}={value_text(item, name)}" for key, item in attributes]
         if sum(map(len, given)) > _LONG_OBJECT:
             return f"<{value.cls.__name__}>"
     return f"{value.cls.__name__}({', '.join(given)})"
 
 
-def _plain(value: Any) -> str:
+def _constant_text(value: Any) -> str:
     if isinstance(value, Enum):
         return str(value)
-    if isinstance(value, (type, type(_plain), type(len))):
+    if isinstance(value, (type, type(_constant_text), type(len))):
         return getattr(value, "__qualname__", repr(value))
     text = " ".join(repr(value).split())
     if len(text) > _LONG or " at 0x" in text:

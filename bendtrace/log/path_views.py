@@ -22,8 +22,8 @@ from bendtrace.log.nodes import (
     Text,
     TreeNode,
     children_of,
-    describe,
-    draw,
+    describe_node,
+    draw_tree,
     metas_in,
     passes_in,
     plain_keys,
@@ -55,7 +55,7 @@ def is_path_only(text: str) -> bool:
     return isinstance(text, NodePath) or text.lstrip().startswith(".")
 
 
-def find(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
+def find_node(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
     """Return the node at a path, and its passes if the path names some.
 
     Args:
@@ -81,7 +81,7 @@ def require_leaf(root: TreeNode, found: Found, path: str) -> None:
     if node.kind == "graph":
         names = tuple(inner.path for inner, _ in children_of(node, chosen))
         raise NodePathError(
-            f"{path or '<root>'!r} is a {describe(node, chosen)}, not a value; it contains "
+            f"{path or '<root>'!r} is a {describe_node(node, chosen)}, not a value; it contains "
             f"{_list_names(names)}",
             path,
             names,
@@ -90,7 +90,7 @@ def require_leaf(root: TreeNode, found: Found, path: str) -> None:
         digs = tuple(dug(root, inner) for inner in _values_in(node, chosen))
         way = f"name a value in it: {_list_names(digs)}" if digs else "it contains no values"
         raise NodePathError(
-            f"{path!r} is a {describe(node, chosen)}, not a single value; {way}", path, digs
+            f"{path!r} is a {describe_node(node, chosen)}, not a single value; {way}", path, digs
         )
 
 
@@ -169,7 +169,7 @@ class _PathSearch:
         elif rest[0] == "|" and node.kind != "container":
             self._fail(
                 node, chosen, depth,
-                f"{node.path!r} is a {describe(node, chosen)}: '|' leads only into tuples, "
+                f"{node.path!r} is a {describe_node(node, chosen)}: '|' leads only into tuples, "
                 "lists, dicts and other containers",
             )  # fmt: skip
         elif rest[0] in ".|" and len(rest) > 1:
@@ -190,7 +190,7 @@ class _PathSearch:
             return NodePathError(f"no node {self.path!r}: {reason}", self.path, completions)
         where = repr(node.path) if node.path else "the model"
         if not names:
-            message = f"{where} is a {describe(node, chosen)} with nothing below it"
+            message = f"{where} is a {describe_node(node, chosen)} with nothing below it"
             return NodePathError(f"no node {self.path!r}: {message}", self.path)
         near = did_you_mean(wrong, names, cutoff=0.5, otherwise=";")
         message = f"{where} has no {wrong!r}{near} it has {_list_names(tuple(names))}"
@@ -269,7 +269,7 @@ class Tree:
         text = path._path if isinstance(path, Node) else path
         if not isinstance(text, str):
             raise InputError(f"a node path has to be a string or a node, not {type(path).__name__}")
-        found = find(self.data, text)
+        found = find_node(self.data, text)
         if leaf:
             require_leaf(self.data, found, text)
         return Node(self, *found)
@@ -423,7 +423,7 @@ class Node:
         for a container, the shape of the output for a graph.
         """
         number = 0 if self._chosen is None else self._chosen[0]
-        return _shape(self._data, number)
+        return _shape_of_node(self._data, number)
 
     @property
     def _code(self) -> Text:
@@ -452,7 +452,7 @@ class Node:
         if flow:
             self._tree.place_steps()
         title = self._name
-        return Text(draw(self._data, title, self._chosen, flow=flow, depth=depth, limit=limit))
+        return Text(draw_tree(self._data, title, self._chosen, flow=flow, depth=depth, limit=limit))
 
     def __getattr__(self, name: str) -> Node:
         if name.startswith("__"):
@@ -471,7 +471,7 @@ class Node:
         return self._below(path)
 
     def _below(self, path: str) -> Node:
-        return Node(self._tree, *find(self._data, path, self._chosen))
+        return Node(self._tree, *find_node(self._data, path, self._chosen))
 
     def __contains__(self, path: object) -> bool:
         try:
@@ -541,11 +541,11 @@ class LazyRoot(Node):
         return getattr(self, name)
 
 
-def _shape(node: TreeNode, number: int) -> Any:
+def _shape_of_node(node: TreeNode, number: int) -> Any:
     if node.kind == "tensor":
         return torch.Size(node.passes[number].shape or ())
     inside = [
-        _shape(child, passes[0] if passes else 0)
+        _shape_of_node(child, passes[0] if passes else 0)
         for child, passes in children_of(node, [number])
         if node.kind == "container" or child.role == "output"
     ]
@@ -571,7 +571,7 @@ def _without_place(node: TreeNode) -> str:
         "state": "a parameter, buffer or other tensor of the model",
     }
     text = descriptions.get(node.role, "given out" if node.role == "output" else "")
-    return f"{node.path}: {describe(node)}, {text}" if text else node.path
+    return f"{node.path}: {describe_node(node)}, {text}" if text else node.path
 
 
 # The nodes of a run in the form that selectors use, and the flow of values between them.
@@ -845,7 +845,7 @@ class _ValueFlow:
         # For tensors that were written to under their own name, the op that did last.
         self._written: dict[int, int] = {}
         # The calls that handed on what they had not computed themselves.
-        self._passed: dict[int, list[ModuleCall]] = {}
+        self._calls_from: dict[int, list[ModuleCall]] = {}
         self._chains: dict[int, tuple[ModuleCall, ...]] = {}
         self._crossed: dict[tuple[int, int], tuple[list[str], list[str]]] = {}
 
@@ -904,9 +904,9 @@ class _ValueFlow:
             for source in self._latest(ref.index):
                 is_own = call in self._chain(self._ops[source].scope)
                 if not is_own or self._ops[source].kind in _GIVEN:
-                    passed = self._passed.setdefault(source, [])
-                    if call not in passed:
-                        passed.append(call)
+                    calls = self._calls_from.setdefault(source, [])
+                    if call not in calls:
+                        calls.append(call)
 
     def _connect(
         self, source: int, path: str | None, scope: ModuleCall
@@ -917,37 +917,37 @@ class _ValueFlow:
             giving, using = self._between(self._ops[source].scope, scope)
             for giver in (given, *giving):
                 yield from ((giver, user) for user in (*using, path) if user is not None)
-        for call in self._passed.get(source, ()):
+        for call in self._calls_from.get(source, ()):
             giver = self._path(call)
             _, using = self._between(call, scope)
             yield from ((giver, user) for user in (*using, path) if user is not None)
 
     def _between(self, inner: ModuleCall, outer: ModuleCall) -> tuple[list[str], list[str]]:
         """Return the calls that a value leaves on its way between two, and those it enters."""
-        known = self._crossed.get((id(inner), id(outer)))
-        if known is None:
+        cached = self._crossed.get((id(inner), id(outer)))
+        if cached is None:
             left, entered = self._chain(inner), self._chain(outer)
-            known = self._crossed[id(inner), id(outer)] = (
+            cached = self._crossed[id(inner), id(outer)] = (
                 [self._path(call) for call in left if call not in entered],
                 [self._path(call) for call in entered if call not in left],
             )
-        return known
+        return cached
 
     def _path(self, call: ModuleCall) -> str:
         return self._nodes.of_call[id(call)]
 
     def _chain(self, call: ModuleCall) -> tuple[ModuleCall, ...]:
         """Return a call and those around it, without the root."""
-        known = self._chains.get(id(call))
-        if known is None:
+        cached = self._chains.get(id(call))
+        if cached is None:
             chain = []
             around: ModuleCall | None = call
             while around is not None and around is not self._nodes.events.root:
                 if id(around) in self._nodes.of_call:
                     chain.append(around)
                 around = around.parent
-            known = self._chains[id(call)] = tuple(chain)
-        return known
+            cached = self._chains[id(call)] = tuple(chain)
+        return cached
 
 
 def _can_be_cut_into(op: Op) -> bool:

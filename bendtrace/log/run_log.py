@@ -46,7 +46,7 @@ from bendtrace.python.checks import listed, required_choice
 from bendtrace.python.lazy import imported, required, tabulate
 from bendtrace.python.lazy import networkx as nx
 from bendtrace.python.places import full_place_text, is_installed
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 
 if TYPE_CHECKING:
     import pandas
@@ -355,10 +355,10 @@ class RunLog:
             if not any(entry.time is not None for entry in entries):
                 raise InputError("this trace did not measure its ops: record it with save='none'")
             events = [*_events(self.name, entries, self.modules)]
-            _write(path, {"traceEvents": events, "displayTimeUnit": "ms"})
+            _write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
         elif form == "model_explorer":
-            graph = {"id": self.name, "nodes": [_node(entry) for entry in entries]}
-            _write(path, {"label": self.name, "graphs": [graph]})
+            graph = {"id": self.name, "nodes": [_explorer_node(entry) for entry in entries]}
+            _write_json(path, {"label": self.name, "graphs": [graph]})
         elif form == "tensorboard":
             _write_graph(path, entries)
         else:
@@ -396,7 +396,7 @@ class RunLog:
 Form = Literal["chrome", "model_explorer", "tensorboard", "parquet"]
 
 
-def _write(path: str | os.PathLike[str], data: Any) -> None:
+def _write_json(path: str | os.PathLike[str], data: Any) -> None:
     """Write JSON after encoding all of it, so that an error leaves no half of a file."""
     text = json.dumps(data)
     Path(path).write_text(text, "utf-8")
@@ -430,11 +430,11 @@ def _events(
     yield from events
 
 
-def _operands(entry: LayerEntry) -> list[str]:
+def _operand_labels(entry: LayerEntry) -> list[str]:
     return [*entry.parents, *(use.name for use in entry.state if entry.kind != "state")]
 
 
-def _node(entry: LayerEntry) -> dict[str, Any]:
+def _explorer_node(entry: LayerEntry) -> dict[str, Any]:
     about = facts_of(entry, "model_explorer")
     return {
         "id": entry.label,
@@ -443,7 +443,7 @@ def _node(entry: LayerEntry) -> dict[str, Any]:
         "attrs": [{"key": key, "value": str(value)} for key, value in about.items() if value],
         "incomingEdges": [
             {"sourceNodeId": label, "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
-            for number, label in enumerate(_operands(entry))
+            for number, label in enumerate(_operand_labels(entry))
         ],
         "outputsMetadata": [
             {"id": "0", "attrs": [{"key": "shape", "value": shape_text(entry)}]}
@@ -465,7 +465,7 @@ def _write_graph(directory: str | os.PathLike[str], entries: Sequence[LayerEntry
         node = graph.node.add()
         node.name = names[entry.label]
         node.op = entry.layer_type or entry.kind
-        node.input.extend(names[label] for label in _operands(entry) if label in names)
+        node.input.extend(names[label] for label in _operand_labels(entry) if label in names)
         for key, value in facts_of(entry, "tensorboard").items():
             node.attr[key].s = str(value).encode()
     with writers.SummaryWriter(os.fspath(directory)) as writer:
@@ -551,7 +551,7 @@ def log_text(
         lines += [f"\t\t{line}" for line in text.splitlines()]
     lines.append("\tLayers:")
     shown = lookup.layers if most is None else lookup.layers[:most]
-    lines += [f"\t\t{row}" for row in _rows(shown, details)]
+    lines += [f"\t\t{row}" for row in _table_rows(shown, details)]
     if len(shown) < len(lookup.layers):
         rest = len(lookup.layers) - len(shown)
         lines.append(f"\t\t... {counted(rest, 'more layer')} {_ALL}")
@@ -581,7 +581,7 @@ def flow_text(log: RunData, most: int | None = None, mine: bool = False) -> str:
 
 def entry_text(entry: LayerEntry, log: RunData, lookup: Lookup) -> str:
     """Return a text that describes an entry in full."""
-    lines = [_head(entry, lookup)]
+    lines = [_entry_heading(entry, lookup)]
     if entry.layer_type == "unknown":
         lines.append("A tensor of unknown origin: no recorded op returned it")
     if entry.kind == "number":
@@ -617,7 +617,7 @@ def entry_text(entry: LayerEntry, log: RunData, lookup: Lookup) -> str:
         lines.append(f"\tTime elapsed:  {entry.time:.3E}s")
     if entry.flop_count:
         lines.append(f"\tFLOPs: {entry.flop_count} ({entry.macs} MACs)")
-    lines += _outputs(entry, log)
+    lines += _explorer_outputs(entry, log)
     lines.append(f"\tLookup keys: {', '.join(lookup.keys_of(entry))}")
     if entry.node_path:
         lines.append(f"\tNode path: {entry.node_path}")
@@ -636,7 +636,7 @@ def step_text(step: FlowStep) -> str:
     return f"{step.kind} `{step.text}` {value}{iteration} ({full_place_text(step.file, step.line)})"
 
 
-def _head(entry: LayerEntry, lookup: Lookup) -> str:
+def _entry_heading(entry: LayerEntry, lookup: Lookup) -> str:
     noun = {"number": "Number", "state": "State"}.get(entry.kind, "Layer")
     head = f"{noun} {entry.name}"
     if entry.passes > 1:
@@ -674,7 +674,7 @@ def _corner(tensor: Tensor) -> tuple[Any, bool]:
     return corner, corner.numel() < whole.numel()
 
 
-def _outputs(entry: LayerEntry, log: RunData) -> Iterator[str]:
+def _explorer_outputs(entry: LayerEntry, log: RunData) -> Iterator[str]:
     if not entry.output_of:
         return
     passes = {call.label: call for call in log.modules}
@@ -705,7 +705,7 @@ def _flow_summary(steps: FlowSteps) -> str:
     return ", ".join(counted(number, noun) for number, noun in parts if number)
 
 
-def _rows(entries: Sequence[LayerEntry], details: bool) -> list[str]:
+def _table_rows(entries: Sequence[LayerEntry], details: bool) -> list[str]:
     rows = []
     for entry in entries:
         passes = f"({entry.pass_number}/{entry.passes} passes)" if entry.passes > 1 else ""
@@ -874,7 +874,7 @@ class Lookup:
         modules: dict[str, list[LayerEntry]] = {}
         for call in log.modules:
             given = [
-                log.passed.get((call.label, "output", label)) or self._found[label][0]
+                log.boundary_entries.get((call.label, "output", label)) or self._found[label][0]
                 for label in call.outputs
                 if label in self._found
             ]
@@ -988,10 +988,14 @@ class Lookup:
         for data, made in passes_of(node._data, node._chosen):
             assert made.index is not None
             entry = self._places.get((made.index, made.element))
-            if entry is not None and self._log.passed and data.role in ("input", "output"):
+            if (
+                entry is not None
+                and self._log.boundary_entries
+                and data.role in ("input", "output")
+            ):
                 call = call_around(self._holders, data, made)
                 way = "" if call is None else self._call_labels.get(call, ""), data.role
-                entry = self._log.passed.get((*way, entry.label), entry)
+                entry = self._log.boundary_entries.get((*way, entry.label), entry)
             if entry is not None and entry not in found:
                 found.append(entry)
         if not found:

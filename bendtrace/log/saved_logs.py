@@ -17,7 +17,7 @@ from torch import Tensor
 
 import bendtrace
 from bendtrace.errors import BendtraceError, InputError, LoadError, SaveError
-from bendtrace.log.building import PassedKey, RunData
+from bendtrace.log.building import BoundaryKey, RunData
 from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, Source
 from bendtrace.log.mirror import GRAPH_CODEC, flow_rows, flow_steps_of, from_node_link, to_node_link
 from bendtrace.log.path_views import Tree
@@ -157,7 +157,7 @@ def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str
                 rows.append({})
                 found.append((inner, tensor))
         written.append([_CODEC.encode(name), _CODEC.encode(plain)])
-    stored = _write(draft, kind, found)
+    stored = _write_tensors(draft, kind, found)
     for row in rows:
         if not row:
             row.update(next(stored))
@@ -185,7 +185,7 @@ def _take_out(value: Any, name: str, slots: list[Any], first: int, around: tuple
     )
 
 
-def _write(
+def _write_tensors(
     draft: Draft, kind: str, tensors: list[tuple[str, Tensor | StoredTensor]]
 ) -> Iterator[dict[str, Any]]:
     """Write tensors to as many files as it takes; yield a row for each."""
@@ -290,7 +290,7 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
             "facts": FACTS.write(history._facts),
             "entries": list(map(LAYERS.write, entries)),
             "modules": list(map(MODULES.write, history.modules)),
-            "cells": cells_among(_files(history)),
+            "cells": cells_among(_source_files(history)),
         }
         draft.write_json("log.json", content)
         flow = {
@@ -306,24 +306,24 @@ def save(history: RunLog, directory: str | os.PathLike[str]) -> None:
         values = {
             "activations": write_values(draft, "activations", activations),
             "gradients": write_values(draft, "gradients", gradients),
-            "passed": _write_passed(draft, log),
+            "passed": _write_boundary_entries(draft, log),
         }
         draft.write_json("tensors.json", values)
 
 
-def _files(history: RunLog) -> set[str]:
+def _source_files(history: RunLog) -> set[str]:
     sources = [*(e.source for e in history.entries), *(call.source for call in history.modules)]
     places = [place for node in history._tree.data.walk() for place in node.places]
     return {one.file for one in (*sources, *places, *history.flow_steps) if one is not None}
 
 
-def _write_passed(draft: Draft, log: RunData) -> dict[str, Any]:
+def _write_boundary_entries(draft: Draft, log: RunData) -> dict[str, Any]:
     """Write values that modules received or returned in place of other entries."""
     own = {id(entry) for entry in log.entries}
     values: dict[str, Any] = {}
     names: dict[int, str] = {}
     rows = []
-    for key, entry in log.passed.items():
+    for key, entry in log.boundary_entries.items():
         if id(entry) not in own and id(entry) not in names:
             name = names[id(entry)] = f"{entry.label} {len(names)}"
             values[name] = entry.saved if not entry.unsaved else NotSaved(entry.unsaved)
@@ -331,16 +331,16 @@ def _write_passed(draft: Draft, log: RunData) -> dict[str, Any]:
     return write_values(draft, "passed", values) | {"rows": GRAPH_CODEC.encode(rows)}
 
 
-def _read_passed(
+def _read_boundary_entries(
     index: Mapping[str, Any],
     entries: Mapping[str, LayerEntry],
     files: Mapping[str, tuple[DataFile, FileIndex]],
     device: torch.device | None,
-) -> dict[PassedKey, LayerEntry]:
+) -> dict[BoundaryKey, LayerEntry]:
     made: dict[str, tuple[Any, str]] = {}
     for name, value in read_values(index, files, device).items():
         made[name] = (None, value.reason) if isinstance(value, NotSaved) else (value, "")
-    found: dict[PassedKey, LayerEntry] = {}
+    found: dict[BoundaryKey, LayerEntry] = {}
     for call, way, named, label, name in GRAPH_CODEC.decode(index["rows"]):
         entry = entries[label]
         if name is not None:
@@ -419,7 +419,7 @@ def _load(opened: Opened, device: torch.device | None) -> RunLog:
         for label, value in read_values(tensors["gradients"], files, device).items():
             entries[label].gradient = value
         if "passed" in tensors:  # else it was written by a version that did not know it
-            log.passed = _read_passed(tensors["passed"], entries, files, device)
+            log.boundary_entries = _read_boundary_entries(tensors["passed"], entries, files, device)
         facts = FACTS.read(contents["facts"])
         rows = decode(flow["guards"])
         return RunLog(log, Tree.from_dict(decode(tree)), from_node_link(graph), facts, rows)
@@ -589,7 +589,7 @@ def open_manifest(directory: str) -> Opened:
     if not os.path.isdir(directory):
         if os.path.lexists(directory):
             raise LoadError(directory, "it is a file; a save is a directory")
-        raise LoadError(directory, f"there is no such directory{_near(directory)}")
+        raise LoadError(directory, f"there is no such directory{_near_directories(directory)}")
     names = os.listdir(directory)
     if MANIFEST in names:
         return Opened(directory, _manifest(directory))
@@ -609,7 +609,7 @@ def open_manifest(directory: str) -> Opened:
     raise LoadError(directory, f"it is not a save of bendtrace: there is no {MANIFEST}")
 
 
-def _near(directory: str) -> str:
+def _near_directories(directory: str) -> str:
     folder, name = os.path.split(directory)
     if not os.path.isdir(folder):
         return f", nor {folder!r}"
@@ -798,12 +798,12 @@ class ShardWriter:
         self._closed = False
         with writing(self.directory):
             os.makedirs(self.directory, exist_ok=True)
-            self._held = DirectoryLock(self.directory)
+            self._directory_lock = DirectoryLock(self.directory)
             try:
                 _make_room(self.directory)
                 self._mark("open")
             except BaseException:
-                self._held.release()
+                self._directory_lock.release()
                 raise
 
     def add(self, name: str, tensor: Tensor) -> StoredTensor | NotSaved:
@@ -849,7 +849,7 @@ class ShardWriter:
                     self._close_shard()
                     self._mark("closed", files=self._headers, tensors=self._rows)
                 self._closed = True
-                self._held.release()
+                self._directory_lock.release()
 
     def _room_for(self, name: str, layout: Strided) -> tuple[TensorFile, DataFile]:
         file = self._file
@@ -883,7 +883,7 @@ class ShardWriter:
         if error is None:
             self.close()
         else:  # the directory goes on saying that it is unfinished
-            self._held.release()
+            self._directory_lock.release()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

@@ -155,7 +155,7 @@ def bits_of(tensor: Tensor, layout: Strided) -> Iterator[memoryview]:
     # Not reshape: a single element can keep a stride of its own, which bars it from being viewed.
     bits = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     buffer = torch.empty(min(bits.numel(), _CHUNK), dtype=torch.uint8, device="cpu")
-    raw = (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())
+    raw = (ctypes.c_char * buffer.numel()).from_address(buffer.data_ptr())  # as in `bytes_of`
     for start in range(0, bits.numel(), _CHUNK):
         piece = bits[start : start + _CHUNK]
         buffer[: piece.numel()].copy_(piece)
@@ -428,7 +428,7 @@ def crc32(tensor: Tensor) -> int:
     """Return the CRC-32 of a contiguous tensor of uint8."""
     if not tensor.numel():
         return 0
-    raw = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())
+    raw = (ctypes.c_char * tensor.numel()).from_address(tensor.data_ptr())  # as in `bytes_of`
     return zlib.crc32(memoryview(raw).cast("B"))
 
 
@@ -490,7 +490,7 @@ def write_json(path: str, value: Any) -> tuple[int, str]:
 
 def read_json(path: str, size: int, sha256: str) -> Any:
     """Read a file of `write_json`."""
-    content = _read(path)
+    content = _read_tensors(path)
     if len(content) < size:
         raise LoadError(path, f"the file is truncated ({len(content)} bytes instead of {size})")
     if hashlib.sha256(content).hexdigest() != sha256:
@@ -510,7 +510,7 @@ def read_sealed(path: str, form: str, version: int) -> dict[str, Any]:
     """Read a file of `replace_sealed`."""
     from_here = "it is not one of bendtrace's, or is damaged"
     try:
-        value = json.loads(_read(path))
+        value = json.loads(_read_tensors(path))
     except (ValueError, RecursionError):
         raise LoadError(path, f"{from_here}: it is not complete JSON") from None
     if not isinstance(value, dict) or value.get("format") != form:
@@ -534,7 +534,7 @@ def _seal(value: dict[str, Any]) -> str:
     return hashlib.sha256(plain.encode("ascii")).hexdigest()
 
 
-def _read(path: str) -> bytes:
+def _read_tensors(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -110,7 +110,7 @@ class Validator:
         try:
             for op in self._ops:
                 is_call = op.kind is OpKind.CALL and op.target not in METADATA
-                if is_call or (op.kind is OpKind.SCALAR and not _is_element(op)):
+                if is_call or (op.kind is OpKind.SCALAR and not _names_part(op)):
                     self._check(op, found)
         finally:
             torch.set_rng_state(state)
@@ -153,7 +153,7 @@ class Validator:
     def _whole(self, op: Op) -> tuple[Op, tuple[Any, ...]]:
         """Return the op whose output an op only names a part of, with the keys; or the op."""
         path: tuple[Any, ...] = ()
-        while op.kind is OpKind.SCALAR and _is_element(op):
+        while op.kind is OpKind.SCALAR and _names_part(op):
             path = (*op.args[1:], *path)
             op = self._ops[op.args[0].index]
         return op, path
@@ -162,8 +162,8 @@ class Validator:
         """Return why an op cannot be recomputed; None if it can."""
         if op.raised is not None:
             return f"it raised {op.raised.type.__name__}"
-        known = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
-        if op.kind is OpKind.CALL and not known:
+        is_torchs = is_torchs_function(op.target) or isinstance(op.target, types.MethodWrapperType)
+        if op.kind is OpKind.CALL and not is_torchs:
             return "it is not a torch function"
         name = table_name(op.target)
         if name in UNINITIALIZED or (isinstance(op.target, type) and self._gives_sizes(op)):
@@ -174,7 +174,7 @@ class Validator:
             return "it reads the autograd graph"
         if name == "data" and getattr(op.target, "__name__", "") == "__set__":
             return "it gives a tensor the memory of another one"
-        if not all(map(_is_plain, (*op.args, *op.kwargs.values()))):
+        if not all(map(_is_plain_output, (*op.args, *op.kwargs.values()))):
             return "it received an object"
         return None
 
@@ -210,7 +210,7 @@ class Validator:
         """Run an op on copies of its inputs; return its result, or the tensor that it wrote to."""
         records = op.context.grad and not op.context.inference
         copies = {
-            index: _copy(value, records and self._had_graph(index))
+            index: _copy_value(value, records and self._had_graph(index))
             for index, value in given.items()
         }
         args, kwargs = map_refs((op.args, op.kwargs), lambda ref: copies[ref.index])
@@ -270,7 +270,7 @@ class Validator:
         return f"{getattr(op.target, '__name__', op.kind.value)} (op {op.index})"
 
 
-def _is_element(op: Op) -> bool:
+def _names_part(op: Op) -> bool:
     """Return whether an op only names a part of another op's output."""
     if op.target is tuple:
         return True
@@ -284,14 +284,14 @@ class _Random(Exception):
 MISSING = object()  # in place of a value that was not saved
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_output(value: Any) -> bool:
     kind = type(value)
     if kind in (tuple, list):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_output, value))
     if kind is dict:
-        return all(map(_is_plain, value.values()))
+        return all(map(_is_plain_output, value.values()))
     if kind is slice:
-        return all(map(_is_plain, (value.start, value.stop, value.step)))
+        return all(map(_is_plain_output, (value.start, value.stop, value.step)))
     return kind is Ref or kind in PLAIN_TYPES or isinstance(value, type)
 
 
@@ -303,7 +303,7 @@ def _meta_at(meta: Any, parts: dict[Any, Any], path: tuple[Any, ...]) -> Any:
     return meta
 
 
-def _copy(value: Any, with_graph: bool) -> Any:
+def _copy_value(value: Any, with_graph: bool) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested:
             return value.detach().clone()
@@ -315,7 +315,7 @@ def _copy(value: Any, with_graph: bool) -> Any:
         with torch.enable_grad():
             return aligned_copy(value.detach().requires_grad_(graph))
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
-        return tuple(_copy(item, with_graph) for item in value)
+        return tuple(_copy_value(item, with_graph) for item in value)
     return value
 
 
@@ -357,7 +357,7 @@ def flops_of(ops: list[Op]) -> dict[int, int | None]:
     from torch.utils.flop_counter import FlopCounterMode
 
     found: dict[int, int | None] = {}
-    known: dict[str, int | None] = {}  # loops repeat themselves
+    cache: dict[str, int | None] = {}  # loops repeat themselves
     with torch.no_grad(), torch.device("meta"), FlopCounterMode(display=False) as counter:
         for op in ops:
             if op.kind is not OpKind.CALL or not any(refs_in((op.args, op.kwargs))):
@@ -367,11 +367,11 @@ def flops_of(ops: list[Op]) -> dict[int, int | None]:
                 continue
             given = map_refs((op.args, op.kwargs), lambda ref: ops[ref.index].meta)
             key = f"{name_of(op.target)} {id(op.target)} {given!r}"
-            if key not in known:
+            if key not in cache:
                 before = counter.get_total_flops()
                 done = _carry_out(op, ops)
-                known[key] = counter.get_total_flops() - before if done else None
-            found[op.index] = known[key]
+                cache[key] = counter.get_total_flops() - before if done else None
+            found[op.index] = cache[key]
     return found
 
 

@@ -67,7 +67,7 @@ def global_uses(code: CodeType) -> Iterator[tuple[str, str]]:
 
 
 @functools.lru_cache(maxsize=8192)
-def names_passed_on(code: CodeType) -> frozenset[str]:
+def names_used_whole(code: CodeType) -> frozenset[str]:
     """Return the globals, and attributes of these, that code uses not only for their attributes.
 
     Attributes are named after what they are of, with dots in between.
@@ -83,7 +83,7 @@ def names_passed_on(code: CodeType) -> frozenset[str]:
         name = step.value if step.name == "LOAD_GLOBAL" else ""
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= names_passed_on(constant)
+            found |= names_used_whole(constant)
     return frozenset(found)
 
 
@@ -347,10 +347,10 @@ _found: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
 
 def counters_at(code: CodeType, offset: int) -> frozenset[str]:
     """Return the local variables that count the rounds of a `while` loop around an instruction."""
-    known = _found.get(id(code))
-    if known is None:
-        known = _found[id(code)] = (code, _loops(code))
-    return frozenset().union(*(names for begin, end, names in known[1] if begin <= offset <= end))
+    cached = _found.get(id(code))
+    if cached is None:
+        cached = _found[id(code)] = (code, _loops(code))
+    return frozenset().union(*(names for begin, end, names in cached[1] if begin <= offset <= end))
 
 
 def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:

@@ -14,21 +14,21 @@ from bendtrace.errors import InputError
 
 def did_you_mean(
     name: Any,
-    known: Iterable[str],
+    names: Iterable[str],
     *,
     otherwise: str = "",
     cutoff: float = 0.6,
     quotes: bool = True,
 ) -> str:
     """Return the end of a message about a name that does not exist: `; did you mean 'relu'?`."""
-    near = similar(name, known, 3, cutoff)
+    near = similar(name, names, 3, cutoff)
     words = " or ".join(map(repr if quotes else str, near))
     return f"; did you mean {words}?" if near else otherwise
 
 
-def similar(name: Any, known: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
+def similar(name: Any, names: Iterable[str], most: int = 3, cutoff: float = 0.6) -> list[str]:
     """Return the names that are spelled like one that does not exist, the most similar first."""
-    return get_close_matches(str(name), list(known), most, cutoff)
+    return get_close_matches(str(name), list(names), most, cutoff)
 
 
 def several(value: Any) -> list[Any]:

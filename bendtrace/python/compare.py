@@ -29,7 +29,7 @@ def same_bits(a: Any, b: Any) -> bool:
         >>> same_bits(torch.tensor(0.0), torch.tensor(-0.0))
         False
     """
-    return _same(a, b, {})
+    return _same_values(a, b, {})
 
 
 # Pairs under comparison, by identity: values that hold themselves are the same until shown not to
@@ -37,7 +37,7 @@ def same_bits(a: Any, b: Any) -> bool:
 _Seen = dict[tuple[int, int], tuple[Any, Any]]
 
 
-def _same(a: Any, b: Any, seen: _Seen) -> bool:
+def _same_values(a: Any, b: Any, seen: _Seen) -> bool:
     kind = type(a)
     if kind is not type(b):
         return False
@@ -56,13 +56,17 @@ def _same(a: Any, b: Any, seen: _Seen) -> bool:
         # A nested tensor of layout jagged keeps itself, and symbols of its own, in attributes.
         return _same_tensors(a, b) and (a.is_nested or _same_states(a, b, seen))
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b, repeat(seen))) and _same_states(a, b, seen)
+        return (
+            len(a) == len(b)
+            and all(map(_same_values, a, b, repeat(seen)))
+            and _same_states(a, b, seen)
+        )
     if isinstance(a, Mapping):
         items = list(a.items()), list(b.items())
-        return _same(*items, seen) and _same_states(a, b, seen)
+        return _same_values(*items, seen) and _same_states(a, b, seen)
     if hasattr(a, "tobytes") and hasattr(a, "dtype"):  # numpy, of which torch can do without
         same = a.dtype == b.dtype and getattr(a, "shape", ()) == getattr(b, "shape", ())
-        return same and (_same(a.tolist(), b.tolist(), seen) if a.dtype.hasobject
+        return same and (_same_values(a.tolist(), b.tolist(), seen) if a.dtype.hasobject
                          else a.tobytes() == b.tobytes())  # fmt: skip
     if hasattr(a, "__dict__") or _slots(a):
         return _same_states(a, b, seen)
@@ -71,7 +75,9 @@ def _same(a: Any, b: Any, seen: _Seen) -> bool:
 
 def _same_states(a: Any, b: Any, seen: _Seen) -> bool:
     mine, theirs = _own_attributes(a), _own_attributes(b)
-    return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k], seen) for k in mine)
+    return mine.keys() == theirs.keys() and all(
+        _same_values(mine[k], theirs[k], seen) for k in mine
+    )
 
 
 def _own_attributes(value: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bendtrace.python.features import is_off
+from bendtrace.python.internals import is_off
 from bendtrace.python.places import full_place_text
 
 # Where in the model a run is, judging by the frames on the stack.
@@ -186,7 +186,7 @@ class Site:
     @cached_property
     def places(self) -> tuple[InstructionPlace, ...]:
         """The call chain as places in the source, innermost first."""
-        return tuple(_place(code, offset) for code, offset in self.chain)
+        return tuple(_place_of_code(code, offset) for code, offset in self.chain)
 
     @cached_property
     def identity(self) -> tuple[int, ...]:
@@ -292,14 +292,14 @@ _positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
 
 def place_at(code: CodeType, offset: int) -> InstructionPlace:
     """Return the place of a frame's current instruction."""
-    return _place(code, instruction_at(code, offset))
+    return _place_of_code(code, instruction_at(code, offset))
 
 
-def _place(code: CodeType, offset: int) -> InstructionPlace:
-    known = _positions.get(id(code))
-    if known is None:
-        known = _positions[id(code)] = (code, list(code.co_positions()))
-    positions = known[1][offset // 2]
+def _place_of_code(code: CodeType, offset: int) -> InstructionPlace:
+    cached = _positions.get(id(code))
+    if cached is None:
+        cached = _positions[id(code)] = (code, list(code.co_positions()))
+    positions = cached[1][offset // 2]
     line = positions[0] or code.co_firstlineno
     if is_off("places"):
         return InstructionPlace(code.co_filename, code.co_name, Span(line, 0, line, 0), offset)
@@ -344,15 +344,15 @@ def operates(code: CodeType, offset: int) -> bool:
 
 def first_offset(code: CodeType, offset: int) -> int:
     """Return the offset of an instruction; for copies of a `while` test, of the first copy."""
-    return _repeated(code).get(offset, offset)
+    return _repeated_tests(code).get(offset, offset)
 
 
-def _repeated(code: CodeType) -> dict[int, int]:
+def _repeated_tests(code: CodeType) -> dict[int, int]:
     """Return, for instructions that repeat the test of a `while`, those that they repeat."""
-    known = _repeats.get(id(code))
-    if known is None:
-        known = _repeats[id(code)] = (code, dict(_repetitions(code)))
-    return known[1]
+    cached = _repeats.get(id(code))
+    if cached is None:
+        cached = _repeats[id(code)] = (code, dict(_repetitions(code)))
+    return cached[1]
 
 
 def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:

@@ -228,11 +228,11 @@ def _pointers(first: int, instruction: _Instruction) -> frozenset[int]:
 
 def _lasts(first: int, instruction: _Instruction, code: CodeType, slots: list[Any]) -> bool:
     """Return whether a variable holds the arguments of `f(*x)`, for as long as the call lasts."""
-    held = {*map(id, code.co_consts), *map(id, slots)}
-    held.update(
+    lasting = {*map(id, code.co_consts), *map(id, slots)}
+    lasting.update(
         id(item) for cell in slots if type(cell) is CellType for item in gc.get_referents(cell)
     )
-    return word_at(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in held
+    return word_at(first + _WORD * (instruction.base + _ARGUMENTS)) & ~_MARKS in lasting
 
 
 def _object_at(address: int) -> Any:
@@ -272,7 +272,7 @@ def _interrupts(frame: FrameType, places: FrameLayout) -> bool:
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _VARARGS)
     for k in range(count):
         value = _object_at(first + _WORD * k)
-        if type(value) is CellType:
+        if type(value) is CellType:  # which `cell_contents` raises for if it is empty
             value = next(iter(gc.get_referents(value)), None)
         for item in (value, *value) if type(value) is tuple else (value,):
             if type(item) is FrameType:
@@ -461,8 +461,8 @@ def _find_layout() -> FrameLayout | None:
         [int.from_bytes(raw[k : k + _WORD], sys.byteorder) for k in range(0, _LONGEST, _WORD)]
         for _, _, raw in look.seen
     ]
-    held = [id(look), id(one), id(two)]
-    slots = _common_offset([[word & ~_MARKS for word in some] for some in words], held)
+    addresses = [id(look), id(one), id(two)]
+    slots = _common_offset([[word & ~_MARKS for word in some] for some in words], addresses)
     if slots is None:
         return None
     called, by_c = look.seen[:2], look.seen[2:]
@@ -478,10 +478,10 @@ def _find_layout() -> FrameLayout | None:
     return None
 
 
-def _common_offset(rows: list[list[int]], held: list[int]) -> int | None:
+def _common_offset(rows: list[list[int]], addresses: list[int]) -> int | None:
     """Return where in all rows some words follow each other, in bytes."""
-    for k in range(_LONGEST // _WORD - len(held)):
-        if all(row[k : k + len(held)] == held for row in rows):
+    for k in range(_LONGEST // _WORD - len(addresses)):
+        if all(row[k : k + len(addresses)] == addresses for row in rows):
             return k * _WORD
     return None
 

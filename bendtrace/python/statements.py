@@ -386,8 +386,8 @@ def _length(node: ast.expr, taken: Mapping[Span, Iterator[int]]) -> int | None:
         else:  # a tensor is walked by the call that it is handed to
             by_call = next(taken.get(span_of(node), iter(())), None)
             lengths.append(_length(item, taken) if by_call is None else by_call)
-    known = [length for length in lengths if length is not None]
-    return min(known) if known and len(known) == len(lengths) else None
+    sizes = [length for length in lengths if length is not None]
+    return min(sizes) if sizes and len(sizes) == len(lengths) else None
 
 
 def _literal_number(
@@ -586,11 +586,11 @@ def closes_block(block: list[ast.stmt]) -> bool:
     return isinstance(last, LEAVING)
 
 
-def spans_of_item(file: SourceFile, generator: ast.comprehension, passed: int) -> tuple[Span, ...]:
+def spans_of_item(file: SourceFile, generator: ast.comprehension, filters: int) -> tuple[Span, ...]:
     """Return the source that each item of a comprehension's `for` leads to after some filters."""
     owner = file.parents[generator]
     assert isinstance(owner, COMPREHENSIONS)
-    nodes = generator.ifs[passed:]
+    nodes = generator.ifs[filters:]
     for later in owner.generators[owner.generators.index(generator) + 1 :]:
         nodes += [later.iter, *later.ifs]
     elements = [owner.key, owner.value] if isinstance(owner, ast.DictComp) else [owner.elt]

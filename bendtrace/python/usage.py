@@ -22,7 +22,7 @@ from bendtrace.python.bytecode import (
     instructions_of,
     single_steps,
 )
-from bendtrace.python.features import is_off
+from bendtrace.python.internals import is_off
 
 _IDENTITY = frozenset({"id", "is_", "is_not"})
 _FILLING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"})

@@ -131,8 +131,8 @@ class CodeVersion:
     """The state of these dependencies at the end of a scan."""
 
     __slots__ = (
-        "_absent", "_bases", "_cells", "_classes", "_codes", "_followed", "_functions", "_held",
-        "_names", "_others", "_sized", "_sizes", "_spaces", "_types", "_values",
+        "_absent", "_bases", "_cell_keys", "_cells", "_classes", "_codes", "_followed",
+        "_functions", "_names", "_others", "_sized", "_sizes", "_spaces", "_types", "_values",
     )  # fmt: skip
 
     def __init__(self, depends: Depends) -> None:
@@ -149,7 +149,7 @@ class CodeVersion:
         self._functions = [*depends.functions.values()]
         self._codes = [*map(_code, self._functions)]
         self._cells = [*depends.cells.values()]
-        self._held = [*map(_cell_key, self._cells)]
+        self._cell_keys = [*map(_cell_key, self._cells)]
         self._classes = [*depends.classes.values()]
         self._bases = [*map(_bases, self._classes)]
 
@@ -162,7 +162,7 @@ class CodeVersion:
                 and not any(map(contains, *self._absent))
                 and [*map(tuple, self._sized)] == self._sizes
                 and all_same([*map(_code, self._functions)], self._codes)
-                and all_same([*map(_cell_key, self._cells)], self._held)
+                and all_same([*map(_cell_key, self._cells)], self._cell_keys)
                 and all_same([*map(_bases, self._classes)], self._bases)
             )
         except KeyError:  # a name is gone
@@ -575,7 +575,7 @@ def _find_offset(candidates: Iterable[int], matches: Callable[[int], bool]) -> i
 
 
 def _size_of(cls: type) -> int:
-    return cls.__basicsize__
+    return cls.__basicsize__  # of `type` itself, mypy would take it for a descriptor
 
 
 def _word(address: int) -> int:

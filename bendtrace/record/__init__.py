@@ -1,15 +1,15 @@
 """Running a model on real inputs, and recording what happens.
 
-`record` in `run.py` binds the arguments by name and scans everything that the run can read
-(`watch/scan.py` goes through arguments, modules and objects, and through what code names: closures,
-globals, members of classes). The result of the scan is one flat list of captured values, the
-`Environment`. Then it calls the model under a `Recorder`, a `TorchFunctionMode`. The model's own
-Python runs on real tensors. The recorder sees each call of a torch function, and appends an `Op` to
-the `Tape` (`tape/tape.py`) by its `TapeWriter` (`writer.py`). An op holds the function, its
-arguments with tensors replaced by references to the ops that produced them (`values.py`,
-`encoding.py`), its place in the source (`python/sites.py`), the module call around it (`scopes.py`,
-which reads in the source by which of its names a module is called), and the grad and autocast state
-(`tape/contexts.py`).
+`record` in `recorded_call.py` binds the arguments by name and scans everything that the run can
+read (`watch/scan.py` goes through arguments, modules and objects, and through what code names:
+closures, globals, members of classes). The result of the scan is one flat list of captured values,
+the `Environment`. Then it calls the model under a `Recorder`, a `TorchFunctionMode`. The model's
+own Python runs on real tensors. The recorder sees each call of a torch function, and appends an
+`Op` to the `Tape` (`tape/tape.py`) by its `TapeWriter` (`tape_writer.py`). An op holds the
+function, its arguments with tensors replaced by references to the ops that produced them
+(`values.py`, `encoding.py`), its place in the source (`python/sites.py`), the module call around it
+(`scopes.py`, which reads in the source by which of its names a module is called), and the grad and
+autocast state (`tape/contexts.py`).
 
 Several objects share this work, one for each of these aspects. Most ops are ordinary: a torch
 function that writes to nothing (`watch/functions.py` reads that from its schemas) receives

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.python.sites import user_place
-from bendtrace.record.writer import TapeWriter
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.blocks import Block, Passage, Portion, is_plain_context
 from bendtrace.tape.captured import EnvironmentChange
 from bendtrace.tape.structure import existing_in
@@ -151,8 +151,8 @@ class CheckpointedBlock:
             writer.tape.block(f"a checkpointed block at {place} begins under changed settings")
         self._run.current, self._begin = self, self._here()
         self._before = self._run.changes()
-        known = (writer.known.get(id(tensor)) for tensor in self._given)
-        refs = (one.ref for one in known if one is not None)
+        tracked = (writer.tracked.get(id(tensor)) for tensor in self._given)
+        refs = (one.ref for one in tracked if one is not None)
         self._tensors = tuple(ref.index for ref in refs if ref is not None)
         if script is None or not script.is_active:
             self._block = call_silently(Block, (self.settings, self._given), {})
@@ -220,10 +220,10 @@ class CheckpointedBlock:
         if type(op.meta) in (int, float, bool):
             return op.meta
         first = writer.aliases.get(index, index)
-        for known in writer.known.values():
-            tensor = known()
-            if tensor is not None and known.ref is not None:
-                if first == writer.aliases.get(known.ref.index, known.ref.index):
+        for tracked in writer.tracked.values():
+            tensor = tracked()
+            if tensor is not None and tracked.ref is not None:
+                if first == writer.aliases.get(tracked.ref.index, tracked.ref.index):
                     return tensor
         if op.is_given and isinstance(op.target.value, Tensor):
             return op.target.value

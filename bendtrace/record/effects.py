@@ -147,6 +147,7 @@ def _names_drawing(function: types.FunctionType, seen: set[types.CodeType]) -> b
     if any(name in _GENERATORS or _is_drawing(name) for name in names):
         return True
     called = [function.__globals__.get(name) for name in names]
+    # Not `cell_contents`, which raises for a cell that is still empty (CPython 3.11 to 3.13).
     called += [thing for cell in function.__closure__ or () for thing in gc.get_referents(cell)]
     return any(
         _names_drawing(inner, seen)

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.scalars import (
     RETIRED,
     TRACED,
-    Origin,
     TracedScalar,
 )
 from bendtrace.tape.structure import (
@@ -52,39 +51,11 @@ from bendtrace.tape.structure import (
     refill_dict,
     with_attributes,
 )
-from bendtrace.tape.tape import Ref, Tape
 from bendtrace.watch.collectives import is_wiring
-from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, tells_sizes_from_tuples
 
-
-class ValueLookup(Protocol):
-    """The mapping from values to the ops that returned them."""
-
-    tape: Tape
-    environment: Environment
-    origin: Origin
-
-    def ref(self, tensor: Tensor) -> Ref:
-        """Return the value number of a tensor."""
-
-    def scalar_ref(self, scalar: TracedScalar) -> Ref:
-        """Return the value number of a traced scalar."""
-
-    def producer_of(self, tensor: Tensor) -> int | None:
-        """Return the op that made a tensor; None if it was there before the run, or is unknown."""
-
-    def here(self) -> str:
-        """Return the current place of the model, as text."""
-
-    def tensor_of_array(self, value: Any, /) -> Tensor | None:
-        """Return the tensor that stands for an array (see `arrays.py`)."""
-
-    def writes_outside(self) -> bool:
-        """Return whether the run has written to tensors that existed before it."""
-
-    def holds_values(self, thing: Any, seen: set[int]) -> bool:
-        """Return whether code holds values that the run computed."""
+if TYPE_CHECKING:
+    from bendtrace.record.values import RunValues
 
 
 class Memo(collections.UserDict[Any, Any]):
@@ -104,7 +75,7 @@ class Encoder:
         called: the function that the arguments are for, if it is not one of the most usual.
     """
 
-    def __init__(self, values: ValueLookup) -> None:
+    def __init__(self, values: RunValues) -> None:
         self._values = values
         self.called: Any = None
 
@@ -218,10 +189,10 @@ class Encoder:
     def _encode_once(self, value: Any, memo: dict[int, Any], encode: Callable[[], Any]) -> Any:
         """Encode an object once, however often it occurs."""
         if id(value) in memo:
-            known = memo[id(value)]
-            if known is None:
+            number = memo[id(value)]
+            if number is None:
                 self._values.tape.block(f"a value contains itself ({self._values.here()})")
-            return known
+            return number
         memo[id(value)] = None
         encoded = memo[id(value)] = encode()
         memo.setdefault(0, []).append(value)  # so that no other object gets its id
@@ -234,19 +205,19 @@ class Encoder:
     def _function(self, function: types.FunctionType, what: str, memo: dict[int, Any]) -> Any:
         cells = function.__closure__ or ()
         try:
-            held = tuple(cell.cell_contents for cell in cells)
+            contents = tuple(cell.cell_contents for cell in cells)
         except ValueError:  # a name that is assigned only later
-            held = None
+            contents = None
         # `functools.wraps`, and so each transform of torch.func, leaves what it is around.
         marked = set(vars(function)) - {"__wrapped__"}
-        if held is None or stores_outside(function.__code__) or marked:
+        if contents is None or stores_outside(function.__code__) or marked:
             self._values.tape.block(
                 f"{what} contains the function {function.__name__}, which a replay could not "
                 f"rebuild ({self._values.here()})"
             )
             return Opaque(function)
         metadata = {name: getattr(function, name) for name in FUNCTION_METADATA}
-        parts = (function.__defaults__, function.__kwdefaults__, held, vars(function), metadata)
+        parts = (function.__defaults__, function.__kwdefaults__, contents, vars(function), metadata)
         return Construction(
             make_function, function.__code__, FixedObject(function.__globals__),
             *(self.output(part, what, memo) for part in parts),
@@ -581,7 +552,9 @@ def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
     now = holds(scalars)
     before = [*before[:-1], *[now[-1]] * (len(now) - len(before))]
     left: list[Any] = [
-        scalar for scalar, count, known in zip(scalars, now, before, strict=False) if count > known
+        scalar
+        for scalar, count, earlier in zip(scalars, now, before, strict=False)
+        if count > earlier
     ]
     plain = {id(scalar): scalar._value for scalar in left}
     # The collector finds the lists of this function among the holders, too.

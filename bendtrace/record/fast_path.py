@@ -23,8 +23,8 @@ from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
 from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import Encoder
+from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import RunValues
-from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import (
     any_autocast,
@@ -99,8 +99,8 @@ def fast_path_for(
         observer: sees the values of the run.
         show: passes it the result of any kind of op.
     """
-    ops, known_as, writes = writer.tape.ops, writer.known, writer.writes
-    known_at = known_as.get
+    ops, tracked_tensors, writes = writer.tape.ops, writer.tracked, writer.writes
+    tracked_at = tracked_tensors.get
     boundaries, find, facts = writer.boundaries, writer.site, writer.facts
     ask_error = writer.ask_error
     sites: dict[tuple[int, ...], tuple[Site | None, bool]] = {}
@@ -116,7 +116,8 @@ def fast_path_for(
         context, unchanged = writer.context(), _GlobalState().check
         grad = context.grad
         if context.inference or context.settings:
-            unchanged = _never  # it would not notice the end of inference mode, or of all settings
+            # `check` would not notice the end of inference mode, or of all settings.
+            unchanged = _never_unchanged
 
     def fast_path(
         func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -150,15 +151,15 @@ def fast_path_for(
             for value in args:
                 type_ = type(value)
                 if type_ is Tensor or type_ is _Parameter:
-                    known: Any = known_at(id(value))
+                    tracked: Any = tracked_at(id(value))
                     # The id of a tensor that is gone may be another's by now.
-                    if known is not None and known() is value:
-                        ref = known.ref
+                    if tracked is not None and tracked() is value:
+                        ref = tracked.ref
                         if (
                             ref is not None
-                            and known.version == value._version
+                            and tracked.version == value._version
                             and ref.index > latest
-                            and not (known.graphless and value.requires_grad)
+                            and not (tracked.graphless and value.requires_grad)
                         ):
                             encoded.append(ref)
                             continue
@@ -249,17 +250,17 @@ def fast_path_for(
             raise failed
         # The result.
         if type(out) is Tensor and not compares and func not in GIVES_BACK:
-            known = known_at(id(out))
-            if known is None or known() is not out:
+            tracked = tracked_at(id(out))
+            if tracked is None or tracked() is not out:
                 try:
                     shape, version = tuple(out.shape), out._version
                 except RuntimeError:  # of a nested one, or of inference mode
                     shape = None
                 if shape is not None:
-                    known_as[id(out)] = known = KnownTensor(out)
-                    known.ref = ref_to(index)
-                    known.version = version
-                    known.graphless = not grad and not out.requires_grad
+                    tracked_tensors[id(out)] = tracked = TrackedTensor(out)
+                    tracked.ref = ref_to(index)
+                    tracked.version = version
+                    tracked.graphless = not grad and not out.requires_grad
                     op.meta = _tuple(TensorMeta, (shape, out.dtype, out.device))
                     if observer is not None:
                         observer.gave(op, out)
@@ -272,7 +273,7 @@ def fast_path_for(
     return fast_path
 
 
-def _never() -> bool:
+def _never_unchanged() -> bool:
     return False
 
 

@@ -16,10 +16,10 @@ from bendtrace.python.internals import internal
 from bendtrace.python.places import full_place_text
 from bendtrace.python.results import is_computation
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.record.names import node_names
 from bendtrace.record.one_op import assigned_in
+from bendtrace.record.op_names import node_names
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.varying import Place
-from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.scalars import TRACED
@@ -199,6 +199,19 @@ class Finish:
     ) -> tuple[Recording, list[EnvironmentChange]]:
         """Record the result and the changes of the run; return the recording and the plain changes.
 
+        The checks stand in this order:
+
+        - Changes are listed before the blockers of the environment are read: listing adds some.
+          So does looking at containers, with the codes that the run reached.
+        - Code is searched for what no run may call only if nothing blocks the run yet: that reads
+          all code of the run, and such a run is live in any case.
+        - Changes and output are encoded with one memo, so that an object in both is one object.
+        - Arguments of the last op are forgotten before the output is encoded: `writers` then tells
+          of the output alone.
+        - Caches are looked at after that, since what the output or a change holds outlives the run.
+        - The root's end is set after all of that, since encoding may add ops. At the end, a resumed
+          run that went astray raises, even if the model caught the error.
+
         Args:
             output: its output.
             code_monitor: the code that it reached.
@@ -296,8 +309,8 @@ class Finish:
 
     def _torchs_random_states(self) -> list[bytes]:
         """The states of the generators that a run can draw from, the default one first."""
-        known = [part.value for part in self.environment.generators if part.value is not None]
-        return [*map(generator_state, (*torchs_generators(), *known))]
+        generators = [part.value for part in self.environment.generators if part.value is not None]
+        return [*map(generator_state, (*torchs_generators(), *generators))]
 
     @staticmethod
     def _modes() -> Any:
@@ -305,10 +318,10 @@ class Finish:
 
     def _seeds(self) -> list[int]:
         """The seeds of the generators that the run knows; reseeding one is not always visible."""
-        known = [part.value for part in self.environment.generators if part.value is not None]
+        generators = [part.value for part in self.environment.generators if part.value is not None]
         if torch.cuda.is_initialized():
-            known += torch.cuda.default_generators
-        return [torch.initial_seed(), *(generator.initial_seed() for generator in known)]
+            generators += torch.cuda.default_generators
+        return [torch.initial_seed(), *(generator.initial_seed() for generator in generators)]
 
     def _look_at_caches(self, recording: Recording) -> None:
         """Record what the run put into each `functools.lru_cache`."""
@@ -365,8 +378,8 @@ class Finish:
         if not arrays:
             return
         tensors = [part for part in parts if part.kind is CaptureKind.TENSOR]
-        held = ([part.value for part in several] for several in (tensors, arrays))
-        for one, other in sorted(overlap(*held)):
+        values = ([part.value for part in several] for several in (tensors, arrays))
+        for one, other in sorted(overlap(*values)):
             tensor, array = tensors[one], arrays[other]
             self.environment.shared_memory.add((tensor, array))
             if self._writer.writes.wrote_to(tensor.value):
@@ -476,7 +489,8 @@ class Finish:
         while waiting:
             thing = waiting.pop()
             if isinstance(thing, types.CodeType):
-                found.append(types.FunctionType(thing, {}, closure=_cells_for(thing)))
+                cells = tuple(types.CellType() for _ in thing.co_freevars)
+                found.append(types.FunctionType(thing, {}, closure=cells))
             elif isinstance(thing, Construction):
                 waiting += thing.args
             elif isinstance(thing, (tuple, list)):
@@ -562,10 +576,6 @@ def _keeps(function: types.FunctionType) -> bool:
     return any(any(assigned_in(code)) for code in codes_in(function.__code__))
 
 
-def _cells_for(code: types.CodeType) -> tuple[types.CellType, ...]:
-    return tuple(types.CellType() for _ in code.co_freevars)
-
-
 def _context_of(function: types.FunctionType, owner: Any) -> str | None:
     """Return the argument that is the context, of a method of an `autograd.Function`."""
     name = function.__name__
@@ -606,13 +616,13 @@ class Draws:
     An op that draws is called by each replay, which draws the same.
 
     Args:
-        held: the generators that the model holds, or is given.
+        generators: the generators that the model holds, or is given.
     """
 
-    def __init__(self, held: list[Any]) -> None:
+    def __init__(self, generators: list[Any]) -> None:
         # The run may be the first to import numpy; what it has drawn before its first op is
         # unknown, as numpy's generator begins with a seed of the system's.
-        self._generators = [*global_generators(), *held]
+        self._generators = [*global_generators(), *generators]
         self._states = [*map(generator_state, self._generators)]
         self._moved: set[int] = set()
 

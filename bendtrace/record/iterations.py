@@ -160,16 +160,16 @@ def _test_place(site: Site, level: int) -> InstructionPlace:
     """Return a place of a site; if it asks for a truth value, the place of the value."""
     place = site.places[level]
     code = site.chain[level][0]
-    known = _known.get(id(code))
-    if known is None:
-        known = _known[id(code)] = (code, dict(_find_asked(code)))
-    span = known[1].get(place.offset)
+    cached = _tests.get(id(code))
+    if cached is None:
+        cached = _tests[id(code)] = (code, dict(_find_asked(code)))
+    span = cached[1].get(place.offset)
     if _GENERATORS_ASK and span is None:
         span = generator_iterable(place)
     return place if span is None else place._replace(span=span)
 
 
-_known: dict[int, tuple[CodeType, dict[int, Span]]] = {}
+_tests: dict[int, tuple[CodeType, dict[int, Span]]] = {}
 
 
 def _find_asked(code: CodeType) -> Iterator[tuple[int, Span]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 from torch import nn
 from typing_extensions import TypeVar
 
-from bendtrace.record.serving import in_steps, serving
+from bendtrace.record.redirection import in_steps, redirect_calls
 from bendtrace.watch.owners import module_of
 
 ModelT = TypeVar("ModelT", bound=Callable[..., Any], covariant=True, default=Any)
@@ -203,7 +203,10 @@ class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):
 
         @contextmanager
         def within() -> Iterator[None]:
-            with serving(model, self) if is_served else nullcontext(), self._serving_parts(method):
+            with (
+                redirect_calls(model, self) if is_served else nullcontext(),
+                self._redirect_parts(method),
+            ):
                 yield
 
         @functools.wraps(method)
@@ -215,7 +218,7 @@ class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):
 
         return call
 
-    def _serving_parts(self, method: types.MethodType) -> AbstractContextManager[object]:
+    def _redirect_parts(self, method: types.MethodType) -> AbstractContextManager[object]:
         """Within it, parts of the model may be answered for, too, that a method of it calls."""
         return nullcontext()
 

@@ -18,10 +18,10 @@ from bendtrace.python.results import is_awaited
 from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.encoding import Encoder
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.texts import Texts, goes_to_screen
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Varying
-from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, OpKind, Raised, Ref, Use, refs_in, use_by

@@ -94,9 +94,9 @@ def _objects_in_code(thing: Any, environment: Environment) -> Iterator[Any]:
     is_older = (
         isinstance(thing, types.FunctionType) and thing.__code__ not in environment.nested_codes
     )
-    for held in referents(thing):
-        if not (is_older and _is_mutable(held) and environment.find(held) is None):
-            yield held
+    for referent in referents(thing):
+        if not (is_older and _is_mutable(referent) and environment.find(referent) is None):
+            yield referent
 
 
 def _is_mutable(thing: Any) -> bool:

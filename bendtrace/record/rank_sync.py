@@ -66,19 +66,19 @@ def settings() -> RankSyncSettings:
 # Known groups in which models communicate, however a call is served.
 _groups: MutableMapping[Any, tuple[RankGroup, ...]] = WeakIdKeyDictionary()
 _asked: MutableMapping[Any, list[RankGroup]] = WeakIdKeyDictionary()
-_is_any_known = False  # whether these ever had an entry
+_has_entries = False  # whether these ever had an entry
 _calls: MutableMapping[Any, tuple[str, int]] = WeakIdKeyDictionary()
 _named: Counter[str] = Counter()
 
 
 def _next_call(model: Any) -> tuple[str, int]:
     """Return a name for a model that is likely to be the same on all ranks, and count its calls."""
-    known = _calls.get(model)
-    if known is None:
+    cached = _calls.get(model)
+    if cached is None:
         name = model.__qualname__ if hasattr(model, "__qualname__") else type(model).__qualname__
         _named[name] += 1
-        known = f"{name} {_named[name]}", 0
-    found = _calls[model] = known[0], known[1] + 1
+        cached = f"{name} {_named[name]}", 0
+    found = _calls[model] = cached[0], cached[1] + 1
     return found
 
 
@@ -88,8 +88,8 @@ def ask(model: Any, group: RankGroup) -> Callable[[], None]:
     Returns:
         A function that ends this.
     """
-    global _is_any_known
-    _is_any_known = True
+    global _has_entries
+    _has_entries = True
     asked = _asked.setdefault(model, [])
     asked.append(group)
 
@@ -126,22 +126,22 @@ def _look_at(model: Any, names: frozenset[str]) -> None:
 
 def _note_groups(model: Any, groups: Iterable[RankGroup]) -> None:
     """Record that a model communicates, and in which groups."""
-    global _is_any_known
-    if can_be_known(model):
-        _is_any_known = True
+    global _has_entries
+    if is_attachable(model):
+        _has_entries = True
         _groups[model] = tuple(dict.fromkeys((*_groups.get(model, ()), *groups)))
 
 
-def can_be_known(model: Any) -> bool:
+def is_attachable(model: Any) -> bool:
     """Return whether data can be attached to a model for its lifetime."""
     return isinstance(model, (nn.Module, types.FunctionType))
 
 
 def is_joint(model: Any) -> bool:
     """Return whether ranks communicate in calls of a model, so that they have to agree."""
-    if not (_is_any_known and _is_running()):  # asked at each call
+    if not (_has_entries and _is_running()):  # asked at each call
         return False
-    return can_be_known(model) and (model in _groups or model in _asked)
+    return is_attachable(model) and (model in _groups or model in _asked)
 
 
 def needs_agreement(model: Any, tape: Tape) -> bool:
@@ -151,13 +151,13 @@ def needs_agreement(model: Any, tape: Tape) -> bool:
         model: the called model.
         tape: the replayed tape.
     """
-    if not tape.is_joint and not (_asked and can_be_known(model) and model in _asked):
+    if not tape.is_joint and not (_asked and is_attachable(model) and model in _asked):
         return False
     return _settings.enabled and _is_running()
 
 
 def _groups_of_model(model: Any) -> tuple[RankGroup, ...]:
-    if not can_be_known(model):
+    if not is_attachable(model):
         return ()
     size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
     found = (*_groups.get(model, ()), *_asked.get(model, ()))
@@ -316,9 +316,9 @@ _OF_DDP = frozenset(
 
 def _op_place_text(op: Op, tape: Tape) -> str:
     """Return the place of an op in a replay, as recorded."""
-    known = tape.joint.get(op.index)
-    if known is not None:
-        return known
+    joint = tape.joint.get(op.index)
+    if joint is not None:
+        return joint
     site, scope = op.site, op.scope
     while site is None and scope.parent is not None:
         site, scope = scope.site, scope.parent
@@ -462,7 +462,7 @@ def joint_recording(
         # Insertions may communicate in one run, and not in another.
         if call is not None and (call.counts or any(map(is_gate, tape.ops))):
             _note_groups(model, call.counts)
-        if call is not None and can_be_known(model) and model in _groups:
+        if call is not None and is_attachable(model) and model in _groups:
             tape.is_joint = True
 
 

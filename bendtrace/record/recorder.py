@@ -45,10 +45,10 @@ from bendtrace.record.one_op import ReachableContainers
 from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.scopes import Scopes
 from bendtrace.record.states import StateReader
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.texts import Texts, goes_to_screen
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Lifting, Varying
-from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
@@ -189,7 +189,7 @@ class Recorder(RecordingMode):
             lambda: inserter is not None and inserter.exchanges_state,
         )
         self.checkpointed: Callable[..., Any] = self._checkpoints.block
-        self.passed: Callable[..., None] = self._checkpoints.note_replacement
+        self.note_replacement: Callable[..., None] = self._checkpoints.note_replacement
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
@@ -205,6 +205,16 @@ class Recorder(RecordingMode):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         """Call the function on the (traced) arguments and return what was recorded.
 
+        The steps stand in this order:
+
+        - `Finish` is made first: it notes the random states, seeds and modes before the run.
+        - Arrays get their content back (`contents.end`) before `Finish` looks for changes.
+        - The observer is asked about the writes that the output shows before `close` forgets them.
+        - The recorder is inactive from then on: what cleaning up reads is not the model's reading.
+        - `clean` makes the known changes plain, and then `make_plain` all other traced scalars. It
+          finds them by their number of holders, so `output` and `changes` are deleted before.
+        - The scalars retire last: `clean` knows them by the class that they then lose.
+
         Raises:
             Exception: whatever the function raises, unchanged.
         """
@@ -213,7 +223,7 @@ class Recorder(RecordingMode):
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
         own = (self, self._writer, self._values, self._values.scalars)
-        held = holds(self._values.scalars)
+        scalar_holds = holds(self._values.scalars)
         self.active = True
         if self._inserter is None and not hooks_around() and not self.around:
             self._fast_path = fast_path_for(
@@ -245,12 +255,12 @@ class Recorder(RecordingMode):
             self.active = False
             recording.result = without_traced(output, finish.clean(changes, *own))
             del output, changes
-            make_plain(self._values.scalars, held)
+            make_plain(self._values.scalars, scalar_holds)
             return recording
         except BaseException:
             self.active = False
             finish.clean(list(self.environment.changes()), *own)
-            make_plain(self._values.scalars, held)
+            make_plain(self._values.scalars, scalar_holds)
             raise
         finally:
             self.active = False
@@ -796,7 +806,7 @@ class Recorder(RecordingMode):
     def forget(self, *tensors: Tensor) -> None:
         """Release tensors altogether, including weak references."""
         for tensor in tensors:
-            self._writer.known.pop(id(tensor), None)
+            self._writer.tracked.pop(id(tensor), None)
 
     def _wants_inside(self) -> bool:
         """Return whether the running module must not be executed by one fused op."""

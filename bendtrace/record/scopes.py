@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bendtrace.python.internals import internal
 from bendtrace.python.statements import callee_keys
 from bendtrace.record.encoding import Encoder
+from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import RunValues
-from bendtrace.record.writer import KnownTensor, TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.tape.watchers import Inserter, Observer
@@ -34,13 +34,14 @@ _ITEMS = [kind.__getitem__ for kind in (nn.ModuleList, nn.Sequential, nn.ModuleD
 
 
 def _count_local() -> int:
+    # Measured: how many the call itself adds depends on the version (fewer since CPython 3.14).
     thing = object()
     return sys.getrefcount(thing)
 
 
-def _is_known_alone(tensor: Tensor) -> bool:
+def _is_tracked_alone(tensor: Tensor) -> bool:
     """Return whether there is no weak reference to a tensor, except for those of recorders."""
-    return all(type(one) is KnownTensor for one in weakref.getweakrefs(tensor))
+    return all(type(one) is TrackedTensor for one in weakref.getweakrefs(tensor))
 
 
 # The references to what only a variable holds, as they are counted from there.
@@ -152,8 +153,10 @@ class Scopes:
             else:
                 output = module._call_impl(*args, **kwargs)
             # Asked first: what is recorded below refers to the output as well.
-            is_held = type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
-            scope.is_sole = not is_held and _is_known_alone(output)
+            is_referenced = (
+                type(output) is not Tensor or sys.getrefcount(output) > REFERENCES_OF_LOCAL
+            )
+            scope.is_sole = not is_referenced and _is_tracked_alone(output)
             scope.context = self._writer.context()
             scope.output = self._record_value(output)
             if self._observer is not None:
@@ -179,21 +182,21 @@ class Scopes:
 
     def _written_op(self, tensor: Tensor) -> int | None:
         """Return the op of a tensor that was written to since the op returned it; else None."""
-        known, writes = self._writer.known.get(id(tensor)), self._writer.writes
-        if known is None or known() is not tensor or known.ref is None:
+        tracked, writes = self._writer.tracked.get(id(tensor)), self._writer.writes
+        if tracked is None or tracked() is not tensor or tracked.ref is None:
             return None
         writes.begin()
-        writes.receive(known.ref, tensor, known.version)
-        found = known.ref.index if writes.stale else None
+        writes.receive(tracked.ref, tensor, tracked.version)
+        found = tracked.ref.index if writes.stale else None
         writes.begin()
         return found
 
     def _substitute_path(self, module: nn.Module) -> str:
         """Return a substitute for the path of a module that belongs to no other."""
-        known = self._strangers.get(id(module))
-        if known is None:
+        cached = self._strangers.get(id(module))
+        if cached is None:
             name = type(module).__name__
             before = sum(type(other).__name__ == name for _, other in self._strangers.values())
-            known = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
-            self._strangers[id(module)] = known
-        return known[0]
+            cached = (f"<{name}#{before + 1}>" if before else f"<{name}>", module)
+            self._strangers[id(module)] = cached
+        return cached[0]

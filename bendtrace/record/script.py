@@ -85,7 +85,7 @@ class _Step:
         tape: a run that has recorded its value, which the one before may not have.
         index: the op there.
         value: its value, if that is known.
-        is_known: whether it is.
+        has_value: whether it is known.
         elements: what is known of its elements, if the value is not known.
     """
 
@@ -94,13 +94,13 @@ class _Step:
     tape: Tape
     index: int
     value: Any = None
-    is_known: bool = False
+    has_value: bool = False
     elements: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
     def result(self) -> Any:
         """The number or fact that it gives."""
-        return self.value if self.is_known else self.elements.get((), self.op.meta)
+        return self.value if self.has_value else self.elements.get((), self.op.meta)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class _SectionNames:
         self._names[index] = number
         self.of(index)
 
-    def known(self, index: int) -> Name:
+    def find(self, index: int) -> Name:
         """Return the name of the value of an op; None if nothing has named it yet."""
         return self._names.get(index)
 
@@ -207,7 +207,7 @@ class Script:
     Args:
         sections: the parts of recorded runs that it went along, in order.
         answer: the answer to the last question.
-        held: the values that it has at its end, by the ops of the last section.
+        computed: the values that it has at its end, by the ops of the last section.
         error: what the last op raised; None if the script ends with a question.
         hold: keeps autocast's cache until the script is over.
         follower: knows states that the run comes to after the script.
@@ -234,7 +234,7 @@ class Script:
         self,
         sections: Sequence[Section],
         answer: Any,
-        held: Mapping[int, Any],
+        computed: Mapping[int, Any],
         error: Exception | None,
         hold: Hold,
         follower: Follower | None = None,
@@ -270,11 +270,11 @@ class Script:
                 last = following.tape.guards[following.entered].answer
             names = _SectionNames(section, handed, self)
             handed = self._read(section, names, last)
-        for index, value in held.items():
+        for index, value in computed.items():
             if not is_exact:
                 self._learn(names.of(index), value)
             elif type(number := names.of(index)) is int:
-                self._steps[number].value, self._steps[number].is_known = value, True
+                self._steps[number].value, self._steps[number].has_value = value, True
         if not is_exact:
             self._learn_from_answers()
         if not self._steps and not self._questions:
@@ -308,7 +308,7 @@ class Script:
         """Return the first name of what has a name."""
         if type(name) is tuple and name[0] == "element" and name not in self.firsts:
             name = "element", self.first(name[1]), name[2]
-        return self._known_as(self.firsts.get(name, name))
+        return self._canonical(self.firsts.get(name, name))
 
     def _add_question(
         self, tape: Tape, number: int, names: _SectionNames, answer: Any
@@ -360,8 +360,8 @@ class Script:
         path, step = self._root_step(self.first(name))
         if step is not None and path:
             step.elements[path] = value
-        elif step is not None and not step.is_known:
-            step.value, step.is_known = value, True
+        elif step is not None and not step.has_value:
+            step.value, step.has_value = value, True
 
     def _learn_same(self, guard: IdentityGuard, names: _SectionNames) -> None:
         """Note that a result, or an element of one, is a tensor that was there before."""
@@ -384,9 +384,9 @@ class Script:
             elif isinstance(question.guard, TruthGuard) and type(question.name) is int:
                 truths.append((self._steps[question.name], question.answer))
         for step, truth in truths:
-            if not step.is_known:
+            if not step.has_value:
                 if type(step.op.meta) is bool:
-                    step.value, step.is_known = truth, True
+                    step.value, step.has_value = truth, True
                 elif bool(step.op.meta) != truth:
                     step.elements[()] = type(step.op.meta)(truth)
 
@@ -410,12 +410,12 @@ class Script:
         self._aliases, self._given = aliases, given
         self._tensors = {id(tensor): tensor for tensor in given.values()}
 
-    def _known_as(self, name: Name) -> Name:
+    def _canonical(self, name: Name) -> Name:
         """Return a name that is one for all names of an argument or state."""
         if type(name) is not tuple:
             return name
         if name[0] == "element":
-            return "element", self._known_as(name[1]), name[2]
+            return "element", self._canonical(name[1]), name[2]
         tensor = self._given.get(name[1])
         return name if tensor is None else ("given", id(tensor))
 
@@ -433,7 +433,7 @@ class Script:
 
     def _name(self, index: int, name: Name) -> None:
         self._names[index] = name
-        self._indices[self._known_as(name)] = index
+        self._indices[self._canonical(name)] = index
 
     def take(self, op: Op) -> None:
         """Look an op of the run up, and note its result.
@@ -457,17 +457,17 @@ class Script:
         op.reads = {
             self._index_of(step.names.of(index)): writer
             for index, wrote in step.op.reads.items()
-            if (writer := self._indices.get(step.names.known(wrote))) is not None
+            if (writer := self._indices.get(step.names.find(wrote))) is not None
         }
         self._name(op.index, number)
         raised = None if self._is_exact else self._raised.get(number)
-        if step.is_known and isinstance(step.value, Exception):
+        if step.has_value and isinstance(step.value, Exception):
             self.errors[op.index] = step.value
         elif raised is not None:
             self.errors[op.index] = _error_like(*raised)
         elif self._error is not None and self._taken == len(self._steps):
             self.errors[op.index] = self._error
-        elif step.is_known or not self._is_exact:
+        elif step.has_value or not self._is_exact:
             self._objects[number] = self.values[op.index] = self._value_of(step, number)
         if self._taken == len(self._steps) and self._asked == len(self._questions):
             latest = {key: self.values[key] for key in (op.index,) if key in self.values}
@@ -476,7 +476,7 @@ class Script:
 
     def _index_of(self, name: Name) -> int:
         """Return the op of the run that gives the value of a name."""
-        return self._indices[self._known_as(name)]
+        return self._indices[self._canonical(name)]
 
     def _agree(self, op: Op, step: _Step) -> bool:
         before = step.op
@@ -501,7 +501,7 @@ class Script:
         if not question.guard.asks_like(guard):
             return False
         if isinstance(guard, IdentityGuard):  # which decides the first names of tensors
-            return bool(self._known_as(question.name) == self._known_as(self._names[guard.index]))
+            return bool(self._canonical(question.name) == self._canonical(self._names[guard.index]))
         return bool(self.first(question.name) == self._name_of(guard.index))
 
     def merges(self, guard: Guard) -> bool:
@@ -534,16 +534,16 @@ class Script:
         guard, other = question.guard, None
         if not guard.is_inside and (guard.other is None or question.answer is True):
             return None
-        index = self._indices.get(self._known_as(question.name))
+        index = self._indices.get(self._canonical(question.name))
         if guard.other is not None:
-            other = self._indices.get(self._known_as(question.other))
+            other = self._indices.get(self._canonical(question.other))
         if index is None or question.answer is None or (other is None) != (guard.other is None):
             return None
         return guard, index, question.answer, other
 
     def _value_of(self, step: _Step, number: int) -> Any:
         """Return the value of a step, or its stand-in."""
-        if step.is_known:
+        if step.has_value:
             return step.value
         if (first := self.first(number)) != number:
             return self._object(first)
@@ -557,7 +557,7 @@ class Script:
 
     def _object(self, name: Name) -> Any:
         """Return the value of a name."""
-        name = self._known_as(name)
+        name = self._canonical(name)
         if type(name) is int:
             return self._objects[name]
         if name[0] == "given":
@@ -576,7 +576,7 @@ class Script:
         if self._is_exact:
             return True
         path, step = self._root_step(self.first(name))
-        return step is None or step.is_known or (path != () and path in step.elements)
+        return step is None or step.has_value or (path != () and path in step.elements)
 
     def result_of(self, function: Any, operands: Sequence[int]) -> tuple[Any] | None:
         """Return the result of arithmetic, where its operands are not those of this call.

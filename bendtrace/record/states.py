@@ -36,10 +36,10 @@ from bendtrace.record.arrays import ArrayCall, ArrayOperand
 from bendtrace.record.checkpoints import CheckpointedBlock
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.texts import Texts, has_marks
 from bendtrace.record.values import LOOKS, RunValues
 from bendtrace.record.varying import Rounds
-from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.array_functions import array_address, carries_array
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -368,7 +368,7 @@ class _StateWalk:
 
     def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         kind = type(tensor)
-        known = self._values.known_as(tensor)
+        known = self._values.source_of(tensor)
         part = self._environment.find(tensor)
         if known is not None:
             what = self.value_of(known) if isinstance(known, int) else self._element(*known)

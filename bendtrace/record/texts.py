@@ -22,7 +22,7 @@ import torch
 
 from bendtrace.python.sites import outside_scalars, place_at
 from bendtrace.python.statements import FUNCTIONS, SourceFile, source_file
-from bendtrace.record.writer import TapeWriter
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED
@@ -220,8 +220,8 @@ def _receiver(file: SourceFile, node: ast.AST, seen: tuple[str, ...]) -> frozens
 def _call_receiver(call: ast.Call, child: ast.AST) -> frozenset[str] | None:
     called = call.func
     if isinstance(called, ast.Name) and called.id == "print":
-        known = all(keyword.arg in ("sep", "end", "file", "flush") for keyword in call.keywords)
-        return frozenset({"print"}) if known and child in call.args else None
+        is_plain = all(keyword.arg in ("sep", "end", "file", "flush") for keyword in call.keywords)
+        return frozenset({"print"}) if is_plain and child in call.args else None
     if not (
         isinstance(called, ast.Attribute)
         and called.attr == "_assert"

@@ -16,7 +16,7 @@ from torch import Tensor
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
 from bendtrace.python.usage import code_compares_identity, only_tests
-from bendtrace.record.writer import KnownTensor, TapeWriter
+from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -128,10 +128,10 @@ class RunValues:
         if op.target in OPTIONAL:
             self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
-            known = self._writer.known.get(id(out))
-            is_known = known is not None and known() is out
-            if known is not None and is_known:
-                before = known.ref or self.element(known.parent, known.key, out)
+            tracked = self._writer.tracked.get(id(out))
+            is_tracked = tracked is not None and tracked() is out
+            if tracked is not None and is_tracked:
+                before = tracked.ref or self.element(tracked.parent, tracked.key, out)
                 self._writer.name_as(op.index, before.index)
                 if not works_in_place(op):
                     # It returned a tensor that already has another name. A replay in which it does
@@ -140,7 +140,7 @@ class RunValues:
             elif self._may_be_compared(op, frame) and not works_in_place(op):
                 self._guard_identity(op, op.index, None, frame)
             self.bind_tensor(out, op)
-            if op.target in OPTIONAL and self.environment.compares_identity and not is_known:
+            if op.target in OPTIONAL and self.environment.compares_identity and not is_tracked:
                 self.tape.block(
                     f"{display_name(op.target)} at {user_place(frame)} may return a tensor that "
                     "the model holds, and its code tests whether two objects are one (`is`)"
@@ -267,17 +267,17 @@ class RunValues:
             # What was returned before was none that the model has; this one may be.
             result, (index, *before) = found
         else:
-            known = self._writer.known.get(id(tensor))
-            if known is None or known.ref is None:
+            tracked = self._writer.tracked.get(id(tensor))
+            if tracked is None or tracked.ref is None:
                 return
-            op = self.tape.ops[known.ref.index]
+            op = self.tape.ops[tracked.ref.index]
             if op.index in self.tape.aliases or not is_inserted(op):  # guarded already
                 return
             result, index = owns(tensor), op.index
             # The model can compare it to nothing that is gone.
             alive = {
                 one.ref.index
-                for one in self._writer.known.values()
+                for one in self._writer.tracked.values()
                 if one() is not None and one.ref
             }
             if script is not None:
@@ -300,20 +300,20 @@ class RunValues:
                 "and its code tests whether two objects are one (`is`)"
             )
 
-    def bind_tensor(self, tensor: Tensor, op: Op) -> KnownTensor:
+    def bind_tensor(self, tensor: Tensor, op: Op) -> TrackedTensor:
         """Record that an op returned a tensor."""
-        known = self._writer.known[id(tensor)] = KnownTensor(tensor)
-        known.ref = ref_to(op.index)
-        known.version = version_of(tensor)
-        known.graphless = (
+        tracked = self._writer.tracked[id(tensor)] = TrackedTensor(tensor)
+        tracked.ref = ref_to(op.index)
+        tracked.version = version_of(tensor)
+        tracked.graphless = (
             op.kind is OpKind.CALL and not op.context.grad and not requires_grad(tensor)
         )
         op.meta = meta_of(tensor)
         if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
-            self._outside.append((known, known.version))
+            self._outside.append((tracked, tracked.version))
         elif type(tensor) is not Tensor:
             self.tape.classes[op.index] = type(tensor)
-        return known
+        return tracked
 
     def writes_outside(self) -> bool:
         """Return whether the run has written to tensors that existed before it."""
@@ -322,8 +322,8 @@ class RunValues:
             if op.writes and any(ops[i].kind in (OpKind.INPUT, OpKind.STATE) for i in op.writes):
                 return True
         in_place = any(op.kind is OpKind.CALL and works_in_place(op) for op in ops)
-        for known, version in self._outside:
-            tensor = known()
+        for foreign, version in self._outside:
+            tensor = foreign()
             if tensor is None or version_of(tensor) != version:
                 return True
             if in_place and (is_inference(tensor) or storage_of(tensor) == 0):
@@ -388,38 +388,38 @@ class RunValues:
 
     def existing_ref(self, tensor: Tensor) -> Ref | None:
         """Return the value number of a tensor if it has one already, and has no attributes set."""
-        known = self._writer.known.get(id(tensor))
-        if known is None or known() is not tensor or tensor.__dict__:
+        tracked = self._writer.tracked.get(id(tensor))
+        if tracked is None or tracked() is not tensor or tensor.__dict__:
             return None
-        return known.ref
+        return tracked.ref
 
-    def known_as(self, tensor: Tensor) -> int | tuple[int, tuple[Any, ...]] | None:
+    def source_of(self, tensor: Tensor) -> int | tuple[int, tuple[Any, ...]] | None:
         """Return the op of a tensor, or its element of an op; None if unknown."""
-        known = self._writer.known.get(id(tensor))
-        if known is None or known() is not tensor:
+        tracked = self._writer.tracked.get(id(tensor))
+        if tracked is None or tracked() is not tensor:
             return None
-        return (known.parent.index, known.key) if known.ref is None else known.ref.index
+        return (tracked.parent.index, tracked.key) if tracked.ref is None else tracked.ref.index
 
     def producer_of(self, tensor: Tensor) -> int | None:
         """Return the op that made a tensor; None if it was there before the run, or is unknown."""
-        known = self.known_as(tensor)
-        if known is None:
+        source = self.source_of(tensor)
+        if source is None:
             return None
-        index = known[0] if isinstance(known, tuple) else known
+        index = source[0] if isinstance(source, tuple) else source
         return None if self.tape.ops[index].is_given else index
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the value number of a tensor."""
-        known = self._writer.known.get(id(tensor))
-        if known is not None and known() is tensor:
-            if known.ref is None:
-                known.ref = self.element(known.parent, known.key, tensor)
+        tracked = self._writer.tracked.get(id(tensor))
+        if tracked is not None and tracked() is tensor:
+            if tracked.ref is None:
+                tracked.ref = self.element(tracked.parent, tracked.key, tensor)
             if self._writer.script is not None:
-                self._writer.require_alive((known.ref.index,))
-            if known.graphless and requires_grad(tensor):
-                self._block_unseen_graph(known)
-            self._writer.writes.receive(known.ref, tensor, known.version)
-            return known.ref
+                self._writer.require_alive((tracked.ref.index,))
+            if tracked.graphless and requires_grad(tensor):
+                self._block_unseen_graph(tracked)
+            self._writer.writes.receive(tracked.ref, tensor, tracked.version)
+            return tracked.ref
         part = self.environment.find(tensor) or self.environment.find_cached(tensor)
         if part is not None:
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)
@@ -436,9 +436,9 @@ class RunValues:
             )
         if self._observer is not None:
             self._observer.state(op, tensor)
-        known = self.bind_tensor(tensor, op)
+        tracked = self.bind_tensor(tensor, op)
         self._writer.writes.note_existing(tensor)
-        self._writer.writes.receive(ref_to(op.index), tensor, known.version)
+        self._writer.writes.receive(ref_to(op.index), tensor, tracked.version)
         return ref_to(op.index)
 
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
@@ -468,14 +468,14 @@ class RunValues:
         if type(thing) in TRACED:
             return True
         if isinstance(thing, Tensor):
-            known = self._writer.known.get(id(thing))
-            if known is None or known() is not thing:
+            tracked = self._writer.tracked.get(id(thing))
+            if tracked is None or tracked() is not thing:
                 return False
-            return known.ref is None or self.tape.ops[known.ref.index].kind is not OpKind.STATE
+            return tracked.ref is None or self.tape.ops[tracked.ref.index].kind is not OpKind.STATE
         if id(thing) in seen:
             return False
         seen.add(id(thing))
-        return any(self.holds_values(held, seen) for held in referents(thing))
+        return any(self.holds_values(referent, seen) for referent in referents(thing))
 
     def guard_presence(self, op: Op, is_present: bool, frame: FrameType) -> None:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""
@@ -497,7 +497,7 @@ class RunValues:
             meta = item
             if isinstance(item, Tensor):
                 meta = meta_of(item)
-                before = self._writer.known.get(id(item))
+                before = self._writer.tracked.get(id(item))
                 if before is not None and before() is item:
                     first = before.ref or self.element(before.parent, before.key, item)
                     element = self.element(ref, (*path, i), item)
@@ -508,12 +508,12 @@ class RunValues:
                     if works_in_place(op) and not is_gate(op):
                         self.bind_tensor(item, self.tape.ops[element.index])
                 else:
-                    known = self._writer.known[id(item)] = KnownTensor(item)
-                    known.ref, known.parent, known.key = None, ref, (*path, i)
-                    known.graphless = False
-                    known.version = version_of(item)
+                    tracked = self._writer.tracked[id(item)] = TrackedTensor(item)
+                    tracked.ref, tracked.parent, tracked.key = None, ref, (*path, i)
+                    tracked.graphless = False
+                    tracked.version = version_of(item)
                     if at_once:
-                        known.ref = element = self.element(ref, (*path, i), item)
+                        tracked.ref = element = self.element(ref, (*path, i), item)
                         op = self.tape.ops[ref.index]
                         self._guard_identity(op, element.index, None, frame)
             elif type(item) in TRACED_AS:
@@ -534,16 +534,16 @@ class RunValues:
 
     def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
         """Let a tensor take the place of another; return False if it has a name of its own."""
-        known = self._writer.known
-        before = known.get(id(new))
+        tracked = self._writer.tracked
+        before = tracked.get(id(new))
         if new is old:
             assert before is not None
             before.version = version_of(new)  # it may have been changed in place
             return True
         if (before is not None and before() is new) or self.environment.find(new) is not None:
             return False
-        was = known.pop(id(old), None)
-        now = known[id(new)] = KnownTensor(new)
+        was = tracked.pop(id(old), None)
+        now = tracked[id(new)] = TrackedTensor(new)
         now.ref, now.version = ref, version_of(new)
         now.graphless = was is not None and was.graphless and not new.requires_grad
         return True
@@ -551,8 +551,8 @@ class RunValues:
     def element(self, ref: Ref, path: tuple[Any, ...], value: Any) -> Ref:
         """Return the op that takes an element out of a result; it is emitted on first use."""
         for depth, key in enumerate(path):
-            known = self._elements.get((ref.index, key))
-            if known is None:
+            cached = self._elements.get((ref.index, key))
+            if cached is None:
                 op = self._writer.emit(OpKind.SCALAR, operator.getitem, (ref, key), {}, None)
                 parent = self.tape.ops[ref.index]
                 op.scope, op.site, op.context = parent.scope, parent.site, parent.context
@@ -560,13 +560,13 @@ class RunValues:
                     op.meta = plain(value)
                     if isinstance(value, Tensor):
                         op.meta = meta_of(value)
-                known = self._elements[ref.index, key] = Ref(op.index)
-            ref = known
+                cached = self._elements[ref.index, key] = Ref(op.index)
+            ref = cached
         return ref
 
-    def _block_unseen_graph(self, known: KnownTensor) -> None:
+    def _block_unseen_graph(self, tracked: TrackedTensor) -> None:
         """Block a tensor that an op under no_grad returned, but that requires grad by now."""
-        known.graphless = False
+        tracked.graphless = False
         if self.tape.blockers:  # the known reason is more specific
             return
         self.tape.block(

@@ -39,8 +39,8 @@ from bendtrace.python.results import (
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import without_traced
+from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
-from bendtrace.record.writer import TapeWriter
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers

@@ -18,9 +18,9 @@ from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import InputError, NodePathError, SiteError
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import ContainerShape, LeafShape, assemble, describe, take_apart
 from bendtrace.insert.registry import InsertionGroup
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import ContainerShape, LeafShape, assemble, describe, take_apart
 from bendtrace.insert.where import Alias, alias_of
 from bendtrace.log.building import RunData
 from bendtrace.log.capture import aligned_copy
@@ -95,14 +95,14 @@ def position_of(value: Any, name: str = "positions") -> Position:
     if isinstance(value, Tensor) and value.dim() and not value.dtype.is_floating_point:
         value = value.tolist()
     if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor)):
-        several = tuple(_number(item, name) for item in value)
+        several = tuple(_checked_number(item, name) for item in value)
         if not several:
             raise InputError(f"{name}= has an empty group of positions")
         return several
-    return _number(value, name)
+    return _checked_number(value, name)
 
 
-def _number(value: Any, name: str) -> int:
+def _checked_number(value: Any, name: str) -> int:
     if not isinstance(value, (bool, float, str)):
         try:
             return operator.index(value)
@@ -177,7 +177,7 @@ class Part:
         found: dict[int, Any] = {}
         if self.position is not None:
             axis = _axis(self.axis, value)
-            found[axis] = _entry(self.position, value.shape[axis], axis)
+            found[axis] = _index_part(self.position, value.shape[axis], axis)
         if self.head is not None:
             axis = _axis(self.head_axis, value)
             if axis in found:
@@ -214,7 +214,7 @@ def _axis(axis: int, value: Tensor) -> int:
     return axis % value.dim()
 
 
-def _entry(position: Position, size: int, axis: int) -> Any:
+def _index_part(position: Position, size: int, axis: int) -> Any:
     if isinstance(position, slice):
         if size and not len(range(*position.indices(size))):
             raise NoPart(
@@ -542,7 +542,7 @@ def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor
     """Replace tensors in the value of a node, each of which has its own path."""
     shape, found = take_apart(value)
     changed = False
-    for i, name in enumerate(_names(shape, ())):
+    for i, name in enumerate(_leaf_names(shape, ())):
         if isinstance(found[i], Tensor):
             made = change(f"{path}|{name}", found[i])
             if made is not None:
@@ -550,7 +550,7 @@ def _each_replaced(value: Any, path: str, change: Callable[[str, Tensor], Tensor
     return assemble(shape, found) if changed else None
 
 
-def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
+def _leaf_names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
     """Yield the names of the leaves of a container, as node paths have them."""
     if isinstance(shape, LeafShape):
         yield ".".join(path)
@@ -561,12 +561,12 @@ def _names(shape: Any, path: tuple[str, ...]) -> Iterator[str]:
         fields = of_tuple if issubclass(kind, tuple) else ()
         for key, item in zip(shape.keys, shape.items, strict=True):
             name = f"sub_{key}" if isinstance(key, int) else str(key)
-            yield from _names(item, (*path, fields[key] if fields else name))
+            yield from _leaf_names(item, (*path, fields[key] if fields else name))
         for name, item in zip(shape.names, shape.attributes, strict=True):
-            yield from _names(item, (*path, str(name)))
+            yield from _leaf_names(item, (*path, str(name)))
 
 
-def differing(
+def why_differing(
     source: Mapping[int, Tensor] | None, target: Mapping[int, Tensor] | None, names: tuple[str, str]
 ) -> str:
     """Return why a node's values in one run cannot replace those in another; "" if they can."""
@@ -719,7 +719,7 @@ class Sites:
         """
         found = []
         for number, item in enumerate(self._items[: self._count]):
-            keys = _keys_of(number, runs)
+            keys = _keys_of_pass(number, runs)
             if not keys and not self._allow_none:
                 notes = "; ".join(self._group.insertions[number].report().notes)
                 label = describe_where(item)
@@ -743,7 +743,7 @@ class Sites:
                 any(target.is_ahead for target in insertion.targets)
                 and not insertion.passes.needs_total
             ):
-                if keys := _keys_of(number, runs):
+                if keys := _keys_of_pass(number, runs):
                     self._group.replace(number, [NodePath(path) for _, path in keys])
 
     def note(self, number: int, at: NodePass) -> None:
@@ -769,15 +769,15 @@ class Sites:
     def __enter__(self) -> Self:
         try:
             self._insert()
-            known = all(
+            is_complete = all(
                 insertion.is_checked
                 and not insertion.passes.needs_total
                 and not any(target.is_open or target.is_ahead for target in insertion.targets)
                 for insertion in self._group.insertions
             )
         except NodePathError:
-            known = False
-        if not known:
+            is_complete = False
+        if not is_complete:
             self._group.remove()
             # Call the model as it is, so that its nodes have names.
             try:
@@ -806,7 +806,7 @@ class Sites:
         self._group.insert_all(*made[self._count :], *made[: self._count])
 
 
-def _keys_of(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
+def _keys_of_pass(number: int, runs: Iterable[Iterable[Key]]) -> list[Key]:
     return list(dict.fromkeys(key for run in runs for key in run if key[0] == number))
 
 
@@ -821,7 +821,7 @@ class ValueExchange:
 
     def __post_init__(self) -> None:
         self._flaw = ""
-        self._known: dict[Key, str] = {}
+        self._flaws: dict[Key, str] = {}
 
     def cell(
         self,
@@ -841,7 +841,7 @@ class ValueExchange:
             metric: of the output.
         """
         try:
-            flaw = self._known_flaw(keys, part)
+            flaw = self._flaw_between(keys, part)
         except Beyond:
             return math.nan
         if not flaw:
@@ -863,11 +863,13 @@ class ValueExchange:
                 return number_of(metric, output)
         return self.missing.note(row.name, flaw)
 
-    def _known_flaw(self, keys: Sequence[Key], part: Part) -> str:
+    def _flaw_between(self, keys: Sequence[Key], part: Part) -> str:
         for key in keys:
-            if key not in self._known:
-                self._known[key] = differing(self.source.get(key), self.target.get(key), self.names)
-            if why := self._known[key]:
+            if key not in self._flaws:
+                self._flaws[key] = why_differing(
+                    self.source.get(key), self.target.get(key), self.names
+                )
+            if why := self._flaws[key]:
                 return f"{key[1]}: {why}"
             try:
                 for value in self.source[key].values():
@@ -928,31 +930,31 @@ def require_heads(
         for place in (target.place for target in insertion.targets)
         if place is not None and place.role != "state"
     ]
-    recordings = model._known.recordings()
+    recordings = model._knowledge.recordings()
     if not recordings:
         projects = [
             kind == "input"
             and node.module is not None
             and any(p.dim() > 1 for p in node.module.parameters(recurse=False))
             for place, kind, _ in places
-            for node in model._known.modules()
+            for node in model._knowledge.modules()
             if place.matcher.matches(node)
         ]
         if projects and all(projects):
             return
         raise InputError("heads= is compared with a run of the model: call the model once before")
     for recording in recordings:
-        nodes = model._known.nodes_of(recording).candidates.values()
+        nodes = model._knowledge.nodes_of(recording).candidates.values()
         found = [
             (node, place, kind, alias)
             for place, kind, alias in places
             for node in nodes
             if place.matcher.matches(node)
         ]
-        log = model._known.run(recording).log if found else None
+        log = model._knowledge.run(recording).log if found else None
         for node, place, kind, alias in found:
             assert log is not None
-            for entry in _values(log, node, kind, place.dig):
+            for entry in _values_at(log, node, kind, place.dig):
                 _require_heads_in(entry, log, columns, kind, alias, node.path)
         if found:
             return
@@ -976,9 +978,11 @@ def _require_heads_in(
         )
 
 
-def _values(log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]) -> Iterator[LayerEntry]:
+def _values_at(
+    log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]
+) -> Iterator[LayerEntry]:
     """Yield the first value that a node is given, or that it returns, or a part of that."""
-    known = {entry.label: entry for entry in log.entries}
+    by_label = {entry.label: entry for entry in log.entries}
     if node.module is not None:
         calls = (call for call in log.modules if call.name == node.module_path)
         labels = next(((c.inputs if at == "input" else c.outputs) for c in calls), [])
@@ -986,13 +990,13 @@ def _values(log: RunData, node: Candidate, at: str, dig: tuple[Any, ...]) -> Ite
         its = next((entry for entry in log.entries if entry.node_path == node.path), None)
         labels = [] if its is None else its.parents if at == "input" else [its.label]
     first = dig[0] if len(dig) == 1 and isinstance(dig[0], int) else 0
-    yield from (known[label] for label in labels[first : first + 1] if known[label].shape)
+    yield from (by_label[label] for label in labels[first : first + 1] if by_label[label].shape)
 
 
 class _Heads:
     def __init__(self, log: RunData, columns: Columns) -> None:
         assert columns.heads is not None
-        self._known = {entry.label: entry for entry in log.entries}
+        self._by_label = {entry.label: entry for entry in log.entries}
         self._count: int = columns.heads
         self._axis = columns.head_axis
 
@@ -1001,7 +1005,7 @@ class _Heads:
         if not -len(shape) <= self._axis < len(shape) or shape[self._axis] % self._count:
             return True  # for which there is another error
         width = shape[self._axis] // self._count
-        users = [self._known[label] for label in entry.children]
+        users = [self._by_label[label] for label in entry.children]
         return (
             width == 1
             or (is_given and any(user.function in _MIXING - {"layer_norm"} for user in users))
@@ -1012,20 +1016,20 @@ class _Heads:
     def _meets(self, entry: LayerEntry, width: int, is_before: bool) -> bool:
         """Return whether an op before or after, up to those that mix heads, separates them."""
         least = (entry.shape or ()).count(width)
-        waiting, known = [entry], {entry.label}
+        waiting, seen = [entry], {entry.label}
         while waiting:
             one = waiting.pop()
             if is_before and one.function in _MIXING:
                 continue
             labels = one.parents if is_before else one.children
-            others = [self._known[label] for label in labels]
+            others = [self._by_label[label] for label in labels]
             whole = one.function in _JOINING if is_before else len({o.index for o in others}) == 1
             if whole and len(others) == self._count:  # each is a head
                 return True
             for other in others:
                 shape = other.shape or ()
                 mixes = not is_before and other.function in _MIXING
-                if other.label in known or mixes or not shape:
+                if other.label in seen or mixes or not shape:
                     continue
                 # Behind the axis of samples. Of queries, keys and values, each third has its heads.
                 if shape.count(width) > least and any(
@@ -1033,6 +1037,6 @@ class _Heads:
                     for size, after in pairwise(shape[len(entry.shape or ()) > 1 :])
                 ):
                     return True
-                known.add(other.label)
+                seen.add(other.label)
                 waiting.append(other)
         return False

@@ -26,8 +26,8 @@ from bendtrace.insert.interjection import (
     effect_of_value,
 )
 from bendtrace.insert.purity import effect_of_function
-from bendtrace.insert.reading import is_contained
 from bendtrace.insert.resolver import describe_where
+from bendtrace.insert.state_access import is_contained
 from bendtrace.insert.where import Where
 from bendtrace.module import BendedModule, bended_of, required_bended
 from bendtrace.python.checks import required_choice, required_int
@@ -392,7 +392,7 @@ def _substitute_of(
     if not axes:
         raise InputError("over= is empty: pass the axes to take the mean over")
     named = how if isinstance(how, str) and how in ("zero", "mean", "resample") else None
-    if named is None and (isinstance(how, str) or not (callable(how) or _is_number(how))):
+    if named is None and (isinstance(how, str) or not (callable(how) or _is_constant_value(how))):
         raise InputError(
             f'how= is "zero", "mean", "resample", a number, a tensor or a function, not {how!r}'
         )
@@ -419,11 +419,11 @@ def _substitute_of(
                 ),
             )  # fmt: skip
         return _Substitute(named, _shuffle(seed))
-    if _is_number(how):
+    if _is_constant_value(how):
         return _Substitute(
             "value", _constant(how),
             compiled=lambda path, number, like: effect_of_value(
-                lambda value, held: _constant(held)(path, number, value), how, like, "value"
+                lambda value, constant: _constant(constant)(path, number, value), how, like, "value"
             ),
         )  # fmt: skip
     name = str(getattr(how, "__name__", type(how).__name__))
@@ -435,17 +435,17 @@ def _zeros(path: str, number: int, value: Tensor) -> Tensor:
     return value.new_zeros(())
 
 
-def _is_number(how: Any) -> bool:
+def _is_constant_value(how: Any) -> bool:
     return isinstance(how, (Tensor, int, float, complex))
 
 
-def _constant(held: Any) -> Source:
+def _constant(constant: Any) -> Source:
     def source(path: str, number: int, value: Tensor) -> Tensor:
-        if isinstance(held, Tensor):
-            return held
-        if value.is_floating_point() and not isinstance(held, complex):
-            return value.new_tensor(held)
-        return torch.tensor(held)
+        if isinstance(constant, Tensor):
+            return constant
+        if value.is_floating_point() and not isinstance(constant, complex):
+            return value.new_tensor(constant)
+        return torch.tensor(constant)
 
     return source
 
@@ -551,15 +551,15 @@ def _add_sum(
     count = value.numel() // max(part.numel(), 1)
     if before is None:
         return part, count
-    known, so_far = before
-    if known.shape != part.shape:
+    total, so_far = before
+    if total.shape != part.shape:
         raise SiteError(
             f"{path!r} has different shapes for different batches of the reference, "
-            f"{tuple(part.shape)} and {tuple(known.shape)} (means over axes {over}): take the "
+            f"{tuple(part.shape)} and {tuple(total.shape)} (means over axes {over}): take the "
             "mean over those axes as well, as in over=(0, 1)",
             path,
         )
-    return known + part, so_far + count
+    return total + part, so_far + count
 
 
 def _samples_of(
@@ -594,8 +594,8 @@ def _samples_of(
     return source
 
 
-def _require_reached(known: dict[tuple[str, int], Tensor], path: str, number: int) -> None:
-    if (path, number) not in known:
+def _require_reached(sums: dict[tuple[str, int], Tensor], path: str, number: int) -> None:
+    if (path, number) not in sums:
         raise SiteError(f"no run on the reference reached pass {number + 1} of {path!r}", path)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bendtrace.errors import InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
-from bendtrace.insert.structure import write_count
+from bendtrace.insert.leaves import write_count
 from bendtrace.research.streaming import (
     data_frame,
     decode_state,
@@ -264,7 +264,7 @@ class Analyser(Interjection):
         """
         if not self.enabled:
             return
-        known = Batch(
+        batch = Batch(
             self.targets if targets is None else _per_sample(targets, "targets"),
             self.samples if samples is None else _per_sample(samples, "samples"),
         )
@@ -274,11 +274,11 @@ class Analyser(Interjection):
                 try:
                     with _full_precision(tensor.device.type):
                         if self.needs_targets:
-                            _check_targets(tensor, known.targets)
+                            _check_targets(tensor, batch.targets)
                         state = self._states.get(path)
                         if state is None:
                             state = self.start(path)
-                        self.update_state(state, tensor, known)
+                        self.update_state(state, tensor, batch)
                         self._states[path] = state  # not before it worked out
                         self._calls[path] = self._calls.get(path, 0) + 1
                 except InputError as error:
@@ -364,7 +364,7 @@ class Analyser(Interjection):
 
     def _check_settings(self, mine: Any, theirs: Any, whose: str, why: str) -> None:
         for name in mine.keys() | theirs.keys():
-            if not _same(mine.get(name), theirs.get(name)):
+            if not _same_settings(mine.get(name), theirs.get(name)):
                 raise InputError(
                     f"this {self.label} has {name}={mine.get(name)!r}, {whose} has "
                     f"{theirs.get(name)!r}: {why}"
@@ -409,7 +409,7 @@ class Analyser(Interjection):
         given = ", ".join(
             f"{name}={value!r}"
             for name, value in self.settings.items()
-            if name not in defaults or not _same(value, defaults[name].default)
+            if name not in defaults or not _same_settings(value, defaults[name].default)
         )
         seen = [f"{path!r} {calls}x" for path, calls in self._calls.items()]
         more = f" and {len(seen) - _SHOWN} more" if len(seen) > _SHOWN else ""
@@ -424,8 +424,8 @@ class _ByPath(dict[str, dict[Any, Any]]):
     """Results by node path, with the known paths in the error for another one."""
 
     def __missing__(self, key: object) -> Any:
-        known = ", ".join(map(repr, list(self)[:_SHOWN])) or "nothing yet"
-        raise KeyError(f"no results under {key!r}; node paths with results: {known}")
+        listed = ", ".join(map(repr, list(self)[:_SHOWN])) or "nothing yet"
+        raise KeyError(f"no results under {key!r}; node paths with results: {listed}")
 
 
 _OURS = f"{__name__.rpartition('.')[0]}."
@@ -467,7 +467,7 @@ def _check_targets(value: Tensor, targets: Tensor | None) -> None:
         )
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same_settings(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return (
             isinstance(one, Tensor)
@@ -476,11 +476,13 @@ def _same(one: Any, other: Any) -> bool:
             and torch.equal(one.cpu(), other.cpu())
         )
     if isinstance(one, Analyser) and type(one) is type(other):
-        return _same(one.settings, other.settings)
+        return _same_settings(one.settings, other.settings)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_same, one, other))
+        return len(one) == len(other) and all(map(_same_settings, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            _same_settings(one[key], other[key]) for key in one
+        )
     return bool(one == other)
 
 

@@ -18,6 +18,7 @@ from bendtrace.errors import InputError, InterjectionError, LoadError
 from bendtrace.insert.bend import Expression, value_of
 from bendtrace.insert.insertion import Report
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import describe
 from bendtrace.insert.purity import (
     LiftedCallable,
     build_callable,
@@ -25,10 +26,9 @@ from bendtrace.insert.purity import (
     lift_tensors,
     why_not_pure,
 )
-from bendtrace.insert.reading import is_contained
 from bendtrace.insert.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import describe
+from bendtrace.insert.state_access import is_contained
 from bendtrace.insert.where import Where
 from bendtrace.module import BendedModule, required_bended
 from bendtrace.python.lazy import imported, required
@@ -57,18 +57,18 @@ class LatentEdit:
 
     def __init__(self, edits: list[LatentEdit], change: Callable[[Tensor], Any]) -> None:
         self.change = change
-        self.known: tuple[tuple[int, ...], Any] | None = None  # which latents are set to what
+        self.setting: tuple[tuple[int, ...], Any] | None = None  # which latents are set to what
         self._edits = edits
         edits.append(self)
 
     def effect(self) -> Effect | str:
         """Return its effect on latents, or the reason why that cannot be compiled."""
-        if self.known is None:
+        if self.setting is None:
             return effect_of_function(self.change)
-        indices, held = self.known[0], value_of(self.known[1])
-        given = held if isinstance(held, Tensor) else torch.tensor(held)
-        if type(held) is float:
-            given = torch.tensor(held, dtype=torch.float64)
+        indices, value = self.setting[0], value_of(self.setting[1])
+        given = value if isinstance(value, Tensor) else torch.tensor(value)
+        if type(value) is float:
+            given = torch.tensor(value, dtype=torch.float64)
         return Effect(lambda made, new: _set(made, indices, new), (given,), ("set", indices))
 
     @property
@@ -164,9 +164,9 @@ class _Reconstructs(Interjection):
         functions = [change.function for change in changes]
 
         def coded(value: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-            encoder, decoder, *held = (given[own] for own in spans)
+            encoder, decoder, *more = (given[own] for own in spans)
             latents = changed = build_callable(specs[0], encoder)(value)
-            for function, own in zip(functions, held, strict=True):
+            for function, own in zip(functions, more, strict=True):
                 changed = function(changed.clone(), *own)
             decode = build_callable(specs[1], decoder)
             made = decode(latents)
@@ -318,7 +318,7 @@ class SplicedAutoencoder(InsertionHandle):
         Raises:
             InputError: there are no latents, or several.
         """
-        return _only(self._inner.latents, "latents")
+        return _only_item(self._inner.latents, "latents")
 
     @property
     def errors(self) -> dict[str, Tensor]:
@@ -332,7 +332,7 @@ class SplicedAutoencoder(InsertionHandle):
         Raises:
             InputError: there are no error terms, or several.
         """
-        return _only(self._inner.errors, "error terms")
+        return _only_item(self._inner.errors, "error terms")
 
     def edit(self, change: Callable[[Tensor], Any]) -> LatentEdit:
         """Change the latents from now on, before they are decoded.
@@ -373,7 +373,7 @@ class SplicedAutoencoder(InsertionHandle):
             return _set(made, indices, value_of(value))
 
         edit = self.edit(change)
-        edit.known = (tuple(indices), value)
+        edit.setting = (tuple(indices), value)
         return edit
 
     def ablate(self, latents: int | Iterable[int]) -> LatentEdit:
@@ -475,7 +475,7 @@ def _set(latents: Tensor, indices: Sequence[int], value: Any) -> Tensor:
     return torch.where(where, torch.as_tensor(value, dtype=latents.dtype), latents)
 
 
-def _only(kept: dict[str, Tensor], what: str) -> Tensor:
+def _only_item(kept: dict[str, Tensor], what: str) -> Tensor:
     if len(kept) != 1:
         listed = ", ".join(map(repr, kept)) or "none; no call reached a node"
         raise InputError(f"expected one set of {what}, but there are {listed}")
@@ -670,7 +670,7 @@ def load_autoencoder(folder: str | os.PathLike[str]) -> SparseAutoencoder:
     ):
         config, weights = (os.path.join(folder, name) for name in files)
         if os.path.isfile(config) and os.path.isfile(weights):
-            return load(_read(config), weights)
+            return load(_read_file(config), weights)
     raise LoadError(
         folder,
         "it holds neither cfg.json and sae_weights.safetensors (SAE-Lens) nor config.json and "
@@ -709,13 +709,13 @@ def _of_sae_lens(config: dict[str, Any], path: str) -> SparseAutoencoder:
         )
     if torch.all(tensors.get("scaling_factor", torch.ones(1)) == 1):
         tensors.pop("scaling_factor", None)
-    _check(tensors, {name: name for name in _READS[architecture]}, architecture, path)
+    _check_tensors(tensors, {name: name for name in _READS[architecture]}, architecture, path)
     dtype = getattr(torch, str(config.get("dtype", "")).removeprefix("torch."), None)
     if isinstance(dtype, torch.dtype):
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     options: dict[str, Any] = {
         "subtracts": bool(config.get("apply_b_dec_to_input", True)),
-        "k": _number(k, path) if architecture == "topk" else None,
+        "k": _check_count(k, path) if architecture == "topk" else None,
         "rescales": architecture == "topk" and bool(config.get("rescale_acts_by_decoder_norm")),
     }
     if scaling in ("layer_norm", "constant_norm_rescale"):
@@ -739,14 +739,14 @@ def _of_dictionary_learning(config: dict[str, Any], path: str) -> SparseAutoenco
     called = {ours: theirs for theirs, ours in names.items()}
     ours = {called.get(wanted, wanted): wanted for wanted in _READS[architecture]}
     found = {theirs: tensor for theirs, tensor in state.items() if theirs not in ignored}
-    _check(found, ours, name, path)
+    _check_tensors(found, ours, name, path)
     tensors = {
         ours[theirs]: tensor.T.contiguous() if theirs.endswith(".weight") else tensor
         for theirs, tensor in found.items()
     }
     k = None
     if architecture == "topk":
-        k = _number(state["k"].item() if "k" in state else config["trainer"].get("k"), path)
+        k = _check_count(state["k"].item() if "k" in state else config["trainer"].get("k"), path)
     if name == "AutoEncoder":
         # Give the rows of the decoder length 1, and the latents their lengths.
         norms = tensors["W_dec"].norm(dim=1)
@@ -758,7 +758,9 @@ def _of_dictionary_learning(config: dict[str, Any], path: str) -> SparseAutoenco
     return SparseAutoencoder(architecture, tensors, config, subtracts=subtracts, k=k)
 
 
-def _check(found: Mapping[str, Tensor], wanted: Mapping[str, str], what: str, path: str) -> None:
+def _check_tensors(
+    found: Mapping[str, Tensor], wanted: Mapping[str, str], what: str, path: str
+) -> None:
     """Raise an error that names tensors that are missing, unused or of a wrong shape."""
     missing = ", ".join(repr(name) for name in wanted if name not in found)
     others = ", ".join(repr(name) for name in found if name not in wanted)
@@ -779,13 +781,13 @@ def _check(found: Mapping[str, Tensor], wanted: Mapping[str, str], what: str, pa
     raise LoadError(path, f"the shapes of its tensors do not fit: {shapes}")
 
 
-def _number(k: Any, path: str) -> int:
+def _check_count(k: Any, path: str) -> int:
     if type(k) is not int or k < 1:
         raise LoadError(path, f"the number k of latents that 'topk' keeps is {k!r}")
     return k
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read_file(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             config = json.load(file)

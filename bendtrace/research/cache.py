@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError
 from bendtrace.insert.activations import activations_text, as_html
-from bendtrace.insert.handing import takes
 from bendtrace.insert.insertion import Insertion
-from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass, takes
+from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.insert.registry import InsertionGroup, is_root
-from bendtrace.insert.structure import assemble, take_apart
 from bendtrace.insert.where import (
     Alias,
     Aliases,
@@ -378,10 +377,10 @@ class ActivationCache(ResidualParts):
             return _pick(self[alias.where], alias)
         if isinstance(name, str):
             require_equal(self.aliases, name)
-        known = [*self, *self._names, *self.aliases]
+        choices = [*self, *self._names, *self.aliases]
         if isinstance(name, tuple) and len(name) > 1:  # as TransformerLens shortens its names
-            known, name = [*self.aliases], f"blocks.{name[1]}.hook_{name[0]}"
-        hint = near_misses(str(name), known)
+            choices, name = [*self.aliases], f"blocks.{name[1]}.hook_{name[0]}"
+        hint = near_misses(str(name), choices)
         raise NodePathError(f"{name!r} is not in this cache; {hint}", str(name), tuple(self))
 
     def __repr__(self) -> str:
@@ -437,16 +436,16 @@ def run_with_cache(
     """
     call, bended = Call.of(inputs), bended_of(model)
     if aliases is None:
-        known = transformer_lens_aliases(bended.model)
+        alias_map = transformer_lens_aliases(bended.model)
     else:
-        known = aliases if isinstance(aliases, Aliases) else Aliases(aliases)
+        alias_map = aliases if isinstance(aliases, Aliases) else Aliases(aliases)
     fixed = _fixed(bended.model, call) if detach else None
     # The model's own Python could write to shared memory by its address, as through numpy arrays.
     # Whether it does is known from the first run on.
     group = InsertionGroup(bended)
-    runs = group.known_runs()
+    runs = group.recorded_runs()
     is_lazy = bool(runs) and not any(map(_hands_out, runs))
-    wanted = _Requests(bended, group, known, _Clock(fixed, is_lazy))
+    wanted = _Requests(bended, group, alias_map, _Clock(fixed, is_lazy))
     wanted.read(names_filter)
     wanted.insert()
     try:
@@ -622,10 +621,10 @@ class _Requests:
                 self._add(alias.where, is_alias=True, allow_none=True)
 
         def of_output(node: Candidate) -> bool:
-            return any(map(says, _names_of(node, "output")))
+            return any(map(says, _names_of_node(node, "output")))
 
         def of_input(node: Candidate) -> bool:
-            return node.is_module and any(map(says, _names_of(node, "input")))
+            return node.is_module and any(map(says, _names_of_node(node, "input")))
 
         self._keep(of_output, allow_none=True)
         self._keep(of_input, True, allow_none=True)
@@ -770,7 +769,7 @@ def _any_module(node: Candidate) -> bool:
     return node.is_module
 
 
-def _names_of(node: Candidate, part: str) -> Iterator[str]:
+def _names_of_node(node: Candidate, part: str) -> Iterator[str]:
     path = node.path or "output"
     yield path if part == "output" else f"{path}.{part}"
     if node.is_module and node.module_path:

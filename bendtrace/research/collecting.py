@@ -608,21 +608,21 @@ def _attributes_of(module: nn.Module) -> Iterator[Any]:
     for name, value in sorted(vars(module).items()):
         if name.startswith("_") or name == "training":
             continue
-        if _is_plain(value):
+        if _is_plain_setting(value):
             yield name, repr(description_of(value))
         elif isinstance(value, (types.FunctionType, functools.partial)):
             yield name, value
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
+def _is_plain_setting(value: Any, depth: int = 0) -> bool:
     if type(value) in _PLAIN or type(value) in _NAMED or isinstance(value, enum.Enum):
         return True
     if depth > _DEEPEST:
         return False
     if isinstance(value, Mapping):
-        return all(_is_plain(v, depth + 1) for pair in value.items() for v in pair)
+        return all(_is_plain_setting(v, depth + 1) for pair in value.items() for v in pair)
     if isinstance(value, (tuple, list, set, frozenset)):
-        return all(_is_plain(item, depth + 1) for item in value)
+        return all(_is_plain_setting(item, depth + 1) for item in value)
     return False
 
 

@@ -312,21 +312,21 @@ class PerClassAnalyser(Analyser):
 
     def update_state(self, state: Any, value: Tensor, batch: Batch) -> None:
         """Pass the samples of each class to the analyser."""
-        targets = _labels(batch.targets)
+        targets = _check_labels(batch.targets)
         samples = batch.samples
         if samples is None:  # counted at the node, and not within a class
             samples = torch.arange(len(targets)) + state["rows"].count
         batch = Batch(targets, samples)
-        known = state["classes"]
+        classes = state["classes"]
         fresh = {}
         for label in targets.unique().tolist():
             chosen = targets == label
-            inner = known.get(label)
+            inner = classes.get(label)
             if inner is None:
                 inner = fresh[label] = self.analyser.start(state["key"])
             rows = value[chosen.to(value.device)]
             self.analyser.update_state(inner, rows, batch.select(chosen))
-        known.update(fresh)  # not before the value was seen to fit the known ones
+        classes.update(fresh)  # not before the value was seen to fit the known ones
         state["rows"].update(value)
 
     def merge_state(self, state: Any, other: Any) -> None:
@@ -411,7 +411,7 @@ def _per_pass(analyser: Analyser) -> bool:
     return analyser.per_pass
 
 
-def _labels(targets: Tensor | None) -> Tensor:
+def _check_labels(targets: Tensor | None) -> Tensor:
     if targets is None or targets.dim() != 1 or targets.is_floating_point():
         seen = None if targets is None else f"{targets.dtype}, {tuple(targets.shape)}"
         raise InputError(f"classes have to be integer targets, (batch,), not {seen}")

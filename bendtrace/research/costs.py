@@ -144,14 +144,14 @@ def cost(run: Trace | BackwardPass, by: Literal["op", "module", "line"] = "op") 
             row = found.setdefault(name, [0, 0.0, 0.0, 0])
             row[:] = [a + b for a, b in zip(row, numbers, strict=True)]
 
-    known = {entry.label: entry for entry in entries}
+    by_label = {entry.label: entry for entry in entries}
     for entry in entries:
         if entry.kind == "op":
             is_first = not entry.element or entry.time
-            add(_names(entry, by), bool(is_first), entry.time or 0.0, 0.0, entry.nbytes)
+            add(_group_names(entry, by), bool(is_first), entry.time or 0.0, 0.0, entry.nbytes)
     for node in nodes:
-        of = known.get(node.forward)
-        names = ["outside"] if of is None or of.kind != "op" else _names(of, by)
+        of = by_label.get(node.forward)
+        names = ["outside"] if of is None or of.kind != "op" else _group_names(of, by)
         add(names, 0, 0.0, node.time or 0.0, 0)
     rows = [
         CostShare(name, int(ops), time, backward, int(nbytes), (time + backward) / (whole or 1.0))
@@ -160,7 +160,7 @@ def cost(run: Trace | BackwardPass, by: Literal["op", "module", "line"] = "op") 
     return Costs(sorted(rows, key=lambda row: -row.share), entries)
 
 
-def _names(entry: LayerEntry, by: str) -> list[str]:
+def _group_names(entry: LayerEntry, by: str) -> list[str]:
     if by == "op":
         return [entry.name]
     if by == "module":
@@ -230,7 +230,7 @@ def dead_ends(run: Trace) -> Table:
             needed.add(index)
             waiting += [*tape.ops[index].operands, *tape.ops[index].reads.values()]
     dead = [e for e in run.entries if e.kind == "op" and e.index not in needed]
-    return Table([_cost(entry) for entry in dead], _COSTS)
+    return Table([_cost_of_entry(entry) for entry in dead], _COSTS)
 
 
 def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
@@ -269,7 +269,7 @@ def hot_path(run: Trace, by: Literal["time", "memory"] = "time") -> Table:
         labels.append(step)
         step = longest[step][1]
     found = {entry.label: entry for entry in entries}
-    return Table([_cost(found[label]) for label in reversed(labels)], _COSTS)
+    return Table([_cost_of_entry(found[label]) for label in reversed(labels)], _COSTS)
 
 
 class RecomputationRow(NamedTuple):
@@ -323,7 +323,7 @@ def recomputation(run: Trace) -> Table:
     return Table(rows, {"nbytes": size_text, "time": in_seconds, "bytes_per_second": rounded})
 
 
-def _cost(entry: LayerEntry) -> CostRow:
+def _cost_of_entry(entry: LayerEntry) -> CostRow:
     source = entry.source
     where = "" if source is None else f"{source.text}  {place_text(source.file, source.line)}"
     return CostRow(entry.label, entry.module, entry.time or 0.0, entry.nbytes, where)

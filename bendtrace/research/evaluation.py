@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from bendtrace.debug.calls import Call
 from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import InputError, NeverFiredWarning
+from bendtrace.insert.leaves import take_apart
 from bendtrace.insert.native import AttachedInterjection, Counts
-from bendtrace.insert.structure import take_apart
 from bendtrace.insert.where import Where
 from bendtrace.module import BendedModule
 from bendtrace.python.checks import several
@@ -195,9 +195,9 @@ class AnalyserEvaluation:
     def _run(self, model: BendedModule, batch: Any, seen: int) -> int:
         """Run the model on a batch, and return how many samples are in it."""
         devices = {value.device for value in model.parameters()}
-        batch = _move(batch, devices.pop() if len(devices) == 1 else None)
+        batch = _move_to_device(batch, devices.pop() if len(devices) == 1 else None)
         call = Call.of(self._inputs(batch))
-        count = _count(call)
+        count = _count_samples(call)
         targets = self._targets(batch)
         samples = None if count is None else torch.arange(seen, seen + count)
         with self.analyser.batch(targets, samples), torch.set_grad_enabled(self._loss is not None):
@@ -439,7 +439,7 @@ def _watch_natively(
         )
     found: dict[str, nn.Module] = {}
     for item in several(where):
-        matching = dict(_matching(model, item))
+        matching = dict(_modules_matching(model, item))
         if not matching and not allow_none:
             raise InputError(
                 f"the model has no module {item!r}. In a plain module only calls of modules "
@@ -457,7 +457,7 @@ def _watch_natively(
         yield counts
 
 
-def _matching(model: nn.Module, item: Any) -> Iterator[tuple[str, nn.Module]]:
+def _modules_matching(model: nn.Module, item: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(item, str):
             matches = item in (name, name.replace(".", "_"))
@@ -473,7 +473,9 @@ def _matching(model: nn.Module, item: Any) -> Iterator[tuple[str, nn.Module]]:
 def _ready(analyser: Analyser, is_training: bool = False) -> Iterator[None]:
     """Restore the settings of an analyser at the end; until then it is in eval mode."""
     before = analyser.enabled, analyser.targets, analyser.samples
-    modes = [(item, item.training) for item in _inside(analyser) if hasattr(item, "training")]
+    modes = [
+        (item, item.training) for item in _nested_analysers(analyser) if hasattr(item, "training")
+    ]
     try:
         for item, _ in modes:
             if not is_training:
@@ -485,12 +487,12 @@ def _ready(analyser: Analyser, is_training: bool = False) -> Iterator[None]:
             item.train(mode)
 
 
-def _inside(analyser: Any) -> Iterator[Any]:
+def _nested_analysers(analyser: Any) -> Iterator[Any]:
     yield analyser
     if hasattr(analyser, "analyser"):
-        yield from _inside(analyser.analyser)
+        yield from _nested_analysers(analyser.analyser)
     for item in getattr(analyser, "analysers", {}).values():
-        yield from _inside(item)
+        yield from _nested_analysers(item)
 
 
 def _inputs_in(batch: Any) -> Any:
@@ -513,19 +515,19 @@ def _targets_in(batch: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.dim() > 0 else None
 
 
-def _move(value: Any, device: torch.device | None) -> Any:
+def _move_to_device(value: Any, device: torch.device | None) -> Any:
     if device is None or isinstance(value, (str, bytes)):
         return value
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
+        return {key: _move_to_device(item, device) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_move(item, device) for item in value)
+        return type(value)(_move_to_device(item, device) for item in value)
     return value.to(device) if callable(getattr(value, "to", None)) else value
 
 
-def _count(call: Call) -> int | None:
+def _count_samples(call: Call) -> int | None:
     for value in take_apart(tuple(call))[1]:
         if isinstance(value, Tensor) and value.dim() > 0:
             return value.shape[0]

@@ -97,9 +97,9 @@ class _Finder:
         for op in self.ops:
             if op.kind is not OpKind.CALL or op.raised is not None:
                 continue
-            name = _name(op)
+            name = _target_name(op)
             if name == "scaled_dot_product_attention":
-                q, k, v = map(_ref, _arguments(op, "query key value"))
+                q, k, v = map(_ref, _named_operands(op, "query key value"))
                 yield from self.attention(op, q, k, v, op)
             elif name in ("softmax", "_softmax"):
                 yield from self.products(op)
@@ -135,8 +135,8 @@ class _Finder:
         score = self.back(softmax, _SCALES, _PRODUCTS)
         total = self.forth(softmax, _SCALES, _PRODUCTS)
         if score is not None and total is not None:
-            q, k = _operands(score)
-            _, v = _operands(total)
+            q, k = _factors(score)
+            _, v = _factors(total)
             yield from self.attention(softmax, q, k, v, total)
 
     def back(self, op: Op, through: frozenset[str], wanted: frozenset[str]) -> Op | None:
@@ -147,9 +147,9 @@ class _Finder:
             if not before:
                 return None
             op = self.ops[before[0]]
-            if _name(op) in wanted:
+            if _target_name(op) in wanted:
                 return op
-            if _name(op) not in through:
+            if _target_name(op) not in through:
                 return None
         return None
 
@@ -157,9 +157,9 @@ class _Finder:
         for _ in range(16):
             users = [self.ops[index] for index in self.users[op.index]]
             for user in users:
-                if _name(user) in wanted and _operands(user)[0] == op.index:
+                if _target_name(user) in wanted and _factors(user)[0] == op.index:
                     return user
-            users = [user for user in users if _name(user) in through]
+            users = [user for user in users if _target_name(user) in through]
             if not users:
                 return None
             op = users[0]
@@ -209,7 +209,7 @@ class _Finder:
             yield from self.facet(name, self.last_like(source), op, -1, best)
 
     def projects(self, op: Op) -> bool:
-        return _name(op) in _PROJECTS and any(map(self.is_weight, op.operands))
+        return _target_name(op) in _PROJECTS and any(map(self.is_weight, op.operands))
 
     def is_weight(self, index: int) -> bool:
         """Return whether a value is a matrix of the model, or a part of one."""
@@ -217,7 +217,7 @@ class _Finder:
             op = self.ops[index]
             if op.kind is OpKind.STATE:
                 return True
-            if _name(op) not in _MOVES | _KEEPS or not op.operands:
+            if _target_name(op) not in _MOVES | _KEEPS or not op.operands:
                 return False
             index = op.operands[0]
             if isinstance(self.ops[index].meta, tuple) and self.ops[index].operands:
@@ -234,7 +234,7 @@ class _Finder:
         """Return the value that has the same last dimension and rows: after a final `view`."""
         users = [self.ops[user] for user in self.users[index]]
         width = (self.shape(index) or (0,))[-1]
-        if len(users) == 1 and _name(users[0]) in ("view", "reshape"):
+        if len(users) == 1 and _target_name(users[0]) in ("view", "reshape"):
             shape = self.shape(users[0].index) or ()
             if shape[-1:] == (width,) and users[0].scope is self.ops[index].scope:
                 return users[0].index
@@ -254,7 +254,7 @@ class _Finder:
         return maps
 
     def placed(self, op: Op, maps: Mapping[int, Any]) -> Any:
-        name = _name(op)
+        name = _target_name(op)
         if name in _KEEPS:
             return maps.get(op.operands[0])
         if name not in _MOVES:
@@ -296,7 +296,7 @@ class _Finder:
         found, waiting = set[int](), [index]
         while waiting:
             for user in self.users[waiting.pop()]:
-                if user not in found and _name(self.ops[user]) in _MOVES | _KEEPS:
+                if user not in found and _target_name(self.ops[user]) in _MOVES | _KEEPS:
                     found.add(user)
                     waiting.append(user)
         return found
@@ -311,7 +311,7 @@ class _Finder:
         if isinstance(op.meta, TensorMeta):
             yield from self.facet("state.h", op.index, op, -1, None)
             return
-        several = _name(op) in ("lstm", "gru")  # which return all steps, and the last states
+        several = _target_name(op) in ("lstm", "gru")  # which return all steps, and the last states
         states = ["state.h", "state.h_n", "state.c_n"] if several else ["state.h", "state.c"]
         for user in self.users[op.index]:
             taken = self.ops[user]
@@ -357,8 +357,8 @@ class _Finder:
 
     def squash(self, index: int) -> tuple[str, int] | None:
         for user in self.users[index]:
-            if _name(self.ops[user]) in ("sigmoid", "tanh", "hardsigmoid"):
-                return _name(self.ops[user]), user
+            if _target_name(self.ops[user]) in ("sigmoid", "tanh", "hardsigmoid"):
+                return _target_name(self.ops[user]), user
         return None
 
     def lstm(
@@ -376,12 +376,12 @@ class _Finder:
             if number == inner[0] or one is None:
                 continue
             for user in self.users[one[1]]:
-                if _name(self.ops[user]) not in ("mul", "__mul__"):
+                if _target_name(self.ops[user]) not in ("mul", "__mul__"):
                     continue
                 other = next((i for i in self.ops[user].operands if i != one[1]), one[1])
                 if other == squashed[inner[0]][1]:  # type: ignore[index]
                     found["i"] = number
-                elif _name(self.ops[other]) == "tanh":
+                elif _target_name(self.ops[other]) == "tanh":
                     found["o"] = number
                     states["state.c"] = self.ops[other].operands[0]
                     states["state.h"] = user
@@ -407,7 +407,7 @@ class _Finder:
             if self.projects(made):
                 router = made
                 break
-            if _name(made) not in names or not made.operands:
+            if _target_name(made) not in names or not made.operands:
                 break
             index = made.operands[0]
         if router is None or count < 2 or (self.shape(router.index) or ())[-1:] != (count,):
@@ -451,7 +451,7 @@ class _Finder:
                     yield Facet(f"expert.{number}", made, owner, -1, None)
 
 
-def _name(op: Op) -> str:
+def _target_name(op: Op) -> str:
     return str(getattr(op.target, "__name__", "")) if op.kind is not OpKind.STATE else ""
 
 
@@ -459,18 +459,18 @@ def _ref(value: Any) -> int | None:
     return value.index if isinstance(value, Ref) else None
 
 
-def _arguments(op: Op, names: str) -> list[Any]:
+def _named_operands(op: Op, names: str) -> list[Any]:
     given = list(op.args) if isinstance(op.args, tuple) else []
     wanted = names.split()
     return given[: len(wanted)] + [op.kwargs.get(name) for name in wanted[len(given) :]]
 
 
-def _operands(op: Op) -> tuple[int | None, int | None]:
+def _factors(op: Op) -> tuple[int | None, int | None]:
     """Return the two factors of a product."""
-    names = "input batch1 batch2" if _name(op) == "baddbmm" else "input other"
-    if _name(op) == "bmm":
+    names = "input batch1 batch2" if _target_name(op) == "baddbmm" else "input other"
+    if _target_name(op) == "bmm":
         names = "input mat2"
-    one, other = list(map(_ref, _arguments(op, names)))[-2:]
+    one, other = list(map(_ref, _named_operands(op, names)))[-2:]
     return one, other
 
 

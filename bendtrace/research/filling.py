@@ -322,11 +322,11 @@ class Filling(Record):
         }
 
 
-def require_place(key: str, known: str, place: str) -> None:
+def require_place(key: str, earlier: str, place: str) -> None:
     """Raise if two nodes at different source locations have the same name."""
-    if known != place:
+    if earlier != place:
         raise InputError(
-            f"{key!r} was the node at {known.partition(' < ')[0] or '?'} in an earlier harvest "
+            f"{key!r} was the node at {earlier.partition(' < ')[0] or '?'} in an earlier harvest "
             f"or in another process, and is the one at {place.partition(' < ')[0] or '?'} "
             "here: of several nodes, the one that a process runs first gets the plain name. "
             "Pass a BendedModule that was first called with the same inputs, so that all "
@@ -386,7 +386,7 @@ def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator
         return
     assert isinstance(loader, DataLoader)
     picked = _Picked(loader.batch_sampler, wanted)
-    loaded = iter(_like(loader, picked))
+    loaded = iter(_loader_like(loader, picked))
     number = 0
     while True:
         content = next(loaded, picked)
@@ -411,7 +411,7 @@ def _is_picking(loader: Any) -> bool:
     )
 
 
-def _like(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+def _loader_like(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     more: dict[str, Any] = {}
     dataset, collate = loader.dataset, loader.collate_fn
     if type(dataset) is TensorDataset and collate is default_collate and not loader.num_workers:
@@ -505,7 +505,7 @@ def ids_of(batch: Any, source: Any, start: int, size: int | None) -> Ids:
         raise InputError(
             f"ids= has to return one id for each sample, not {type(found).__name__} {found!r:.60}"
         )
-    ids = [_plain(item) for item in found]
+    ids = [_python_number(item) for item in found]
     if len({type(item) for item in ids}) > 1 or any(type(i) not in (int, str) for i in ids):
         raise InputError(f"ids have to be all ints or all strings, not {ids[:4]!r}")
     if any(type(i) is int and not -(2**63) <= i < 2**63 for i in ids):
@@ -513,7 +513,7 @@ def ids_of(batch: Any, source: Any, start: int, size: int | None) -> Ids:
     return ids
 
 
-def _plain(item: Any) -> Any:
+def _python_number(item: Any) -> Any:
     return item.item() if hasattr(item, "item") and not isinstance(item, (int, str)) else item
 
 
@@ -524,9 +524,9 @@ def part_of(batch: Any, key: Any, option: str) -> Any:
     try:
         return batch[key]
     except (LookupError, TypeError):
-        held = f" with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+        keys = f" with {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
         raise InputError(
-            f"{option}= names {key!r}, which is not in the batch, a {type(batch).__name__}{held}"
+            f"{option}= names {key!r}, which is not in the batch, a {type(batch).__name__}{keys}"
         ) from None
 
 
@@ -653,10 +653,10 @@ class Path:
         Args:
             others: the other paths; they may include this one.
         """
-        known = [set(path.conditions) for path in others]
-        if not known:
+        conditions = [set(path.conditions) for path in others]
+        if not conditions:
             return str(self)
-        own = [c for c in self.conditions if not all(c in other for other in known)]
+        own = [c for c in self.conditions if not all(c in other for other in conditions)]
         return _condition_text(own)
 
 
@@ -689,7 +689,7 @@ class PathNames:
 
 
 def _path_of(run: Recording) -> Path:
-    conditions = tuple(c for step in steps_of(run) if (c := _condition(step)) is not None)
+    conditions = tuple(c for step in steps_of(run) if (c := _condition_of_step(step)) is not None)
     # Branches on other objects (an argument that is None) show in the ops that ran.
     carried_out = [
         [op.scope.path, getattr(op.target, "__name__", str(op.target))]
@@ -699,7 +699,7 @@ def _path_of(run: Recording) -> Path:
     return Path(_digest([[c.row() for c in conditions], carried_out]), conditions)
 
 
-def _condition(step: FlowStep) -> Condition | None:
+def _condition_of_step(step: FlowStep) -> Condition | None:
     outcome: Any = step.value
     is_loop = isinstance(step, LoopFlowStep)
     if isinstance(step, LoopFlowStep):

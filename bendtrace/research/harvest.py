@@ -59,11 +59,11 @@ from bendtrace.research.reading import (
     Harvest,
     Shard,
     ShardFiles,
-    form_of,
+    format_named,
     is_ours,
-    read,
-    replace,
+    read_plain,
     shards_in,
+    write_values_whole,
 )
 from bendtrace.watch.draws import RandomStates, seed_all
 
@@ -168,7 +168,7 @@ def harvest(
         tuple(flat(where)), reduce, feature_axis, passes, batch_axis, dtype, ids, _name_keys(keep),
         allow_none, seed, shard_samples, shard_bytes, format, bool(sharded),
     )  # fmt: skip
-    form = form_of(format)
+    form = format_named(format)
     if call is not None and not callable(call):
         raise InputError(
             f"call= is called with the model and a batch, but {call!r} is not callable"
@@ -192,7 +192,7 @@ def harvest(
             "processes": workers.world,
             "model": fingerprint(bended.model),
         }
-        checked = workers.together(lambda: _check(bended, settings, about))
+        checked = workers.together(lambda: _check_places(bended, settings, about))
         if len(set(checked)) > 1:
             raise InputError(
                 "the processes received different settings, or models with different weights"
@@ -225,7 +225,7 @@ def harvest(
     return Harvest.open(directory)
 
 
-def _check(bended: BendedModule, settings: HarvestSettings, about: dict[str, Any]) -> str:
+def _check_places(bended: BendedModule, settings: HarvestSettings, about: dict[str, Any]) -> str:
     """Check `where` before anything is touched; return a description of the harvest."""
     Collector(bended, settings)
     return json.dumps(about, sort_keys=True)
@@ -280,7 +280,7 @@ class _HarvestDirectory:
             # One that failed before it kept a batch does not bind the next to its settings.
             is_begun = SETTINGS in names and not {*names} <= {SETTINGS, LOCK}
             if is_begun:
-                self._compare(read(path))
+                self._compare(read_plain(path))
             elif others or any(name.endswith(".json") and name != SETTINGS for name in names):
                 shown = ", ".join((others or names)[:3])
                 raise SaveError(
@@ -289,7 +289,7 @@ class _HarvestDirectory:
                     "directory",
                 )
             if not is_begun:
-                replace(path, HARVEST, self.about)
+                write_values_whole(path, HARVEST, self.about)
                 sync_directory(os.path.dirname(self.directory))
             elif INDEX not in names:  # find out now whether it can be written to
                 with open(f"{path}.tmp", "wb"):
@@ -324,7 +324,7 @@ class _HarvestDirectory:
                     "sharded=True each sample has to be in the part of one process only"
                 )
         with writing(self.directory):
-            replace(os.path.join(self.directory, INDEX), HARVEST, made.index())
+            write_values_whole(os.path.join(self.directory, INDEX), HARVEST, made.index())
 
 
 def _differences(
@@ -508,12 +508,12 @@ class HarvestRun:
         """Put the rows of the last shard, which is not full, into the one that is being filled."""
         filling = self.collector.filling
         filling.number = shard.number
-        held = self.files.form.open(shard.file, shard.about)
-        held.verify()
+        shard_file = self.files.form.open(shard.file, shard.about)
+        shard_file.verify()
         ids = iter(self._ids_of(shard))
         columns: dict[int, list[tuple[str, Tensor]]] = {}
         for key, kept in shard.columns.items():
-            elements = held.elements(key, kept.dtype)
+            elements = shard_file.elements(key, kept.dtype)
             for place, start, shape in kept.pieces(shard.sizes):
                 rows = elements[start : start + shape.numel()].view(shape)
                 columns.setdefault(place, []).append((key, rows))

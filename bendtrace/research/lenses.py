@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.debug.calls import Call, rows_of, values_in_call
+from bendtrace.debug.calls import Call, as_rows, values_in_call
 from bendtrace.errors import InputError
-from bendtrace.insert.structure import describe
+from bendtrace.insert.leaves import describe
 from bendtrace.insert.where import Where
 from bendtrace.log.entries import counted
 from bendtrace.module import BendedModule, bended_of
@@ -211,8 +211,8 @@ def _logits_in(given: Any, output: Callable[[Any], Tensor] | None) -> Tensor:
         given = output(given)
     elif not isinstance(given, Tensor):
         # Outputs of Hugging Face models are mappings, too.
-        held = given.get("logits") if isinstance(given, Mapping) else None
-        given = getattr(given, "logits", given) if held is None else held
+        logits = given.get("logits") if isinstance(given, Mapping) else None
+        given = getattr(given, "logits", given) if logits is None else logits
     if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2:
         raise InputError(
             f"the model returns {describe(given)}, but logits are needed (examples, ..., "
@@ -625,11 +625,11 @@ def probe_data(
     features: dict[str, list[Tensor]] = {}
     labels: list[Tensor] = []
     for number, batch in enumerate(loader):
-        inputs, given = _pair(batch, split)
+        inputs, given = _split_batch(batch, split)
         call = Call.of(inputs)
         with torch.no_grad():
             found = values_in_call(bended, call, where)
-        rows = {path: _row(value, call, reduce, path) for path, value in found.items()}
+        rows = {path: _position_row(value, call, reduce, path) for path, value in found.items()}
         if not rows or (number and rows.keys() != features.keys()):
             listed = ", ".join(map(repr, rows)) or "none of them"
             raise InputError(
@@ -653,7 +653,9 @@ def probe_data(
     )
 
 
-def _pair(batch: Any, split: Callable[[Any], tuple[Any, Tensor]] | None) -> tuple[Any, Tensor]:
+def _split_batch(
+    batch: Any, split: Callable[[Any], tuple[Any, Tensor]] | None
+) -> tuple[Any, Tensor]:
     pair = batch if split is None else split(batch)
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[1], Tensor):
         raise InputError(
@@ -663,10 +665,10 @@ def _pair(batch: Any, split: Callable[[Any], tuple[Any, Tensor]] | None) -> tupl
     return pair[0], pair[1].detach()
 
 
-def _row(given: Any, call: Call, reduce: Any, path: str) -> Tensor:
+def _position_row(given: Any, call: Call, reduce: Any, path: str) -> Tensor:
     if callable(reduce):
-        return rows_of(given, path, "reduce", reduce(given, call))
-    value = rows_of(given, path, "reduce")
+        return as_rows(given, path, "reduce", reduce(given, call))
+    value = as_rows(given, path, "reduce")
     if value.dim() == 2:
         return value
     if reduce == "flatten":

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from bendtrace._trace import Trace, trace
 from bendtrace.debug.calls import Call
 from bendtrace.errors import InputError, SiteError
+from bendtrace.insert.leaves import assemble, describe, take_apart
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import assemble, describe, take_apart
 from bendtrace.insert.where import Where
 from bendtrace.log.path_views import Candidate
 from bendtrace.module import bended_of
@@ -42,12 +42,12 @@ from bendtrace.research._sites import (
     ValueExchange,
     aliases_of,
     as_number,
-    differing,
     position_of,
     required_metric,
     scalar_of,
     site_list,
     unlike,
+    why_differing,
 )
 from bendtrace.watch.draws import RandomStates
 
@@ -159,7 +159,7 @@ def activation_patching(
                   0      1      2
           relu  0.009  0.090  0.901
     """
-    first, patched, names = in_order(direction)
+    first, patched, names = runs_in_order(direction)
     columns = Columns.of(positions, axis, heads, head, head_axis)
     measured, missed = required_metric(metric), MissingCells(missing, "replace", HINT)
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
@@ -187,7 +187,7 @@ def activation_patching(
     )
 
 
-def in_order(direction: Any) -> tuple[int, int, tuple[str, str]]:
+def runs_in_order(direction: Any) -> tuple[int, int, tuple[str, str]]:
     """Return the numbers of the source and of the patched run, and their names in this order."""
     if required_choice("direction", direction, "denoise", "noise") == "denoise":
         return 0, 1, ("clean", "corrupted")
@@ -642,7 +642,7 @@ def attribution_patching(
           sin    0.596  0.596
           mul_1  0.596  0.596
     """
-    order = in_order(direction)
+    order = runs_in_order(direction)
     columns = Columns.of(positions, axis, heads, head, head_axis)
     default = "nan" if sites is None else "raise"
     measured = required_metric(metric)
@@ -757,7 +757,7 @@ class _Scores:
             self.rows = [row for row in self.rows if reached.issuperset(row.keys)]
         for row in self.rows:
             pairs = ((self.source.get(key), self.target.get(key)) for key in row.keys)
-            why = next(filter(None, (differing(*pair, self.names) for pair in pairs)), "")
+            why = next(filter(None, (why_differing(*pair, self.names) for pair in pairs)), "")
             if not why and steps is not None:
                 gradients, why = self._integrated(row, patched, steps)
             elif not why and not {key for key, _ in edges}.issuperset(row.keys):

@@ -33,13 +33,13 @@ from bendtrace.research._sites import (
     SiteRow,
     Sites,
     TwoRunTable,
-    differing,
     number_of,
     required_metric,
     site_list,
     unlike,
+    why_differing,
 )
-from bendtrace.research.patching import Direction, in_order
+from bendtrace.research.patching import Direction, runs_in_order
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, refs_in
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
@@ -81,12 +81,12 @@ class Edges:
     Attributes:
         into: for each op the changed ones among its inputs, by their ops.
         ends: the receivers.
-        known: the values at which the change begins.
+        sources: the values at which the change begins.
     """
 
     into: dict[int, set[int]] = field(default_factory=dict)
     ends: list[Receiver] = field(default_factory=list)
-    known: set[int] = field(default_factory=set)
+    sources: set[int] = field(default_factory=set)
 
 
 class OpFlow:
@@ -176,12 +176,12 @@ class OpFlow:
         """Return the changed values at the beginning, and the values that pass them on."""
         made = Edges()
         if not within:
-            made.known = _values(senders)
-            return made, set(made.known)
+            made.sources = _value_indices(senders)
+            return made, set(made.sources)
         carried: set[int] = set()
         for spot in senders:
             first = self.first_input(spot)
-            made.known.add(first)
+            made.sources.add(first)
             carried |= self._through(made, {first}, spot)
         return made, carried
 
@@ -193,15 +193,15 @@ class OpFlow:
         self, made: Edges, carried: set[int], ends: Sequence[PassSpot], frozen: Iterable[PassSpot]
     ) -> None:
         """Add all edges on paths to some nodes that avoid frozen nodes."""
-        held = _values(frozen)
-        came = self._spread(made, carried, lambda op: op.index not in held)
-        if changed := made.known - carried & made.into.keys():
+        frozen_ops = _value_indices(frozen)
+        came = self._spread(made, carried, lambda op: op.index not in frozen_ops)
+        if changed := made.sources - carried & made.into.keys():
             raise SiteError(
                 "one of several senders leads to the input of another: patch them one by one",
                 self._tree.path_of(min(changed)),
             )
         self._arrive(made, came, ends)
-        self._require_no_memory(carried, held, ends)
+        self._require_no_memory(carried, frozen_ops, ends)
 
     def along(self, made: Edges, carried: set[int], nodes: Sequence[Sequence[PassSpot]]) -> None:
         """Add the edges of a path, given as its nodes with their passes, both ends included."""
@@ -290,7 +290,7 @@ class OpFlow:
         waiting = [index for end in made.ends for index in end.sources]
         while waiting:
             index = waiting.pop()
-            if index in made.known or index in wanted:
+            if index in made.sources or index in wanted:
                 continue
             wanted.add(index)
             waiting.extend(made.into[index])
@@ -321,14 +321,14 @@ class OpFlow:
             raise self._refusal(index, "writes into a part of a tensor")
 
     def _require_no_memory(
-        self, starts: set[int], held: set[int], ends: Sequence[PassSpot]
+        self, starts: set[int], frozen_ops: set[int], ends: Sequence[PassSpot]
     ) -> None:
         """Refuse changes that would reach the ends by writes in place."""
         changed = set(starts)
         for op in self.ops:
             read = self._refs[op.index] | set(op.reads.values())
             is_metadata = op.target in SHAPES or op.target in METADATA
-            if read & changed and op.index not in held and not is_metadata:
+            if read & changed and op.index not in frozen_ops and not is_metadata:
                 changed.add(op.index)
         reads: list[dict[int, int]] = []
         waiting: list[int] = []
@@ -340,15 +340,15 @@ class OpFlow:
             waiting += self._input_ops(spot)
             inner = [spot.index] if spot.call is None else range(spot.call.start, spot.call.stop)
             reads += [self.ops[index].reads for index in inner]
-        seen = starts | held
-        waiting += [writer for known in reads for writer in known.values()]
+        seen = starts | frozen_ops
+        waiting += [writer for writers in reads for writer in writers.values()]
         while waiting:
             index = waiting.pop()
             if index not in seen:
                 seen.add(index)
                 reads.append(self.ops[index].reads)
                 waiting += (*self._refs[index], *self.ops[index].reads.values())
-        for writer in sorted({writer for known in reads for writer in known.values()}):
+        for writer in sorted({writer for writers in reads for writer in writers.values()}):
             if writer in changed and writer not in starts:
                 why = "writes into a tensor that is read under another name (a memory edge)"
                 raise self._refusal(writer, why)
@@ -368,7 +368,7 @@ def _refs(value: Any) -> list[int]:
     return list(dict.fromkeys(ref.index for ref in refs_in(value)))
 
 
-def _values(spots: Iterable[PassSpot]) -> set[int]:
+def _value_indices(spots: Iterable[PassSpot]) -> set[int]:
     return {index for spot in spots for index in spot.values}
 
 
@@ -517,7 +517,7 @@ def path_patching(
         ... ).values
         tensor([[2.7183, 4.0000, 5.7183]], dtype=torch.float64)
     """
-    first, patched, names = in_order(direction)
+    first, patched, names = runs_in_order(direction)
     columns = Columns.of(None, 1, heads, head, head_axis)
     measured, missed = required_metric(metric), MissingCells(missing, "send")
     bended, calls = bended_of(model), (Call.of(clean), Call.of(corrupted))
@@ -560,7 +560,7 @@ class _PathRequest:
     def __init__(self, senders: Any, receivers: Any, paths: Any, frozen: Any) -> None:
         self.senders = site_list(senders, "senders")
         self.receivers = site_list(receivers, "receivers")
-        self.names = [_name(item) for item in self.receivers]
+        self.names = [_name_of_item(item) for item in self.receivers]
         self.paths: Any = paths
         self.noted: list[Any] = list(self.receivers)
         self.frozen = range(0)
@@ -589,11 +589,11 @@ class _PathRequest:
         return range(first, first + len(items))
 
 
-def _name(item: Any) -> str:
+def _name_of_item(item: Any) -> str:
     if isinstance(item, str):
         return item
     if isinstance(item, (list, tuple, set, frozenset)):
-        return " + ".join(map(_name, item))
+        return " + ".join(map(_name_of_item, item))
     return describe_where(item)
 
 
@@ -650,7 +650,7 @@ class _Cells:
             flow.require_own(spot)
         for i, row in enumerate(rows):
             for key in row.keys:
-                if why := differing(self._source.get(key), self._target.get(key), names):
+                if why := why_differing(self._source.get(key), self._target.get(key), names):
                     self._flaws.setdefault(i, f"{key[1]}: {why}")
             if i not in self._flaws:
                 senders = [flow.spot(key[1], n) for key in row.keys for n in self._target[key]]
@@ -724,14 +724,14 @@ class _Cells:
             return missing.note(self._rows[i].name, self._flaws[i])
         begin = self.flow.first_input if self._within else self.flow.tensor_of
         try:
-            known = {
+            values = {
                 begin(self.flow.spot(key[1], number)): part.put(value, self._source[key][number])
                 for key in self._rows[i].keys
                 for number, value in self._target[key].items()
             }
         except NoPart as error:
             return missing.note(self._rows[i].name, str(error))
-        return runs.value(self.made[i, j], known) if self.made[i, j].ends else base
+        return runs.value(self.made[i, j], values) if self.made[i, j].ends else base
 
 
 # Ops that run a second time on the side, with changed inputs, while a model runs unchanged.
@@ -910,10 +910,10 @@ class SideRuns:
         given = self._put.get(path)
         return None if given is None else given.clone()
 
-    def value(self, made: Edges, known: dict[int, Tensor]) -> float:
+    def value(self, made: Edges, computed: dict[int, Tensor]) -> float:
         """Return the metric for some edges, and the values sent along them."""
         aside, given = self._aside, self._inputs
-        aside.into, aside.values = made.into, dict(known)
+        aside.into, aside.values = made.into, dict(computed)
         self._run()
         changed: dict[Pass, dict[int, Any]] = {}
         for end in made.ends:

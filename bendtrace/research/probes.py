@@ -337,7 +337,7 @@ class LinearProbe(Analyser):
         if self.num_classes is None:
             outputs = shape[len(samples) :] if len(shape) > 1 else ()
             if len(outputs) > 1 or shape != (*samples, *outputs):
-                raise InputError(_unfit(shape, samples, " or that and one for outputs"))
+                raise InputError(_unfit_shape(shape, samples, " or that and one for outputs"))
             found = targets.reshape(-1, *outputs)
             if not bool(found.isfinite().all()):
                 raise InputError("some targets are not finite")
@@ -348,7 +348,7 @@ class LinearProbe(Analyser):
                 "regression do not pass num_classes"
             )
         if shape != samples:
-            raise InputError(_unfit(shape, samples, ""))
+            raise InputError(_unfit_shape(shape, samples, ""))
         found = targets.reshape(-1).long()
         wrong = ((found < 0) | (found >= self.num_classes)) & (found != self.ignore_index)
         if bool(wrong.any()):
@@ -438,7 +438,7 @@ def _feature_dims(value: Tensor, keep: Keep) -> set[int]:
     return {int(dim) % value.dim() for dim in dims}
 
 
-def _unfit(shape: tuple[int, ...], samples: tuple[int, ...], more: str) -> str:
+def _unfit_shape(shape: tuple[int, ...], samples: tuple[int, ...], more: str) -> str:
     hint = ""
     if len(samples) > 1 and len(shape) < len(samples):
         hint = "; pass one for each position, or pool=True"
@@ -531,10 +531,10 @@ class ClassScores(Statistic):
         """Return the scores by name; NaN without samples."""
         return {
             "samples": self.count,
-            "loss": _part(self.loss, self.count),
-            "accuracy": _part(int(self.correct.sum()), self.count),
+            "loss": _share_of(self.loss, self.count),
+            "accuracy": _share_of(int(self.correct.sum()), self.count),
             **{
-                f"top_{k}_accuracy": _part(among, self.count)
+                f"top_{k}_accuracy": _share_of(among, self.count)
                 for k, among in zip(self.top_k, self.among, strict=True)
             },
             "class_accuracy": self.correct.double() / self.seen,  # 0 / 0 is NaN
@@ -583,8 +583,8 @@ class ValueScores(Statistic):
         r2 = self._determination(count)
         return {
             "samples": count,
-            "loss": _part(self.loss, count),
-            "mse": _part(float(self.squares.mean()), count),
+            "loss": _share_of(self.loss, count),
+            "mse": _share_of(float(self.squares.mean()), count),
             "r2": float(r2.mean()),
             "output_mse": self.squares / count,
             "output_r2": r2,
@@ -599,7 +599,7 @@ class ValueScores(Statistic):
         return torch.where(is_constant, (self.squares == 0).double(), found)
 
 
-def _part(total: float, count: int) -> float:
+def _share_of(total: float, count: int) -> float:
     return total / count if count else math.nan
 
 
@@ -660,11 +660,11 @@ class Probe(Statistic):
     def check(self, features: int, outputs: int) -> None:
         """Raise an `InputError` if the number of features or targets has changed."""
         width = self.sums.width
-        known = None if width is None else width - self.outputs
+        n_features = None if width is None else width - self.outputs
         if self.linear is not None:
-            known = self.linear.in_features
-        check_width(known, features)
-        if known is not None and outputs != self.outputs:
+            n_features = self.linear.in_features
+        check_width(n_features, features)
+        if n_features is not None and outputs != self.outputs:
             raise InputError(f"targets have {outputs} values, but {self.outputs} before")
 
     def drain(self) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from bendtrace.python.lazy import networkx as nx
 from bendtrace.python.sites import InstructionPlace, Span
 from bendtrace.python.statements import conclude_truth, source_file, spans_of
 from bendtrace.record.iterations import running_code, user_code
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.tape.tape import OpKind, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES
 
@@ -114,15 +114,15 @@ def ancestry(trace: Any, node: Any, inputs: Any = None) -> Reach:
         new = conditions - deciding
         deciding = deciding.union(new, *(nx.ancestors(data, index) for index in new))
     kinds = {
-        kind: _names(trace, [index for index in above if trace.ops[index].kind is kind])
+        kind: _op_names(trace, [index for index in above if trace.ops[index].kind is kind])
         for kind in (OpKind.INPUT, OpKind.STATE)
     }
     return Reach(
-        of=_names(trace, found), nodes=_names(trace, above - set(found)),
+        of=_op_names(trace, found), nodes=_op_names(trace, above - set(found)),
         inputs=kinds[OpKind.INPUT], states=kinds[OpKind.STATE],
-        outputs=_outputs(trace, set(found)),
+        outputs=_ops_of_outputs(trace, set(found)),
         decisions=tuple(trace.flow_steps[number] for number in sorted(steps)),
-        deciding=_names(trace, deciding - above),
+        deciding=_op_names(trace, deciding - above),
     )  # fmt: skip
 
 
@@ -168,10 +168,10 @@ def influence(trace: Any, node: Any, inputs: Any = None) -> Reach:
     for index in under:
         nested |= nx.descendants(data, index)
     return Reach(
-        of=_names(trace, found), nodes=_names(trace, below - set(found)),
-        outputs=_outputs(trace, below),
+        of=_op_names(trace, found), nodes=_op_names(trace, below - set(found)),
+        outputs=_ops_of_outputs(trace, below),
         decisions=tuple(trace.flow_steps[number] for number in sorted(steps)),
-        under=_names(trace, nested - below),
+        under=_op_names(trace, nested - below),
     )  # fmt: skip
 
 
@@ -280,11 +280,11 @@ def _decisions_over(
     return steps, conditions
 
 
-def _names(trace: Trace, ops: Iterable[int]) -> tuple[str, ...]:
+def _op_names(trace: Trace, ops: Iterable[int]) -> tuple[str, ...]:
     return tuple(trace.names[index] for index in sorted(ops))
 
 
-def _outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
+def _ops_of_outputs(trace: Trace, ops: set[int]) -> tuple[str, ...]:
     written = trace._recording.output_reads  # the ops that wrote into outputs, after those ran
     return tuple(
         path
@@ -319,7 +319,7 @@ def _ops_of(trace: Trace, node: Any) -> list[int]:
         if name and name in (call.path, trace._tree.call_path(number)):
             found += [ref.index for ref in refs_in(call.output)]
     if not found:
-        known = [*trace.names, *paths.values(), *(call.path for call in trace.module_calls)]
-        near = did_you_mean(name, filter(None, known))
+        names = [*trace.names, *paths.values(), *(call.path for call in trace.module_calls)]
+        near = did_you_mean(name, filter(None, names))
         raise NodePathError(f"the run has no node {name!r}{near}", name)
     return sorted(set(found))

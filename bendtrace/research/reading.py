@@ -94,14 +94,14 @@ class Harvest:
         path = os.path.join(self.directory, SETTINGS)
         if not os.path.exists(path):
             raise LoadError(self.directory, f"it is not a harvest: there is no {SETTINGS}")
-        about = read(path)
+        about = read_plain(path)
         self.settings: dict[str, Any] = about["settings"]
         self.is_complete: bool = os.path.exists(os.path.join(self.directory, INDEX))
         self.shards: tuple[Shard, ...] = tuple(shards_in(self.directory))
-        self._form = form_of(self.settings["format"])
-        self._held: dict[str, OpenShard] = {}
+        self._form = format_named(self.settings["format"])
+        self._open_shards: dict[str, OpenShard] = {}
         if self.is_complete:
-            index = read(os.path.join(self.directory, INDEX))
+            index = read_plain(os.path.join(self.directory, INDEX))
             if index["shards"] != self.index()["shards"]:
                 raise LoadError(self.directory, f"its shards are not those in {INDEX}")
 
@@ -252,10 +252,10 @@ class Harvest:
         return {key: Column(key, *facts[key], own, self._open) for key, own in columns.items()}
 
     def _open(self, shard: Shard) -> OpenShard:
-        held = self._held.get(shard.file)
-        if held is None:
-            held = self._held[shard.file] = self._form.open(shard.file, shard.about)
-        return held
+        opened = self._open_shards.get(shard.file)
+        if opened is None:
+            opened = self._open_shards[shard.file] = self._form.open(shard.file, shard.about)
+        return opened
 
     def verify(self) -> None:
         """Read everything, and compare it with the checksums.
@@ -318,13 +318,13 @@ class Harvest:
             for path in self.paths
         }
         if not any(found.values()):
-            known = {c.text: None for path in self.paths for c in path.conditions}
-            near = similar(branch, known) or list(known)[:_SHOWN]
+            texts = {c.text: None for path in self.paths for c in path.conditions}
+            near = similar(branch, texts) or list(texts)[:_SHOWN]
             listed = ", ".join(map(repr, near)) or "none"
             raise InputError(f"no batch reached a branch {branch!r}; known branches: {listed}")
         outcomes = dict.fromkeys((type(c.outcome), c.outcome) for cs in found.values() for c in cs)
         if not any(kind is type(outcome) for kind, _ in outcomes):
-            listed = ", ".join(repr(known) for _, known in list(outcomes)[:_SHOWN])
+            listed = ", ".join(repr(outcome) for _, outcome in list(outcomes)[:_SHOWN])
             raise InputError(
                 f"the outcomes of {branch!r} are {listed}; none has the type of {outcome!r}"
             )
@@ -422,7 +422,7 @@ class SampleRows(Dataset[Any]):
             if of_batches:
                 raise InputError(f"{of_batches[0]!r} has a row for each batch, not for each sample")
         self._columns = {n: c for n, c in self._columns.items() if c.per_sample}
-        self._rows = {n: _row_of(c, len(harvest)) for n, c in self._columns.items()}
+        self._rows = {n: _rows_of_samples(c, len(harvest)) for n, c in self._columns.items()}
         has = torch.ones(len(harvest), dtype=torch.bool)
         for rows in self._rows.values() if names else ():
             has &= rows >= 0
@@ -442,7 +442,7 @@ class SampleRows(Dataset[Any]):
         return {"id": self._harvest.ids[position], **found}
 
 
-def _row_of(column: Column, samples: int) -> Tensor:
+def _rows_of_samples(column: Column, samples: int) -> Tensor:
     rows = torch.full((samples,), -1)
     rows[column.positions] = torch.arange(len(column))
     return rows
@@ -914,7 +914,7 @@ _ZARR = "3.0.8"  # earlier ones can delete data
 _CHUNK = 1 << 22  # bytes, about
 
 
-def form_of(name: str) -> ShardForm:
+def format_named(name: str) -> ShardForm:
     """Return the format of a name."""
     if name not in ("safetensors", "zarr"):
         raise InputError(f"format= has to be 'safetensors' or 'zarr', not {name!r}")
@@ -1129,15 +1129,15 @@ _VERSION = 1
 _NAME = re.compile(r"shard-(\d{4})-(\d{6})(\.partial)?\.(json|safetensors|zarr)(\.tmp)?")
 
 
-def replace(path: str, kind: str, content: dict[str, Any]) -> None:
+def write_values_whole(path: str, kind: str, content: dict[str, Any]) -> None:
     """Write a file of plain values, completely or not at all."""
     draft = f"{path}.tmp"
     _delete(draft)
     replace_sealed(path, {"format": kind, "version": _VERSION, **content}, draft)
 
 
-def read(path: str, kind: str = HARVEST) -> dict[str, Any]:
-    """Read a file that `replace` wrote."""
+def read_plain(path: str, kind: str = HARVEST) -> dict[str, Any]:
+    """Read a file that `write_values_whole` wrote."""
     return read_sealed(path, kind, _VERSION)
 
 
@@ -1213,7 +1213,7 @@ class ShardFiles:
 
     def write(self, filling: Filling, is_partial: bool = False) -> None:
         """Write a shard, completely or not at all."""
-        name = _name(self.rank, filling.number, is_partial)
+        name = _shard_name(self.rank, filling.number, is_partial)
         path = os.path.join(self.directory, f"{name}.{self.form.ending}")
         with writing(self.directory):
             draft = f"{path}.tmp"
@@ -1223,9 +1223,9 @@ class ShardFiles:
             os.replace(draft, path)
             sync_directory(self.directory)
             row = {"file": os.path.basename(path), "about": about, **filling.row()}
-            replace(os.path.join(self.directory, f"{name}.json"), SHARD, row)
+            write_values_whole(os.path.join(self.directory, f"{name}.json"), SHARD, row)
             if not is_partial:
-                self._delete_shard(_name(self.rank, filling.number, True))
+                self._delete_shard(_shard_name(self.rank, filling.number, True))
 
     def clean(self) -> None:
         """Delete the leftovers of a run that was interrupted."""
@@ -1234,8 +1234,8 @@ class ShardFiles:
             found = _NAME.fullmatch(name)
             if found is None or int(found[1]) != self.rank:
                 continue
-            base = _name(self.rank, int(found[2]), bool(found[3]))
-            full = _name(self.rank, int(found[2]), False)
+            base = _shard_name(self.rank, int(found[2]), bool(found[3]))
+            full = _shard_name(self.rank, int(found[2]), False)
             replaced = bool(found[3]) and f"{full}.json" in names
             if found[5] or f"{base}.json" not in names:
                 _delete(os.path.join(self.directory, name))
@@ -1247,7 +1247,7 @@ class ShardFiles:
             _delete(os.path.join(self.directory, f"{base}.{ending}"))
 
 
-def _name(rank: int, number: int, is_partial: bool) -> str:
+def _shard_name(rank: int, number: int, is_partial: bool) -> str:
     return f"shard-{rank:04d}-{number:06d}{'.partial' * is_partial}"
 
 
@@ -1260,8 +1260,8 @@ def _delete(path: str) -> None:
 
 def is_ours(name: str) -> bool:
     """Return whether a file in a directory is one that a harvest writes."""
-    known = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp", LOCK)
-    return name in known or _NAME.fullmatch(name) is not None
+    own = (SETTINGS, INDEX, f"{SETTINGS}.tmp", f"{INDEX}.tmp", LOCK)
+    return name in own or _NAME.fullmatch(name) is not None
 
 
 def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
@@ -1287,7 +1287,7 @@ def shards_in(directory: str, rank: int | None = None) -> list[Shard]:
 
 
 def _shard(path: str, rank: int, number: int, is_partial: bool) -> Shard:
-    row = read(path, SHARD)
+    row = read_plain(path, SHARD)
     columns = {}
     for key, kept in row["columns"].items():
         rest = kept["row"]

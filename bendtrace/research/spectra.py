@@ -499,11 +499,11 @@ class Rows(Statistic):
         self.count, self.width, self.eps = total, rows.shape[1], max(self.eps, eps)
 
 
-def check_width(known: int | None, features: int) -> None:
+def check_width(expected: int | None, features: int) -> None:
     """Raise an `InputError` if the number of features has changed."""
-    if known is not None and known != features:
+    if expected is not None and expected != features:
         raise InputError(
-            f"{features} features, but {known} before: for values whose size changes, pass the "
+            f"{features} features, but {expected} before: for values whose size changes, pass the "
             "dimensions of the features as keep=, such as 1 for channels, or -1 for the last"
         )
 

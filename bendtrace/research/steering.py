@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bendtrace.debug.calls import Call, calls_of, own_copy, rows_of, values_in_call
+from bendtrace.debug.calls import Call, as_rows, calls_of, own_copy, values_in_call
 from bendtrace.errors import InputError, InterjectionError
 from bendtrace.insert.bend import Expression, value_of
 from bendtrace.insert.insertion import Insertion, Report
 from bendtrace.insert.interjection import Effect, Inputs, Interjection, NodePass, depends_on
-from bendtrace.insert.patches import is_constant_index
+from bendtrace.insert.leaves import describe
+from bendtrace.insert.patch_kinds import is_constant_index
 from bendtrace.insert.registry import InsertionGroup, InsertionHandle, is_root
 from bendtrace.insert.resolver import describe_where
-from bendtrace.insert.structure import describe
 from bendtrace.insert.where import Where
 from bendtrace.log.nodes import NodePath
 from bendtrace.module import BendedModule, bended_of, required_bended
-from bendtrace.record.serving import serving_target
+from bendtrace.record.redirection import redirect_target
 from bendtrace.tape.tape import TensorMeta
 
 
@@ -136,7 +136,7 @@ def steering_vector(
         odd = min(one.totals.keys() ^ other.totals.keys())
         raise InputError(f"only one of the two sets reaches {odd!r}: the paths differ")
     vectors = {}
-    for path in _in_order(one.totals):
+    for path in _passes_in_order(one.totals):
         if callable(reduce):
             made = reduce(torch.cat(one.rows[path]), torch.cat(other.rows[path]))
             if not isinstance(made, Tensor) or made.dim() != 1:
@@ -149,7 +149,7 @@ def steering_vector(
     return SteeringVectors(vectors, first, second, counts)
 
 
-def _in_order(paths: Iterable[str]) -> list[str]:
+def _passes_in_order(paths: Iterable[str]) -> list[str]:
     """Return node paths with the passes of each one after another."""
     split = [path.partition(":") for path in paths]
     nodes = {node: place for place, (node, _, _) in reversed([*enumerate(split)])}
@@ -171,7 +171,7 @@ class _Sums:
             with torch.no_grad():
                 found = values_in_call(bended, call, where)
             for path, value in found.items():
-                rows = _rows(value, call, position, path)
+                rows = _rows_at(value, call, position, path)
                 self.dtypes.setdefault(path, value.dtype)
                 total = rows.to(torch.float64).sum(0)
                 if not callable(position):
@@ -198,10 +198,10 @@ class _Sums:
         return self.totals[path] / self.counts[path]
 
 
-def _rows(given: Any, call: Call, position: Any, path: str) -> Tensor:
-    value = rows_of(given, path, "position")
+def _rows_at(given: Any, call: Call, position: Any, path: str) -> Tensor:
+    value = as_rows(given, path, "position")
     if callable(position):
-        return rows_of(value, path, "position", position(value, call))
+        return as_rows(value, path, "position", position(value, call))
     if position is None:
         return _mean(value) if value.dim() > 2 else value
     if value.dim() < 3:
@@ -250,8 +250,8 @@ class _Steps(Interjection):
 
     def before(self, at: NodePass, inputs: Inputs) -> None:
         generation = self._current()
-        known = generation is not None and generation is self._generation
-        self._number = self._number + 1 if known else 0
+        is_same = generation is not None and generation is self._generation
+        self._number = self._number + 1 if is_same else 0
         self._generation = generation
 
     def _current(self) -> object:
@@ -259,7 +259,7 @@ class _Steps(Interjection):
         if self._counting:
             return self
         # It is kept here, so that another one cannot have its identity.
-        return serving_target(self._model)
+        return redirect_target(self._model)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -312,7 +312,7 @@ class _Adds(Interjection):
             vector = vector / vector.norm(dim=-1, keepdim=True)
         if positions is None:
             return add(value, scale * vector, at)
-        index = _index(positions, value, at)
+        index = _position_index(positions, value, at)
         made = value.clone()
         made[index] = add(value[index], scale * vector, at)
         return made
@@ -345,18 +345,18 @@ class _Adds(Interjection):
         try:
             return self._sum(value, added, at)
         except RuntimeError:
-            raise _unfit(value, added, at) from None
+            raise _unfit_vector(value, added, at) from None
 
     def _sum(self, value: Tensor, added: Tensor, at: NodePass) -> Tensor:
         made = value + added
         if made.shape != value.shape:
-            raise _unfit(value, added, at)
+            raise _unfit_vector(value, added, at)
         if self.normalise == "value":
             made = made * (value.norm(dim=-1, keepdim=True) / made.norm(dim=-1, keepdim=True))
         return made
 
 
-def _unfit(value: Tensor, added: Tensor, at: NodePass) -> InterjectionError:
+def _unfit_vector(value: Tensor, added: Tensor, at: NodePass) -> InterjectionError:
     return _error(
         at, f"a vector of shape {tuple(added.shape)} cannot be added to {tuple(value.shape)}"
     )
@@ -370,7 +370,7 @@ def _always(number: int) -> bool:
     return True
 
 
-def _index(positions: Any, value: Tensor, at: NodePass) -> Any:
+def _position_index(positions: Any, value: Tensor, at: NodePass) -> Any:
     """Return an index of positions of the second axis."""
     if value.dim() < 2:
         raise _error(at, f"{tuple(value.shape)} has no axis of positions; do not pass positions=")

@@ -209,8 +209,8 @@ class Tally(UnitStatistic):
         self._add(rows.to(torch.bool).sum(0), rows.shape[0])  # int64
 
     def _add(self, found: Tensor, count: int) -> None:
-        known = self._true
-        self._true = found if known is None else known + found.to(known.device)
+        total = self._true
+        self._true = found if total is None else total + found.to(total.device)
         self.count += count
 
     def _join(self, other: Self) -> None:
@@ -593,7 +593,7 @@ class CrossCovariance:
         Raises:
             InputError: they do not have the same number of samples.
         """
-        one, other = _rows(a), _rows(b)
+        one, other = _matrix_of(a), _matrix_of(b)
         if len(one) != len(other):
             raise InputError(f"{len(one)} samples of one and {len(other)} of the other")
         if not len(one):
@@ -641,7 +641,7 @@ class CrossCovariance:
         return self.covariance() / one[:, None] / other
 
 
-def _rows(values: Tensor) -> Tensor:
+def _matrix_of(values: Tensor) -> Tensor:
     rows = values.detach().double()
     if rows.dim() == 1:
         rows = rows[None]
@@ -762,8 +762,8 @@ class TopK(UnitStatistic):
         if positions.dim() == 1:
             same = samples.diff() == 0
             ordered |= bool(((samples.diff() > 0) | same & (positions.diff() >= 0)).all())
-            positions = _spread(positions, rows)
-        given = [rows, _spread(samples, rows), positions]
+            positions = _expand_to(positions, rows)
+        given = [rows, _expand_to(samples, rows), positions]
         if rows.is_floating_point():
             isnan = rows.isnan()
             given[0] = torch.where(isnan, -torch.inf if self.largest else torch.inf, rows)
@@ -920,8 +920,8 @@ class Histogram(UnitStatistic):
         self._add(found.reshape(units, bins + 3), count)
 
     def _add(self, counts: Tensor, count: int) -> None:
-        known = self._counts
-        self._counts = counts if known is None else known + counts.to(known.device)
+        total = self._counts
+        self._counts = counts if total is None else total + counts.to(total.device)
         self.count += count
 
     def _join(self, other: Self) -> None:
@@ -1070,7 +1070,7 @@ class Quantiles(UnitStatistic):
         place = wanted * (self.count - 1)
         part = place - place.floor()
         made = [
-            _between(
+            _interpolate(
                 self._item(ordered, upto, int(where.floor())),
                 self._item(ordered, upto, int(where.ceil())),
                 float(fraction),
@@ -1093,13 +1093,13 @@ class Quantiles(UnitStatistic):
         return {"quantiles": self.at(ranks), "rank_error": self.rank_error}
 
 
-def _between(low: Tensor, high: Tensor, part: float) -> Tensor:
+def _interpolate(low: Tensor, high: Tensor, part: float) -> Tensor:
     # Bit by bit what numpy's `quantile` gives, and no nan between two infinities.
     apart = torch.where(low == high, 0.0, high - low)
     return low + apart * part if part < 0.5 else high - apart * (1 - part)
 
 
-def _spread(numbers: Tensor, rows: Tensor) -> Tensor:
+def _expand_to(numbers: Tensor, rows: Tensor) -> Tensor:
     return numbers.reshape(-1, *(1 for _ in rows.shape[1:])).expand(rows.shape)
 
 
@@ -1150,11 +1150,11 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (bool, int, float)):
         yield path, torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
     else:
-        for name, item in _items(value):
+        for name, item in _result_items(value):
             yield from _parts(f"{path}{'.' if '|' in path else '|'}{name}", item)
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
+def _result_items(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield identifier(str(key)), item
@@ -1172,7 +1172,7 @@ def _is_empty(value: Any) -> bool:
     if value is None:
         return True
     is_container = isinstance(value, (Mapping, tuple, list)) or dataclasses.is_dataclass(value)
-    return is_container and all(_is_empty(item) for _, item in _items(value))
+    return is_container and all(_is_empty(item) for _, item in _result_items(value))
 
 
 def _readable(path: str, value: Tensor) -> Tensor:

@@ -242,7 +242,7 @@ class LayerWeightRank(Analyser):
     def update_state(self, state: _History, value: Tensor, batch: Any) -> None:
         """Record a weight."""
         weight = _Weight("weight", None, "", lambda: value, None)
-        found = _rank(weight, _check(weight, value), self.rtol, self.atol)
+        found = _rank(weight, _check_weight(weight, value), self.rtol, self.atol)
         state.found[self._step] = found.to_dict()
 
     def result(self, state: _History) -> dict[Any, Any]:
@@ -335,13 +335,13 @@ def _choose(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
     named = {item for item in items if isinstance(item, str)}
     chosen = [weight for weight in weights if not weight.is_part]
     if where is not None:
-        names = {weight.name for item in items for weight in _matching(item, weights, root)}
+        names = {weight.name for item in items for weight in _weights_matching(item, weights, root)}
         chosen = [weight for weight in weights if weight.name in names]
     first: dict[object, _Weight] = {}
     for weight in chosen:
-        known = first.setdefault(weight.key, weight)
-        others = [w.name for w in weights if w.key == weight.key and w.name != known.name]
-        first[weight.key] = replace(known, shared_with=tuple(others))
+        first_weight = first.setdefault(weight.key, weight)
+        others = [w.name for w in weights if w.key == weight.key and w.name != first_weight.name]
+        first[weight.key] = replace(first_weight, shared_with=tuple(others))
     found = []
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     for weight in first.values():
@@ -350,11 +350,11 @@ def _choose(model: Any, where: Any) -> list[tuple[_Weight, Tensor]]:
         if nn.parameter.is_lazy(tensor):
             raise InputError(f"{weight.name!r} is not initialized: call the model once")
         if weight.name in named or (tensor.dim() > 1 and tensor.is_floating_point()):
-            found.append((weight, _check(weight, tensor)))
+            found.append((weight, _check_weight(weight, tensor)))
     return found
 
 
-def _matching(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
+def _weights_matching(where: Any, weights: list[_Weight], root: Any) -> list[_Weight]:
     """Return the weights that one item of `where` matches."""
     own = [weight for weight in weights if not weight.is_part]
     found: list[_Weight] = []
@@ -453,7 +453,7 @@ def _adapters(module: nn.Module) -> Iterator[tuple[str, Callable[[], Tensor]]]:
             yield adapter, partial(delta, adapter)
 
 
-def _check(weight: _Weight, tensor: Tensor) -> Tensor:
+def _check_weight(weight: _Weight, tensor: Tensor) -> Tensor:
     name = weight.name
     if tensor.is_meta:
         raise InputError(f"{name!r} is on the device 'meta', and has no values")

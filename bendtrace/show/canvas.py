@@ -178,8 +178,8 @@ def svg(canvas: Canvas) -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" '
         f'viewBox="0 0 {wide} {high}" font-family="{SANS}" stroke-linejoin="round" role="img">',
-        f"<title>{_escape(canvas.title)}</title>",
-        f"<desc>{_escape(canvas.description)}</desc>",
+        f"<title>{_escape_xml(canvas.title)}</title>",
+        f"<desc>{_escape_xml(canvas.description)}</desc>",
         f'<rect width="{wide}" height="{high}" fill="#ffffff"/>',
     ]
     lines += [_mark(mark) for mark in canvas.marks]
@@ -204,8 +204,8 @@ def _toward(start: Point, stop: Point, far: float, whole: float) -> Point:
 
 def _mark(mark: Mark) -> str:
     if isinstance(mark, Marks):
-        name = f' data-name="{_escape(mark.name)}"' if mark.name else ""
-        title = f"<title>{_escape(mark.title, lines=True)}</title>" if mark.title else ""
+        name = f' data-name="{_escape_xml(mark.name)}"' if mark.name else ""
+        title = f"<title>{_escape_xml(mark.title, lines=True)}</title>" if mark.title else ""
         return f"<g{name}>{title}" + "".join(map(_mark, mark.marks)) + "</g>"
     if isinstance(mark, Rectangle):
         radius = f' rx="{_n(mark.radius)}"' if mark.radius else ""
@@ -217,8 +217,8 @@ def _mark(mark: Mark) -> str:
         points = " ".join(f"{_n(x)},{_n(y)}" for x, y in mark.points)
         return f'<polygon points="{points}" fill="{mark.fill}"{_stroke(mark)}/>'
     if isinstance(mark, Stroke):
-        return f'<path d="{_path(mark)}" fill="none"{_stroke(mark)}/>'
-    return _text(mark)
+        return f'<path d="{_svg_path(mark)}" fill="none"{_stroke(mark)}/>'
+    return _svg_text(mark)
 
 
 def _stroke(mark: Rectangle | Polygon | Stroke) -> str:
@@ -230,7 +230,7 @@ def _stroke(mark: Rectangle | Polygon | Stroke) -> str:
     return f' stroke="{mark.stroke}"{thick}{dashes}'
 
 
-def _path(line: Stroke) -> str:
+def _svg_path(line: Stroke) -> str:
     (x, y), (end_x, end_y) = line.points[0], line.points[-1]
     parts = [f"M{_n(x)} {_n(y)}"]
     for start, corner, stop in round_corners(line.points, line.radius):
@@ -239,7 +239,7 @@ def _path(line: Stroke) -> str:
     return "".join([*parts, f"L{_n(end_x)} {_n(end_y)}"])
 
 
-def _text(text: Caption) -> str:
+def _svg_text(text: Caption) -> str:
     if not text.text:
         return ""
     options = ' text-anchor="middle"' if text.centred else ""
@@ -249,13 +249,13 @@ def _text(text: Caption) -> str:
     return (
         f'<text x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}" '
         f'fill="{text.fill}"{options} textLength="{_n(text.width)}" '
-        f'lengthAdjust="spacingAndGlyphs">{_escape(text.text)}</text>'
+        f'lengthAdjust="spacingAndGlyphs">{_escape_xml(text.text)}</text>'
     )
 
 
-def _escape(text: str, *, lines: bool = False) -> str:
+def _escape_xml(text: str, *, lines: bool = False) -> str:
     if lines:
-        return "&#10;".join(_escape(line) for line in text.splitlines())
+        return "&#10;".join(_escape_xml(line) for line in text.splitlines())
     return escape("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text))
 
 

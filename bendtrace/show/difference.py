@@ -341,9 +341,9 @@ class Comparison:
             for kind, before, after in facts:
                 if before != after:
                     yield ModuleChange(kind, entry_a, entry_b, before, after)
-        known = set(names.values())
+        partners = set(names.values())
         for name, calls_b in self.b.modules.items():
-            if name not in known:
+            if name not in partners:
                 yield ModuleChange("added", None, calls_b[0])
 
     def flow(self) -> Iterator[FlowChange]:
@@ -356,9 +356,9 @@ class Comparison:
             kind = _flow_difference(step, steps_b[pairs[number]])
             if kind:
                 yield FlowChange(kind, step, steps_b[pairs[number]])  # type: ignore[arg-type]
-        known = set(pairs.values())
+        partners = set(pairs.values())
         for number, step in enumerate(steps_b):
-            if number not in known:
+            if number not in partners:
                 yield FlowChange("added", None, step)
 
     def layers(self) -> Iterator[LayerChange]:
@@ -387,8 +387,8 @@ class Comparison:
             if getattr(a, name) != getattr(b, name):
                 yield name, (getattr(a, name), getattr(b, name))
         # If nothing was captured, a missing gradient function means nothing.
-        known = None not in (a.grad_fn, b.grad_fn) or None not in (a.time, b.time)
-        if a.grad_fn != b.grad_fn and known:
+        is_measured = None not in (a.grad_fn, b.grad_fn) or None not in (a.time, b.time)
+        if a.grad_fn != b.grad_fn and is_measured:
             yield "grad_fn", (a.grad_fn, b.grad_fn)
 
     def _value(self, a: LayerEntry, b: LayerEntry) -> ValueDifference | None:
@@ -448,8 +448,8 @@ class Comparison:
         direct_b = {self.b.position[label] for label in b.parents if label in self.b.position}
         if {pairs.get(i) for i in direct_a} == direct_b:
             return False
-        reached_a = _through(self.a, direct_a, pairs.keys())
-        reached_b = _through(self.b, direct_b, self.matching.back)
+        reached_a = _nearest_common(self.a, direct_a, pairs.keys())
+        reached_b = _nearest_common(self.b, direct_b, self.matching.back)
         names_b = self._names_b
         mine = {names_b[pairs[i]] for i in direct_a if i in pairs}
         theirs = {names_b[j] for j in direct_b if j in self.matching.back}
@@ -458,12 +458,12 @@ class Comparison:
         return not (mine <= all_theirs and theirs <= all_mine)
 
 
-def _through(run: RunIndex, positions: set[int], known: Any) -> set[int]:
+def _nearest_common(run: RunIndex, positions: set[int], positions_of: Any) -> set[int]:
     """Return the nearest ancestors that both runs have."""
     reached, seen, left = set(), set(positions), list(positions)
     while left:
         position = left.pop()
-        if position in known:
+        if position in positions_of:
             reached.add(position)
             continue
         parents = {run.position[label] for label in run.entries[position].parents
@@ -492,7 +492,7 @@ def _other_arguments(
     """Return the arguments that differ, ignoring the names of values."""
     if _blank(a.arguments, run_a) == _blank(b.arguments, run_b):
         return None
-    mine, theirs = _arguments(a.arguments), _arguments(b.arguments)
+    mine, theirs = _split_arguments(a.arguments), _split_arguments(b.arguments)
     if len(mine) != len(theirs):
         return a.arguments, b.arguments
     pairs = [(x, y) for x, y in zip(mine, theirs, strict=True)
@@ -500,7 +500,7 @@ def _other_arguments(
     return ", ".join(x for x, _ in pairs), ", ".join(y for _, y in pairs)
 
 
-def _arguments(text: str) -> list[str]:
+def _split_arguments(text: str) -> list[str]:
     """Split the arguments of a call, as far as their text allows."""
     parts, depth = [""], 0
     for letter in text[1:-1]:
@@ -575,8 +575,8 @@ def _guards_by_key(run: RunIndex, matching: Matching) -> dict[Hashable, dict[str
     is_a = run is matching.a
     about: dict[str, Hashable] = {}
     for position, entry in enumerate(run.entries):
-        known = matching.entries.get(position) if is_a else position
-        about[entry.node] = known if known is not None else ("only in a", entry.node)
+        partner = matching.entries.get(position) if is_a else position
+        about[entry.node] = partner if partner is not None else ("only in a", entry.node)
     often: Counter[Hashable] = Counter()
     found: dict[Hashable, dict[str, Any]] = {}
     for row in run.history.guard_rows():
@@ -671,8 +671,8 @@ class Timeline:
 
     def _layer_events(self) -> Iterator[tuple[Time, Parting]]:
         """Yield the earliest place where one run has a layer that the other does not have."""
-        only_a = next(_only(self.a, self.matching.entries), None)
-        only_b = next(_only(self.b, self.matching.back), None)
+        only_a = next(_entries_of_one(self.a, self.matching.entries), None)
+        only_b = next(_entries_of_one(self.b, self.matching.back), None)
         firsts = ((self.of_a, only_a), (self.of_b, only_b))
         times = [time_of(position) for time_of, position in firsts if position is not None]
         if not times:
@@ -723,12 +723,12 @@ class Timeline:
 
     def _next_test(self, entry: LayerEntry, run: RunIndex) -> int | None:
         """Return the flow step that an entry leads to through others that only one run has."""
-        known = self.matching.entries if run is self.a else self.matching.back
+        partners = self.matching.entries if run is self.a else self.matching.back
         position = run.position[entry.label]
         for number, label in enumerate(run.history.step_labels):
             consumed = run.position.get(label, -1)
             if consumed >= position:
-                alone = all(place not in known for place in range(position, consumed + 1))
+                alone = all(place not in partners for place in range(position, consumed + 1))
                 return number if alone else None
         return None
 
@@ -779,18 +779,18 @@ def _is_cause(change: FlowChange) -> bool:
     return a.bound is not None and b.bound is not None and a.bound != b.bound
 
 
-def _only(run: RunIndex, both: Collection[int]) -> Iterator[int]:
+def _entries_of_one(run: RunIndex, both: Collection[int]) -> Iterator[int]:
     """Yield the positions of entries that only one run has.
 
     Reads of state are reported anyway. Another number of results of one op, or of numbers from one
     tensor, is not another path yet: their use may be.
     """
-    known = {_origin(run.entries[position]) for position in both}
+    origins = {_origin(run.entries[position]) for position in both}
     for position, entry in enumerate(run.entries):
         if position in both or entry.kind == "state":
             continue
         origin = _origin(entry)
-        if origin is None or origin not in known:
+        if origin is None or origin not in origins:
             yield position
 
 
@@ -971,7 +971,7 @@ class _RunDifferences:
         if len(missing) == len(passes):
             return "missing"
         changes = [self._changed[e.label] for e in passes if e.label in self._changed]
-        parts = [f"{name}{_distance(name, changes)}" for name in _aspects(changes)]
+        parts = [f"{name}{_distance_text(name, changes)}" for name in _aspects(changes)]
         if missing:
             parts.append(f"without pass{'es' * (len(missing) > 1)} {numbers_text(missing)}")
         return ", ".join(parts)
@@ -981,7 +981,7 @@ def _aspects(changes: list[LayerChange]) -> dict[str, None]:
     return dict.fromkeys(name for change in changes for name in change.what)
 
 
-def _distance(name: str, changes: list[LayerChange]) -> str:
+def _distance_text(name: str, changes: list[LayerChange]) -> str:
     if name not in ("value", "gradient"):
         return ""
     found = [getattr(change, name) for change in changes]

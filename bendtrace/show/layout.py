@@ -48,20 +48,20 @@ class Crossing:
 def heights(runs: Sequence[Crossing]) -> int:
     """Choose tracks for the nets, so that few lines cross and none overlap; return their number."""
     across = [run for run in runs if run.stop > run.start]
-    ordered = _order(sorted(across, key=lambda run: (run.start, run.stop)))
+    ordered = _order_nets(sorted(across, key=lambda run: (run.start, run.stop)))
     count = 0
     for place, run in enumerate(ordered):
-        above = (r for r in ordered[:place] if _meet(r, run))
+        above = (r for r in ordered[:place] if _spans_meet(r, run))
         run.track = 1 + max((r.track for r in above), default=-1)
         count = max(count, run.track + 1)
     return count
 
 
-def _meet(one: Crossing, other: Crossing) -> bool:
+def _spans_meet(one: Crossing, other: Crossing) -> bool:
     return one.start < other.stop + _CLOSE and other.start < one.stop + _CLOSE
 
 
-def _order(runs: list[Crossing]) -> list[Crossing]:
+def _order_nets(runs: list[Crossing]) -> list[Crossing]:
     """Put nets in order from the top down, by exchanging neighbours."""
     if len(runs) < 2:
         return runs
@@ -71,7 +71,11 @@ def _order(runs: list[Crossing]) -> list[Crossing]:
         """Return how much better it is the other way round."""
         key = (upper, lower)
         if key not in costs:
-            costs[key] = _cost(upper, lower) - _cost(lower, upper) if _meet(upper, lower) else 0
+            costs[key] = (
+                _crossing_cost(upper, lower) - _crossing_cost(lower, upper)
+                if _spans_meet(upper, lower)
+                else 0
+            )
         return costs[key]
 
     for _ in range(_ROUNDS):
@@ -91,7 +95,7 @@ def _order(runs: list[Crossing]) -> list[Crossing]:
     return runs
 
 
-def _cost(upper: Crossing, lower: Crossing) -> int:
+def _crossing_cost(upper: Crossing, lower: Crossing) -> int:
     """Count crossings, and places where lines would lie upon each other, which are worse."""
     cost = sum(upper.start < x < upper.stop for x in lower.tops)
     for x in upper.bottoms:
@@ -129,7 +133,7 @@ class Wire:
     joins: bool = False
 
 
-class _Levelling:
+class _RankHeights:
     """The heights of the ranks of a level, and the lines between them.
 
     Attributes:
@@ -302,11 +306,11 @@ def place(root: Tile, nets: Sequence[Net]) -> list[Wire]:
     locals_ = _by_level(root, nets)
     hints: dict[Tile, dict[Net, float]] = {}
     done: dict[Tile, _Placed] = {}
-    _place(root, locals_, hints, done)
+    _place_box(root, locals_, hints, done)
     if _look_up(root, done, hints):
-        _place(root, locals_, hints, done)
+        _place_box(root, locals_, hints, done)
     wires: list[Wire] = []
-    _put(root, done, 0.0, 0.0, wires)
+    _put_box(root, done, 0.0, 0.0, wires)
     return wires
 
 
@@ -347,7 +351,7 @@ def _by_level(root: Tile, nets: Sequence[Net]) -> dict[Tile, list[LocalNet]]:
     return {shape: list(found.values()) for shape, found in parts.items()}
 
 
-def _place(
+def _place_box(
     box: Tile,
     nets: dict[Tile, list[LocalNet]],
     hints: dict[Tile, dict[Net, float]],
@@ -355,7 +359,7 @@ def _place(
 ) -> None:
     for child in box.children or ():
         if child.children is not None:
-            _place(child, nets, hints, done)
+            _place_box(child, nets, hints, done)
     level = Level(box.children or [], nets[box])
     assign_ranks(level)
     level.fill()
@@ -367,8 +371,8 @@ def _place(
 
     order(level, desired_position)
     _fan_out(level)
-    align(level, _gap)
-    done[box] = _finish(box, level)
+    place_vertices(level, _gap)
+    done[box] = _draw_lines(box, level)
 
 
 def _measure(level: Level, done: dict[Tile, _Placed]) -> None:
@@ -423,9 +427,9 @@ def _gap(left: Vertex, right: Vertex) -> float:
     return _LINE
 
 
-def _finish(box: Tile, level: Level) -> _Placed:
+def _draw_lines(box: Tile, level: Level) -> _Placed:
     """Give everything its y, and draw the lines."""
-    plan = _Levelling(level, box.head)
+    plan = _RankHeights(level, box.head)
     left = min((v.x - v.left for v in level.vertices()), default=0.0) - _PAD
     right = max((v.x + v.right for v in level.vertices()), default=0.0) + _PAD
     for vertex in level.vertices():
@@ -458,9 +462,9 @@ def _look_up(box: Tile, done: dict[Tile, _Placed], hints: dict[Tile, dict[Net, f
         if shape.children is None:
             continue
         mine = hints.get(box, {})
-        known = all(link.upper.role == "in" and link.net.net in mine for link in vertex.ups)
+        is_here = all(link.upper.role == "in" and link.net.net in mine for link in vertex.ups)
         hints[shape] = from_ = {
-            link.net.net: mine[link.net.net] if known else link.upper.x + link.upper_at
+            link.net.net: mine[link.net.net] if is_here else link.upper.x + link.upper_at
             for link in vertex.ups
         }
         ports = done[shape].ports_in
@@ -470,7 +474,7 @@ def _look_up(box: Tile, done: dict[Tile, _Placed], hints: dict[Tile, dict[Net, f
     return crossed
 
 
-def _put(box: Tile, done: dict[Tile, _Placed], x: float, y: float, wires: list[Wire]) -> None:
+def _put_box(box: Tile, done: dict[Tile, _Placed], x: float, y: float, wires: list[Wire]) -> None:
     """Move a box, and all in it, to its place."""
     box.x, box.y = x, y
     for wire in done[box].wires:
@@ -478,7 +482,7 @@ def _put(box: Tile, done: dict[Tile, _Placed], x: float, y: float, wires: list[W
         wires.append(wire)
     for child in box.children or ():
         if child.children is not None:
-            _put(child, done, x + child.x, y + child.y, wires)
+            _put_box(child, done, x + child.x, y + child.y, wires)
         else:
             child.x, child.y = x + child.x, y + child.y
 
@@ -524,11 +528,11 @@ class _Column:
         return next(iter(self.vertices)).role == "lane"
 
 
-def align(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
+def place_vertices(level: Level, gap: Callable[[Vertex, Vertex], float]) -> None:
     """Set the x of each vertex, and the ends of each link."""
     _straighten(level)
-    _spread(level)
-    columns = _in_order(_columns(level, gap))
+    _spread_ends(level)
+    columns = _columns_in_order(_columns_of_level(level, gap))
     for column in columns:
         column.x = column.least
     inner = [column for column in columns if not column.is_lane]
@@ -596,7 +600,7 @@ def _heights(level: Level, *, up: bool) -> dict[Vertex, float]:
     return heights
 
 
-def _spread(level: Level) -> None:
+def _spread_ends(level: Level) -> None:
     """Place the ends of links on the upper sides of plain shapes.
 
     A straight link ends as far from the middle as it starts, so that a shape stands right below
@@ -620,7 +624,7 @@ def _spread(level: Level) -> None:
             level.back_at[net, vertex] = float(round(start + (place - straight) * step))
 
 
-def _columns(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[_Column]:
+def _columns_of_level(level: Level, gap: Callable[[Vertex, Vertex], float]) -> list[_Column]:
     of: dict[Vertex, _Column] = {}
     columns: list[_Column] = []
     for row in level.ranks:
@@ -662,7 +666,7 @@ def _tie(of: dict[Vertex, _Column], link: Link) -> None:
     lower.pulls.append((weight, upper, start - end))
 
 
-def _in_order(columns: Sequence[_Column]) -> list[_Column]:
+def _columns_in_order(columns: Sequence[_Column]) -> list[_Column]:
     """Return the columns such that each comes after those to its left."""
     missing = {column: len(column.lefts) for column in columns}
     ready = [column for column in columns if not column.lefts]
@@ -965,7 +969,7 @@ class Level:
             top = min(max(v.rank, 1) if v.role == "in" else v.rank for v in targets)
             for rank in range(top, self.source(net).rank + 1):
                 lane.append(self._added(Vertex("lane", None, net, -1), rank))
-        _number(self.ranks)
+        _number_vertices(self.ranks)
 
     def _run_down(self, net: LocalNet) -> None:
         """Let a net run down: one line, from which others branch off."""
@@ -1078,10 +1082,10 @@ def order(level: Level, wanted: Callable[[Vertex], float | None]) -> None:
     """
     ranks = level.ranks
     for rank in ranks:
-        known = [v for v in rank if wanted(v) is not None]
-        if len(known) == len(rank) > 0:
+        anchored = [v for v in rank if wanted(v) is not None]
+        if len(anchored) == len(rank) > 0:
             rank.sort(key=lambda v: wanted(v) or 0.0)
-    _number(ranks)
+    _number_vertices(ranks)
     best, fewest = _orders(ranks), _crossings(ranks)
     for sweep in range(_ORDER_SWEEPS):
         if fewest == 0 and sweep > 1:
@@ -1101,10 +1105,10 @@ def order(level: Level, wanted: Callable[[Vertex], float | None]) -> None:
     for rank in ranks:
         # Lanes stand outside of everything else: nothing tells them where to be.
         rank.sort(key=lambda v: (v.role == "lane", v.order))
-    _number(ranks)
+    _number_vertices(ranks)
 
 
-def _number(ranks: Sequence[list[Vertex]]) -> None:
+def _number_vertices(ranks: Sequence[list[Vertex]]) -> None:
     for rank in ranks:
         for place, vertex in enumerate(rank):
             vertex.order = place
@@ -1139,7 +1143,7 @@ def _sort(rank: list[Vertex], ranks: Sequence[list[Vertex]], down: bool) -> None
         else:
             keys[vertex] = (vertex.order + 0.5) / len(rank)
     rank.sort(key=lambda v: (keys[v], v.order))
-    _number([rank])
+    _number_vertices([rank])
 
 
 def _crossings(ranks: Sequence[list[Vertex]]) -> int:
@@ -1163,10 +1167,10 @@ def _exchange(ranks: Sequence[list[Vertex]], wanted: Callable[[Vertex], float | 
                 continue
             for place in range(len(rank) - 1):
                 left, right = rank[place], rank[place + 1]
-                now = _between(left.ups, right.ups, _upper)
-                now += _between(left.downs, right.downs, _lower)
-                then = _between(right.ups, left.ups, _upper)
-                then += _between(right.downs, left.downs, _lower)
+                now = _count_crossings(left.ups, right.ups, _upper)
+                now += _count_crossings(left.downs, right.downs, _lower)
+                then = _count_crossings(right.ups, left.ups, _upper)
+                then += _count_crossings(right.downs, left.downs, _lower)
                 if then < now:
                     rank[place], rank[place + 1] = right, left
                     left.order, right.order = place + 1, place
@@ -1175,7 +1179,7 @@ def _exchange(ranks: Sequence[list[Vertex]], wanted: Callable[[Vertex], float | 
             break
 
 
-def _between(left: list[Link], right: list[Link], end: Callable[[Link], float]) -> int:
+def _count_crossings(left: list[Link], right: list[Link], end: Callable[[Link], float]) -> int:
     """Count the crossings of the edges to two neighbours."""
     rights = sorted(map(end, right))
     return sum(bisect_left(rights, end(link)) for link in left)

@@ -63,13 +63,13 @@ def match(
             found = (
                 increasing(_unique_pairs(inner_a, inner_b))
                 if only_single
-                else align(inner_a, inner_b)
+                else pair_keys(inner_a, inner_b)
             )
             partners.update((free_a[i], free_b[j]) for i, j in found)
     return partners
 
 
-def align(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
+def pair_keys(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
     """Pair equal keys of two sequences, keeping their order.
 
     Keys that are unique on both sides are anchors (the patience method); the items between two
@@ -144,14 +144,14 @@ def _by_company(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
         if anchors:
             return anchors
     # All are similar: match by count.
-    return increasing(_unique_pairs(_number(a), _number(b)))
+    return increasing(_unique_pairs(_number_repeats(a), _number_repeats(b)))
 
 
 def _runs(keys: Sequence[Hashable], length: int) -> list[Hashable]:
     return [tuple(keys[i : i + length]) for i in range(len(keys) - length + 1)]
 
 
-def _number(keys: Sequence[Hashable]) -> list[Hashable]:
+def _number_repeats(keys: Sequence[Hashable]) -> list[Hashable]:
     seen: Counter[Hashable] = Counter()
     numbered: list[Hashable] = []
     for key in keys:
@@ -221,12 +221,16 @@ class RunIndex:
         """The conditions that were evaluated, as function and expression."""
         return {(step.place.function, step.text) for step in self.steps}
 
-    def side(self, flow: Iterable[int], known: set[tuple[str, str]]) -> Hashable:
+    def side(self, flow: Iterable[int], conditions: set[tuple[str, str]]) -> Hashable:
         """Return the innermost of some conditions among flow steps, and the side that was taken."""
         for number in reversed(tuple(flow)):
             step = self.steps[number]
             condition = step.place.function, step.text
-            if isinstance(step, LogicalFlowStep) and step.kind != "while" and condition in known:
+            if (
+                isinstance(step, LogicalFlowStep)
+                and step.kind != "while"
+                and condition in conditions
+            ):
                 return *condition, bool(step.value)
         return None
 
@@ -260,8 +264,12 @@ class Matching:
         names_a, names_b = list(self.a.classes), list(self.b.classes)
         shifted = _shifts(self.a.classes, self.b.classes)
         found = match(
-            _columns([_module_keys(name, self.a.classes[name], shifted) for name in names_a], 4),
-            _columns([_module_keys(name, self.b.classes[name], shifted) for name in names_b], 4),
+            _transpose_rows(
+                [_module_keys(name, self.a.classes[name], shifted) for name in names_a], 4
+            ),
+            _transpose_rows(
+                [_module_keys(name, self.b.classes[name], shifted) for name in names_b], 4
+            ),
         )
         names = {names_a[i]: names_b[j] for i, j in found.items()}
         if "" not in names and "" not in names.values():
@@ -291,8 +299,8 @@ class Matching:
         """Return identifiers of modules for the keys of both runs."""
         if run is self.a:
             return {name: self.modules.get(name, ("only in a", name)) for name in run.classes}
-        known = set(self.modules.values())
-        return {name: name if name in known else ("only in b", name) for name in run.classes}
+        partners = set(self.modules.values())
+        return {name: name if name in partners else ("only in b", name) for name in run.classes}
 
 
 def _module_keys(name: str, class_name: str, shifted: set[str]) -> tuple[Hashable, ...]:
@@ -336,11 +344,11 @@ class _SameSource:
 
     def __init__(self, a: RunIndex, b: RunIndex) -> None:
         self.conditions = a.conditions & b.conditions
-        lines = [_lines(run) for run in (a, b)]
+        lines = [_lines_of_functions(run) for run in (a, b)]
         self._same = {
             function
             for function in lines[0].keys() & lines[1].keys()
-            if _agree(lines[0][function], lines[1][function])
+            if _have_equal_lines(lines[0][function], lines[1][function])
         }
         self._same_innermost = {
             (classes[-1], file, function) for classes, file, function in self._same
@@ -360,7 +368,7 @@ class _SameSource:
 _Function = tuple[tuple[str, ...], str, str]
 
 
-def _lines(run: RunIndex) -> dict[_Function, dict[int, set[str]]]:
+def _lines_of_functions(run: RunIndex) -> dict[_Function, dict[int, set[str]]]:
     found: dict[_Function, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     around: dict[str, tuple[str, ...]] = {"": ()}  # the calls around a call, itself included
     seen: list[tuple[Sequence[str], Source | None]] = []
@@ -375,7 +383,7 @@ def _lines(run: RunIndex) -> dict[_Function, dict[int, set[str]]]:
     return found
 
 
-def _agree(a: dict[int, set[str]], b: dict[int, set[str]]) -> bool:
+def _have_equal_lines(a: dict[int, set[str]], b: dict[int, set[str]]) -> bool:
     """Return whether the lines seen in both runs have equal text, and none has moved."""
     both = a.keys() & b.keys()
     if not both or any(a[line].isdisjoint(b[line]) for line in both):
@@ -468,8 +476,8 @@ def _step_sites(
 
 def _match_sites(a: list[_SourceSite], b: list[_SourceSite], rounds: int) -> dict[int, int]:
     found = match(
-        _columns([site.keys for site in a], rounds),
-        _columns([site.keys for site in b], rounds),
+        _transpose_rows([site.keys for site in a], rounds),
+        _transpose_rows([site.keys for site in b], rounds),
         single=int(rounds == _ROUNDS),
     )
     pairs: dict[int, int] = {}
@@ -498,7 +506,7 @@ def _match_passes(a: _SourceSite, b: _SourceSite) -> dict[int, int]:
     return pairs
 
 
-def _columns(rows: Sequence[tuple[Hashable, ...]], width: int) -> list[list[Hashable]]:
+def _transpose_rows(rows: Sequence[tuple[Hashable, ...]], width: int) -> list[list[Hashable]]:
     return [[row[column] for row in rows] for column in range(width)]
 
 
@@ -549,7 +557,7 @@ class ValueDifference:
         if not self.elements:
             return "value"
         if self.elements == 1 and not self.first:
-            return _pair(self.a, self.b)
+            return _distinct_texts(self.a, self.b)
         nans = [f"{count} nan only in {run}"
                 for count, run in ((self.nan_a, "a"), (self.nan_b, "b")) if count]  # fmt: skip
         parts = []
@@ -559,7 +567,7 @@ class ValueDifference:
             parts = [f"max abs {self.max_abs:.3g}"]
         parts += [f"{self.differing} of {self.elements} differ", *nans]
         index = ", ".join(map(str, self.first))
-        return f"{', '.join(parts)}, first [{index}]: {_pair(self.a, self.b)}"
+        return f"{', '.join(parts)}, first [{index}]: {_distinct_texts(self.a, self.b)}"
 
 
 def compare_numbers(a: Any, b: Any) -> ValueDifference | None:
@@ -622,7 +630,7 @@ def compare_tensors(
     nan_a, nan_b = a.isnan(), b.isnan()
     at_a, at_b = (t.reshape(-1)[position].item() for t in (a, b))
     return ValueDifference(
-        count, a.numel(), _largest(distance), _largest(relative), first, at_a, at_b,
+        count, a.numel(), _maximum(distance), _maximum(relative), first, at_a, at_b,
         int((nan_a & ~nan_b).sum()), int((nan_b & ~nan_a).sum()),
     )  # fmt: skip
 
@@ -649,21 +657,21 @@ def _wide(t: Tensor) -> Tensor:
     return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
-def _largest(t: Tensor) -> float | None:
+def _maximum(t: Tensor) -> float | None:
     """Return the largest distance; None if all are nan, as of equal infinities."""
-    known = t[~t.isnan()]
-    return float(known.max()) if known.numel() else None
+    numbers = t[~t.isnan()]
+    return float(numbers.max()) if numbers.numel() else None
 
 
-def _pair(a: Any, b: Any) -> str:
+def _distinct_texts(a: Any, b: Any) -> str:
     for digits in (6, 9, 17):
-        texts = _short(a, digits), _short(b, digits)
+        texts = _short_number(a, digits), _short_number(b, digits)
         if texts[0] != texts[1]:
             break
     return f"{texts[0]} -> {texts[1]}"
 
 
-def _short(value: Any, digits: int) -> str:
+def _short_number(value: Any, digits: int) -> str:
     if type(value) is float and not value.is_integer():
         return f"{value:.{digits}g}"
     text = repr(value)
@@ -687,7 +695,7 @@ class RunChange:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the change as plain values, ready for JSON."""
-        return {name: _plain(getattr(self, name)) for name in self._plain_form}
+        return {name: _plain_value(getattr(self, name)) for name in self._plain_form}
 
 
 @dataclass(frozen=True, eq=False)
@@ -719,7 +727,9 @@ class LayerChange(RunChange):
     _plain_form = ("a", "b", "what", "aspects", "value", "gradient")
 
     def __str__(self) -> str:
-        parts = [f"{name} {_text(x)} -> {_text(y)}" for name, (x, y) in self.aspects.items()]
+        parts = [
+            f"{name} {_path_text(x)} -> {_path_text(y)}" for name, (x, y) in self.aspects.items()
+        ]
         if self.value is not None:
             parts.append(str(self.value))
         if self.gradient is not None:
@@ -798,7 +808,7 @@ class ModuleChange(RunChange):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the change as plain values, ready for JSON."""
-        before, after = _plain(self.before), _plain(self.after)
+        before, after = _plain_value(self.before), _plain_value(self.after)
         return {"kind": self.kind, "module": self.name, "before": before, "after": after}
 
     def __str__(self) -> str:
@@ -848,19 +858,19 @@ class Parting(RunChange):
         return self.text
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if isinstance(value, LayerEntry):
         return value.label
     if isinstance(value, (RunChange, FlowStep, ValueDifference)):
         return value.to_dict()
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain_value(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)) and not isinstance(value, Source):
-        return [_plain(item) for item in value]
+        return [_plain_value(item) for item in value]
     return value if isinstance(value, _BY_TYPE) else str(value)
 
 
-def _text(value: Any) -> str:
+def _path_text(value: Any) -> str:
     if isinstance(value, tuple) and value and all(isinstance(item, str) for item in value):
         return ", ".join(value)
     return str(value).removeprefix("torch.")

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from textwrap import shorten
 from typing import Any
 
-from bendtrace.engine.analysis import GuardKind
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree
 from bendtrace.flow import _plain_json
@@ -269,24 +269,24 @@ def title(program: ProgramOutline) -> str:
 
 def programs_as_text(programs: Sequence[ProgramOutline], mine: bool = False) -> Iterator[str]:
     """Yield each program as text; programs with the same text as an earlier one take one line."""
-    known: dict[tuple[str, ...], int] = {}
+    numbers: dict[tuple[str, ...], int] = {}
     for program in programs:
         rows = list(_flow(program.flow, 1, mine))
         read = tuple(code for code, _, _ in rows)
         facts, more = program.selected_by[:_FACTS], len(program.selected_by) - _FACTS
         facts += [f"{more} more"] if more > 0 else []
         counts = f"{counted(program.traces, 'trace')}, {counted(program.runs, 'run')}"
-        if read in known:
+        if read in numbers:
             where = f", where {' and '.join(facts)}" if facts else ""
-            yield f"{title(program)}{where}; {counts}; same flow as program {known[read]}"
+            yield f"{title(program)}{where}; {counts}; same flow as program {numbers[read]}"
             continue
-        known[read] = program.number
+        numbers[read] = program.number
         lines = [title(program)]
         lines += [f"  {'and' if i else 'where'} {fact}" for i, fact in enumerate(facts)]
-        yield "\n".join([*lines, f"  {counts}", *_align(rows)])
+        yield "\n".join([*lines, f"  {counts}", *_aligned_rows(rows)])
 
 
-def _align(rows: list[Line]) -> Iterator[str]:
+def _aligned_rows(rows: list[Line]) -> Iterator[str]:
     width = min(max((len(code) for code, _, _ in rows), default=0), _WIDEST)
     middle = max((len(often) for _, often, _ in rows), default=0)
     for code, often, where in rows:
@@ -299,25 +299,25 @@ def _align(rows: list[Line]) -> Iterator[str]:
 _FACTS = 8
 
 
-def _items(flow: SideCode, mine: bool) -> Iterator[OutlineBranch | PathEnd]:
+def _flow_items(flow: SideCode, mine: bool) -> Iterator[OutlineBranch | PathEnd]:
     """Yield the content of a flow; for branches of installed packages, of their sides."""
     for item in flow:
         if mine and isinstance(item, OutlineBranch) and is_installed(item.place.file):
             for taken in item.sides():
-                yield from _items(taken.flow, mine)
+                yield from _flow_items(taken.flow, mine)
         else:
             yield item
 
 
 def _flow(flow: SideCode, depth: int, mine: bool) -> Iterator[Line]:
-    for item in _items(flow, mine):
+    for item in _flow_items(flow, mine):
         if isinstance(item, PathEnd):
             code, where = end_text(item), item.where
             if item.kind == "live":
                 code, where = "live only", item.text
             yield _INDENT * depth + code, counted(item.hits, "run"), where
         elif item.is_condition and not item.is_loop:
-            yield from _condition(item, depth, "", mine)
+            yield from _condition_lines(item, depth, "", mine)
         else:
             yield from _sides(item, depth, mine)
 
@@ -329,17 +329,17 @@ def end_text(end: PathEnd) -> str:
     return f"raise {end.text}" if end.kind == "raise" else f"live: {end.text}"
 
 
-def _condition(branch: OutlineBranch, depth: int, prefix: str, mine: bool) -> Iterator[Line]:
+def _condition_lines(branch: OutlineBranch, depth: int, prefix: str, mine: bool) -> Iterator[Line]:
     indent = _INDENT * depth
     yield _heading(branch, indent + prefix)
     yield from _flow(branch.flow(True), depth + 1, mine)
     other = branch.flow(False)
-    items = list(_items(other, mine))
+    items = list(_flow_items(other, mine))
     if not items:
         return
     only = items[0] if len(items) == 1 else None
     if isinstance(only, OutlineBranch) and only.is_elif:
-        yield from _condition(only, depth, "el", mine)
+        yield from _condition_lines(only, depth, "el", mine)
         return
     yield f"{indent}else{':' if _colon(branch) else ' ...'}", _share(branch, False), ""
     yield from _flow(other, depth + 1, mine)
@@ -356,7 +356,7 @@ def _sides(branch: OutlineBranch, depth: int, mine: bool) -> Iterator[Line]:
         if branch.is_loop:
             yield from _flow(taken.flow, depth + 1, mine)
         elif taken.flow:
-            yield f"{_INDENT * (depth + 1)}{value_text(taken.value)}:", f"{taken.hits}x", ""
+            yield f"{_INDENT * (depth + 1)}{outcome_text(taken.value)}:", f"{taken.hits}x", ""
             yield from _flow(taken.flow, depth + 2, mine)
 
 
@@ -372,27 +372,27 @@ def _heading(branch: OutlineBranch, prefix: str) -> Line:
 def summary(branch: OutlineBranch) -> str:
     """Return the outcomes of a branch, and how often each occurred."""
     if branch.is_loop:
-        return _rounds(branch)
+        return _rounds_text(branch)
     if branch.is_condition:
         if branch.kind == "while" and branch.entered:
-            return _rounds(branch)
+            return _rounds_text(branch)
         return _share(branch, True)
     sides = branch.sides()
     if len(sides) == 1:
-        return f"always {value_text(sides[0].value)}{_often(branch)}"
-    shown = [f"{value_text(taken.value)} ({taken.hits}x)" for taken in sides[:_VALUES]]
+        return f"always {outcome_text(sides[0].value)}{_often(branch)}"
+    shown = [f"{outcome_text(taken.value)} ({taken.hits}x)" for taken in sides[:_VALUES]]
     if len(sides) > _VALUES:
         shown.append(f"and {len(sides) - _VALUES} more")
     return ", ".join(shown)
 
 
-def value_text(value: Any) -> str:
+def outcome_text(value: Any) -> str:
     """Return an outcome, cut short."""
     text = value if isinstance(value, str) and " " in value else number_text(value)
     return shorten(str(text), 24, placeholder="...") or "..."
 
 
-def _rounds(branch: OutlineBranch) -> str:
+def _rounds_text(branch: OutlineBranch) -> str:
     least, most = branch.least, branch.most
     loops = counted(branch.entered, "time")
     if not branch.is_counted:
@@ -533,16 +533,18 @@ class Coverage(Listing[BranchCoverage]):
         others = [branch for branch in self if not branch.watched]
         sections = [head]
         if watched:
-            sections.append("decided by the inputs:\n" + _table(watched))
+            sections.append("decided by the inputs:\n" + _branch_table(watched))
         if others:
             more = len(others) - _SHOWN
             left = f"\n... and {more} more" if more > 0 else ""
             sections.append(
                 "decided by plain Python values, or not reached (judged by the operations under "
-                f"them):\n{_table(others[:_SHOWN])}{left}"
+                f"them):\n{_branch_table(others[:_SHOWN])}{left}"
             )
         if self.uneven:
-            sections.append("one side only in some iterations or modules:\n" + _table(self.uneven))
+            sections.append(
+                "one side only in some iterations or modules:\n" + _branch_table(self.uneven)
+            )
         return "\n\n".join(sections)
 
 
@@ -551,7 +553,7 @@ _SHOWN = 40
 Answers = tuple[Choice, str, tuple[int, ...], bool]
 
 
-def _table(branches: Sequence[BranchCoverage]) -> str:
+def _branch_table(branches: Sequence[BranchCoverage]) -> str:
     rows = [
         (branch.kind, shorten(branch.text, 60, placeholder=" ..."),
          place_text(branch.file, branch.line), branch.seen)
@@ -604,7 +606,7 @@ class _Survey:
         self.functions: dict[tuple[str, ast.AST], None] = {}
         for program in sorted(tree.programs(), key=lambda program: program.serial):
             for walk in walks_of(program):
-                for event in walk.passed:
+                for event in walk.outcome_events:
                     if event.is_condition:
                         raw = bool(event.outcome) is not event.header.inverted
                         for choice, side in choices_of(event.place, raw):

@@ -81,7 +81,7 @@ def figure(scene: Scene) -> Figure:
                 made.title, made.head = title_width(node), _TITLE
             made.children = [shape(child) for child in node.children]
         else:
-            wide, high = _size(node)
+            wide, high = _size_of_node(node)
             text = texts.get(node, "")
             label = width(text, SMALL)
             several = len(ports.get(node, ()))
@@ -99,12 +99,14 @@ def figure(scene: Scene) -> Figure:
     for (source, port, kind), edges in nets.items():
         targets = list(dict.fromkeys(shapes[edge.target] for edge in edges))
         made[Net(shapes[source], targets, port, kind)] = edges
-    _join(scene, shapes, made)
+    _join_repetition(scene, shapes, made)
     wires = place(root, list(made))
     return Figure(scene, shapes, wires, made)
 
 
-def _join(scene: Scene, shapes: dict[SceneNode, Tile], made: dict[Net, list[Arrow]]) -> None:
+def _join_repetition(
+    scene: Scene, shapes: dict[SceneNode, Tile], made: dict[Net, list[Arrow]]
+) -> None:
     """Lead a value that a repetition hands on to the place where it came in at first."""
     around: dict[Tile, list[Tile]] = {}  # the repeated boxes around each shape
 
@@ -134,7 +136,7 @@ def net_text(edges: list[Arrow]) -> str:
     return cut(texts.pop(), 28) if len(texts) == 1 else ""
 
 
-def _size(node: SceneNode) -> tuple[float, float]:
+def _size_of_node(node: SceneNode) -> tuple[float, float]:
     is_code = node.kind == "decision"
     title = headline(node)
     wide = width(title, SMALL + 1 if is_code else BIG, mono=is_code, bold=not is_code)
@@ -180,7 +182,7 @@ def paint(drawn: Figure, scale: Legend | None = None) -> Canvas:
     """Paint a scene that has positions."""
     scene = drawn.scene
     root = drawn.shapes[scene.root]
-    head = _head(scene, scale)
+    head = _paint_legend(scene, scale)
     top = 14 + max(mark.y + (mark.height if isinstance(mark, Rectangle) else 4) for mark in head)
     wide = max([root.width, *(mark.x + mark.width - _MARGIN for mark in head)])
     canvas = Canvas(wide + 2 * _MARGIN, top + root.height + _MARGIN)
@@ -199,14 +201,14 @@ def paint(drawn: Figure, scale: Legend | None = None) -> Canvas:
     ]
     ends = [wire for wire in drawn.wires if wire.target and wire.target.children is None]
     inner += map(_arrow, [*ends, *(wire for wire in drawn.wires if wire.joins)])
-    inner += [_node(node, drawn.shapes[node], scale) for node in scene.nodes()]
-    inner += _labels(drawn)
+    inner += [_paint_node(node, drawn.shapes[node], scale) for node in scene.nodes()]
+    inner += _edge_labels(drawn)
     left = _MARGIN + (wide - root.width) / 2
-    canvas.marks += [_move(mark, left, top) for mark in inner]
+    canvas.marks += [_move_mark(mark, left, top) for mark in inner]
     return canvas
 
 
-def _head(scene: Scene, scale: Legend | None) -> list[Rectangle | Caption]:
+def _paint_legend(scene: Scene, scale: Legend | None) -> list[Rectangle | Caption]:
     """Write a legend: the content of the picture, omissions, and the meaning of colours."""
     y = _MARGIN + 10
     marks: list[Rectangle | Caption] = [
@@ -259,7 +261,7 @@ def _shade(node: SceneNode, fill: str, scale: Legend | None) -> tuple[str, str, 
     return fill, ink(fill), ink(fill), f"{scale.title}: {scale.text(node.value)}\n{node.tooltip}"
 
 
-def _node(node: SceneNode, shape: Tile, scale: Legend | None) -> Mark:
+def _paint_node(node: SceneNode, shape: Tile, scale: Legend | None) -> Mark:
     kind = "state" if node.kind == "op" and node.has_parameters else node.kind
     fill, stroke = FILLS[kind], STROKES[kind]
     if scale is not None and node.kind != "decision":
@@ -290,7 +292,7 @@ def _node(node: SceneNode, shape: Tile, scale: Legend | None) -> Mark:
     return Marks(tuple(marks), tooltip, node.labels[0] if node.entries else node.title)
 
 
-def _labels(drawn: Figure) -> list[Mark]:
+def _edge_labels(drawn: Figure) -> list[Mark]:
     marks: list[Mark] = []
     done: set[tuple[float, float]] = set()
     for wire in drawn.wires:
@@ -320,9 +322,9 @@ def _arrow(wire: Wire) -> Mark:
     return Polygon(((x, y), *((x + dx, y + dy) for dx, dy in sides)), _wire_color(wire))
 
 
-def _move(mark: Mark, x: float, y: float) -> Mark:
+def _move_mark(mark: Mark, x: float, y: float) -> Mark:
     if isinstance(mark, Marks):
-        return Marks(tuple(_move(m, x, y) for m in mark.marks), mark.title, mark.name)
+        return Marks(tuple(_move_mark(m, x, y) for m in mark.marks), mark.title, mark.name)
     if isinstance(mark, (Polygon, Stroke)):
         return replace(mark, points=tuple((px + x, py + y) for px, py in mark.points))
     return replace(mark, x=mark.x + x, y=mark.y + y)
@@ -399,14 +401,14 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Legend:
                 f"{overlay!r}"
             )
         title, unit, name = _MEASURES[overlay]
-        _fill(scene, lambda one: getattr(one, name) if one.kind == "op" else None, sum)
+        _paint_scene(scene, lambda one: getattr(one, name) if one.kind == "op" else None, sum)
     elif isinstance(overlay, Mapping):
         title, unit = "overlay", ""
         _fill_from(scene, overlay, history)
     elif callable(overlay):
         title, unit = getattr(overlay, "__name__", "overlay"), ""
         title = "overlay" if title == "<lambda>" else title
-        _fill(scene, overlay, max)
+        _paint_scene(scene, overlay, max)
     else:
         raise InputError(
             f"overlay= has to be a name, a mapping or a function, not {type(overlay).__name__}"
@@ -426,13 +428,13 @@ _MEASURES = {
 }
 
 
-def _fill(
+def _paint_scene(
     scene: Scene,
     measure: Callable[[LayerEntry], float | None],
     together: Callable[[Iterable[float]], float],
 ) -> None:
     for node in scene.nodes():
-        found = [_number(measure(entry), entry.label) for entry in node.entries]
+        found = [_svg_number(measure(entry), entry.label) for entry in node.entries]
         numbers = [number for number in found if number is not None]
         node.value = together(numbers) if numbers else None
 
@@ -456,7 +458,7 @@ def _fill_from(scene: Scene, numbers: Mapping[str, float], history: RunLog) -> N
             f"path or module{hint}"
         )
     for key, value in numbers.items():
-        number = _number(value, key)
+        number = _svg_number(value, key)
         if number is None:
             continue
         for label in entries.get(key, ()):
@@ -471,7 +473,7 @@ def _raise(node: SceneNode, number: float) -> None:
     node.value = number if node.value is None else max(node.value, number)
 
 
-def _number(value: object, name: str) -> float | None:
+def _svg_number(value: object, name: str) -> float | None:
     if value is None:
         return None
     try:

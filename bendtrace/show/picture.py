@@ -44,7 +44,7 @@ def dot(scene: Scene) -> str:
     if scene.note:
         lines += [f"  // {printable(line)}" for line in scene.note.splitlines()]
     for child in scene.root.children or ():
-        lines += _node(child, "  ")
+        lines += _dot_line(child, "  ")
     for edge in scene.edges:
         style = "" if edge.kind == "data" else ", style=dashed"
         label = f"label={_quote(edge.text)}{style}"
@@ -52,24 +52,24 @@ def dot(scene: Scene) -> str:
     return "\n".join([*lines, "}\n"])
 
 
-def _node(node: SceneNode, indent: str) -> list[str]:
+def _dot_line(node: SceneNode, indent: str) -> list[str]:
     title = f"{node.title} \N{MULTIPLICATION SIGN}{node.times}" if node.times else node.title
     if node.children is None:
-        label = "\\n".join(_escape(line) for line in [title, *node.lines])
+        label = "\\n".join(_escape_quotes(line) for line in [title, *node.lines])
         shape = f", shape={_SHAPES[node.kind]}" if node.kind in _SHAPES else ""
         return [f'{indent}{node.key} [label="{label}"{shape}];']
     lines = [f"{indent}subgraph cluster_{node.key} {{", f"{indent}  label={_quote(title)};"]
     for child in node.children:
-        lines += _node(child, indent + "  ")
+        lines += _dot_line(child, indent + "  ")
     return [*lines, f"{indent}}}"]
 
 
-def _escape(text: str) -> str:
+def _escape_quotes(text: str) -> str:
     return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _quote(text: str) -> str:
-    return f'"{_escape(text)}"'
+    return f'"{_escape_quotes(text)}"'
 
 
 Format = Literal["svg", "png", "pdf", "html", "dot"]
@@ -135,9 +135,9 @@ class Picture:
                 then.
         """
         where = Path(path)
-        chosen = format if format is not None else form_of(where)
+        chosen = format if format is not None else format_of_path(where)
         content = self.to_bytes(chosen)
-        _write(where, content)
+        _write_file(where, content)
 
     def _repr_svg_(self) -> str:
         return self.svg
@@ -157,7 +157,7 @@ class Picture:
 _FORMS = ", ".join(get_args(Format)[:-1]) + " or " + get_args(Format)[-1]
 
 
-def form_of(path: Path) -> Format:
+def format_of_path(path: Path) -> Format:
     """Return the format that the ending of a path selects."""
     ending = path.suffix.lower().removeprefix(".")
     for form in get_args(Format):
@@ -169,7 +169,7 @@ def form_of(path: Path) -> Format:
     )
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_file(path: Path, content: bytes) -> None:
     folder = path.parent
     if not folder.is_dir():
         raise InputError(f"cannot write {str(path)!r}: there is no folder {str(folder)!r}")
@@ -251,7 +251,7 @@ def draw(
     """
     chosen = format
     if path is not None and chosen is None:
-        chosen = form_of(Path(path))
+        chosen = format_of_path(Path(path))
     drawn = scene(
         history,
         rolled=rolled,
@@ -289,7 +289,7 @@ def rasterize(canvas: Canvas, form: Literal["png", "pdf"], scale: float = 2.0) -
     axes.set_xlim(0, canvas.width)
     axes.set_ylim(canvas.height, 0)
     axes.axis("off")
-    for order, mark in enumerate(_flat(canvas.marks)):
+    for order, mark in enumerate(_flat_marks(canvas.marks)):
         _draw(axes, mark, order)
     written = io.BytesIO()
     with warnings.catch_warnings():
@@ -304,10 +304,10 @@ def rasterize(canvas: Canvas, form: Literal["png", "pdf"], scale: float = 2.0) -
     return written.getvalue()
 
 
-def _flat(marks: Any) -> list[Mark]:
+def _flat_marks(marks: Any) -> list[Mark]:
     found: list[Mark] = []
     for mark in marks:
-        found += _flat(mark.marks) if isinstance(mark, Marks) else [mark]
+        found += _flat_marks(mark.marks) if isinstance(mark, Marks) else [mark]
     return found
 
 
@@ -335,7 +335,7 @@ def _draw(axes: Any, mark: Mark, order: int) -> None:
     style: Any = (0, tuple(part * _POINTS / mark.thick / 0.75 for part in dash)) if dash else "-"
     axes.add_patch(
         PathPatch(
-            _path(mark),
+            _matplotlib_path(mark),
             facecolor="none" if isinstance(mark, Stroke) else mark.fill,
             edgecolor=mark.stroke,
             linewidth=mark.thick * _POINTS if mark.stroke != "none" else 0,
@@ -347,7 +347,7 @@ def _draw(axes: Any, mark: Mark, order: int) -> None:
     )
 
 
-def _path(mark: Rectangle | Polygon | Stroke) -> Any:
+def _matplotlib_path(mark: Rectangle | Polygon | Stroke) -> Any:
     from matplotlib.path import Path
 
     if isinstance(mark, Stroke):

@@ -54,14 +54,14 @@ class SharedLine:
     entries: list[LayerEntry] = field(default_factory=list)
 
 
-def roll(
-    entries: Sequence[LayerEntry], run: RunIndex, known_modules: Iterable[str]
+def group_entries(
+    entries: Sequence[LayerEntry], run: RunIndex, other_modules: Iterable[str]
 ) -> list[SharedLine]:
     """Group the entries that only one run has, ordered by the first of each group."""
-    known = set(known_modules)
+    modules = set(other_modules)
 
     def part_of(entry: LayerEntry) -> tuple[str, ...]:
-        module = _whole_module(entry, run, known)
+        module = _whole_module(entry, run, modules)
         if module is not None:
             return "module", module
         if entry.passes > 1:
@@ -77,7 +77,7 @@ def roll(
         return "passes", numbers_text(entry.pass_number for entry in same), place
 
     lines = _grouped(_grouped(entries, part_of).items(), line_of)
-    return _alike([
+    return _merge_numbered([
         _group(key[0], key[1], [same for _, same in parts], run) for key, parts in lines.items()
     ])  # fmt: skip
 
@@ -95,16 +95,19 @@ def _group(kind: str, name: str, sites: list[list[LayerEntry]], run: RunIndex) -
     entries = [entry for site in sites for entry in site]
     first = entries[0]
     if kind == "entry":
-        return SharedLine(name, _shape(first), first.module, _place(first), entries)
+        return SharedLine(name, _shape_of_entry(first), first.module, _source_place(first), entries)
     if kind == "module":
         source = next((call.source for call in run.modules.get(name, ()) if call.source), None)
         what = f"module {name} ({run.classes.get(name, '')}): {count_entries(entries)}"
         place = "" if source is None else place_text(source.file, source.line)
-        return SharedLine(what, _shape(entries[-1]), name, place, entries)
+        return SharedLine(what, _shape_of_entry(entries[-1]), name, place, entries)
     several = "es" * (len(sites[0]) != 1)
     what = f"pass{several} {name} of {listed([site[0].name for site in sites], _NAMED)}"
-    place = _loop_place(first, run) or _place(first)
-    shape, module = _common(map(_shape, entries)), _common(entry.module for entry in entries)
+    place = _loop_place(first, run) or _source_place(first)
+    shape, module = (
+        _common(map(_shape_of_entry, entries)),
+        _common(entry.module for entry in entries),
+    )
     return SharedLine(what, shape, module, place, entries)
 
 
@@ -117,11 +120,11 @@ def _common(texts: Iterable[str]) -> str:
     return found.pop() if len(found) == 1 else ""
 
 
-def _alike(groups: list[SharedLine]) -> list[SharedLine]:
+def _merge_numbered(groups: list[SharedLine]) -> list[SharedLine]:
     """Merge lines that are equal in modules whose names differ only in numbers."""
 
     def key_of(row: SharedLine) -> tuple[object, ...]:
-        kind = _repeated(row.entries[0], row.module)
+        kind = _repeated_entry(row.entries[0], row.module)
         return (*kind, len(row.entries), row.shape, row.place) if kind else (id(row),)
 
     found = []
@@ -134,7 +137,7 @@ def _alike(groups: list[SharedLine]) -> list[SharedLine]:
     return found
 
 
-def _repeated(entry: LayerEntry, module: str) -> tuple[str, ...]:
+def _repeated_entry(entry: LayerEntry, module: str) -> tuple[str, ...]:
     """Return what modules repeat of an entry; () for what is in no module, which none repeats."""
     if entry.kind == "state":
         return "state", without_numbers(entry.name), without_numbers(module)
@@ -196,7 +199,7 @@ def roll_changes(changes: Sequence[LayerChange]) -> list[tuple[str, str, str]]:
             text += f" (pass {first.a.pass_number})"
             a = f"{first.a.name}:{numbers_text(change.a.pass_number for change in same)}"
             b = f"{first.b.name}:{numbers_text(change.b.pass_number for change in same)}"
-        kind = _repeated(first.a, first.a.module)
+        kind = _repeated_entry(first.a, first.a.module)
         rows.append(((kind or a, str(first.a.source), text), a, b, text))
     return [(a + (f" and {len(more)} alike" if more else ""), b, text)
             for (_, a, b, text), *more in _grouped(rows, itemgetter(0)).values()]  # fmt: skip
@@ -209,7 +212,7 @@ def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
     alike = Counter[int]()
     heads: dict[tuple[str, str], int] = {}
     for change in changes:
-        head = _head(change, heads)
+        head = _reported_line(change, heads)
         if head is not None:
             inside[head] += 1
             continue
@@ -231,7 +234,7 @@ def roll_modules(changes: Sequence[ModuleChange]) -> list[str]:
     return lines
 
 
-def _head(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None:
+def _reported_line(change: ModuleChange, heads: dict[tuple[str, str], int]) -> int | None:
     """Return the line that already reports a change."""
     if change.kind in ("added", "removed"):
         parts = change.name.split(".")[:-1]
@@ -272,22 +275,22 @@ def numbers_text(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
 
-def _whole_module(entry: LayerEntry, run: RunIndex, known: set[str]) -> str | None:
+def _whole_module(entry: LayerEntry, run: RunIndex, modules: set[str]) -> str | None:
     """Return the outermost module around an entry that the other run does not have."""
     for scope in entry.scopes:
         name = run.calls[scope].name if scope in run.calls else scope.rpartition(":")[0]
-        if name not in known:
+        if name not in modules:
             return name
     if entry.kind == "state":
         parts = entry.name.split(".")[:-1]
         for length in range(1, len(parts) + 1):
             name = ".".join(parts[:length])
-            if name in run.modules and name not in known:
+            if name in run.modules and name not in modules:
                 return name
     return None
 
 
-def _place(entry: LayerEntry) -> str:
+def _source_place(entry: LayerEntry) -> str:
     return "" if entry.source is None else place_text(entry.source.file, entry.source.line)
 
 
@@ -300,7 +303,7 @@ def _loop_place(entry: LayerEntry, run: RunIndex) -> str:
     return ""
 
 
-def _shape(entry: LayerEntry) -> str:
+def _shape_of_entry(entry: LayerEntry) -> str:
     if entry.shape is None:
         return "" if entry.value is None else number_text(entry.value)
     return str(tuple(entry.shape))
@@ -323,7 +326,7 @@ def difference_text(difference: Difference, limit: int | None) -> str:
     title = names[0] if names[0] == names[1] else f"a: {names[0]}, b: {names[1]}"
     if not difference:
         return "\n".join(
-            [f"{title}: the two runs are {alike(difference)}", *_indent(_values(difference))]
+            [f"{title}: the two runs are {alike(difference)}", *_indent(_value_rows(difference))]
         )
     found = "the two runs differ"
     if difference.first is None and all(m.kind == "renamed" for m in difference.modules):
@@ -333,7 +336,7 @@ def difference_text(difference: Difference, limit: int | None) -> str:
         at = "" if difference.first.kind == "layers" else "at "
         sections.append(f"First difference {at}{difference.first.text}")
     for name, headers, rows in _tables(difference):
-        sections.append(f"{name}:\n{_table(headers, rows, limit)}")
+        sections.append(f"{name}:\n{_html_table(headers, rows, limit)}")
     return "\n\n".join(sections)
 
 
@@ -358,7 +361,7 @@ def _summary(difference: Difference) -> Iterator[str]:
         words = {"class": "of another class", "calls": "called more or less often",
                  "training": "in another mode", "parameters": "with other parameters"}  # fmt: skip
         yield f"modules: {', '.join(f'{n} {words.get(kind, kind)}' for kind, n in kinds.items())}"
-    yield from _values(difference)
+    yield from _value_rows(difference)
 
 
 def _flow_counts(flow: Sequence[FlowChange]) -> Iterator[str]:
@@ -376,7 +379,7 @@ def _flow_counts(flow: Sequence[FlowChange]) -> Iterator[str]:
             yield f"{often[kind]} {one if often[kind] == 1 else several}"
 
 
-def _values(difference: Difference) -> Iterator[str]:
+def _value_rows(difference: Difference) -> Iterator[str]:
     coverage = difference.coverage
     bits = "bit for bit" if not (difference.rtol or difference.atol) else (
         f"within rtol={difference.rtol:g}, atol={difference.atol:g}")  # fmt: skip
@@ -407,14 +410,14 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
         yield "Flow", ("", "source", "at", "module", "iteration", "times", "a", "b"), flow
     matching = difference._matching
     names = matching.modules
-    for name, entries, run, known in (
+    for name, entries, run, seen_modules in (
         ("Only in a", difference.removed, matching.a, names.keys()),
         ("Only in b", difference.added, matching.b, names.values()),
     ):
         if entries:
             cells: _Rows = [
                 (row.what, row.shape, row.module, shorten(row.place, _WIDE, placeholder=" ..."))
-                for row in roll(entries, run, known)
+                for row in group_entries(entries, run, seen_modules)
             ]
             yield name, ("", "shape", "module", "at"), cells
     if difference.changed:
@@ -427,7 +430,7 @@ def _tables(difference: Difference) -> Iterator[tuple[str, tuple[str, ...], _Row
         yield "Changed", ("a", "b", "change") if renamed else ("", "change"), rows
 
 
-def _table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
+def _html_table(headers: tuple[str, ...], rows: _Rows, limit: int | None) -> str:
     shown = rows if limit is None else rows[:limit]
     if headers:
         used = [i for i in range(len(headers)) if i == 0 or any(row[i] for row in rows)]
@@ -476,25 +479,25 @@ class _Union:
         self.under: dict[int, list[tuple[str, str]]] = {}
         steps_a, steps_b = self._merge_steps()
         self._labels_a = {
-            entry.label: entry.label if position in matching.entries else _label(entry, "a")
+            entry.label: entry.label if position in matching.entries else _label_in_run(entry, "a")
             for position, entry in enumerate(self._a.entries)
         }
         self._labels_b = {
             entry.label: self._a.entries[matching.back[position]].label
             if position in matching.back
-            else _label(entry, "b")
+            else _label_in_run(entry, "b")
             for position, entry in enumerate(self._b.entries)
         }
         self._scopes: dict[str, str] = {}  # of b, by what they are called in the union
         self._merge_modules(steps_b)
         self._merge_entries(steps_a, steps_b)
         self.step_labels = [""] * len(self.flow_steps)
-        for numbers, run, known in (
+        for numbers, run, labels in (
             (steps_b, self._b, self._labels_b),
             (steps_a, self._a, self._labels_a),
         ):
             for number, label in enumerate(run.history.step_labels):
-                self.step_labels[numbers[number]] = known.get(label, "")
+                self.step_labels[numbers[number]] = labels.get(label, "")
         self._order_modules()
 
     def _merge_steps(self) -> tuple[dict[int, int], dict[int, int]]:
@@ -582,7 +585,7 @@ class _Union:
                 change = changes[entry.label]
                 tone = "changed" if change.aspects else "value"
                 self.notes[entry.label] = _note(change)
-            copy = _copy(entry, tone, "a" if only else "", parents, entry.scopes, flow)
+            copy = _copy_entry(entry, tone, "a" if only else "", parents, entry.scopes, flow)
             placed.append((timeline.of_a(position), copy, tone))
         for position, entry in enumerate(self._b.entries):
             if position in self._matching.back:
@@ -590,7 +593,7 @@ class _Union:
             flow = tuple(numbers_b[number] for number in entry.flow)
             parents = [self._labels_b[label] for label in entry.parents if label in self._labels_b]
             scopes = tuple(self._scopes.get(scope, scope) for scope in entry.scopes)
-            copy = _copy(entry, "added", "b", parents, scopes, flow)
+            copy = _copy_entry(entry, "added", "b", parents, scopes, flow)
             placed.append((timeline.of_b(position), copy, "added"))
         placed.sort(key=lambda found: found[0])
         by_label: dict[str, LayerEntry] = {}
@@ -632,12 +635,12 @@ def _note(change: LayerChange) -> str:
     return "; ".join(text for text in (str(plain), detail) if text)
 
 
-def _label(entry: LayerEntry, run: str) -> str:
+def _label_in_run(entry: LayerEntry, run: str) -> str:
     name = f"{entry.name} in {run}"
     return name if entry.passes == 1 else f"{name}:{entry.pass_number}"
 
 
-def _copy(
+def _copy_entry(
     entry: LayerEntry, tone: str, only: str, parents: Iterable[str], scopes: tuple[str, ...],
     flow: tuple[int, ...],
 ) -> LayerEntry:  # fmt: skip
@@ -695,7 +698,7 @@ def difference_picture(difference: Difference, **options: Any) -> Picture:
     made = scene(cast("RunLog", union), **options)
     tones = {node: _tone(node, union) for node in made.root.walk()}
     for node in made.nodes():
-        node.lines = _lines(node, union, tones[node])
+        node.lines = _lines_of_node(node, union, tones[node])
     _tell_sides(made, union)
     canvas = paint(figure(made))
     first = _first_node(made, union, difference)
@@ -722,7 +725,7 @@ def _tone(node: SceneNode, union: _Union) -> str:
     return "changed" if tones - {"", "value"} else "value"
 
 
-def _lines(node: SceneNode, union: _Union, tone: str) -> list[str]:
+def _lines_of_node(node: SceneNode, union: _Union, tone: str) -> list[str]:
     """Return the lines of a node: those of a picture of one run, and the differences."""
     number = _step_of(node)
     if number is not None:
@@ -784,7 +787,9 @@ def _first_node(made: Scene, union: _Union, difference: Difference) -> SceneNode
         numbers = (n for n in (exact, *tests) if n in made.step_nodes)
         return next((made.step_nodes[n] for n in numbers), None)
     sides = [side for side in (first.a, first.b) if isinstance(side, LayerEntry)]
-    names = [_label(side, run) for side in sides for run in "ab"] + [side.label for side in sides]
+    names = [_label_in_run(side, run) for side in sides for run in "ab"] + [
+        side.label for side in sides
+    ]
     return next((made.node_of[name] for name in names if name in made.node_of), None)
 
 
@@ -816,11 +821,11 @@ def _colored(group: Marks, node: SceneNode, tone: str, is_first: bool) -> Marks:
     elif tone:
         marks[shapes[-1]] = replace(shape, stroke=stroke, thick=2.0)
     if is_first:
-        marks.append(_around(shape))
+        marks.append(_outline_points(shape))
     return replace(group, marks=tuple(marks))
 
 
-def _around(shape: Rectangle | Polygon) -> Rectangle:
+def _outline_points(shape: Rectangle | Polygon) -> Rectangle:
     if isinstance(shape, Rectangle):
         left, top, wide, high = shape.x, shape.y, shape.width, shape.height
     else:

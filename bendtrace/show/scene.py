@@ -175,11 +175,11 @@ def _decisions(
             continue
         if isinstance(step, LoopFlowStep) and step.kind == "while":
             continue  # its tests say as much
-        found.append((position, _around(step, position, by_name, begins, chains), number))
+        found.append((position, _calls_around(step, position, by_name, begins, chains), number))
     return [(p, s, n) for p, s, n in found if s[: len(inside)] == tuple(inside)]
 
 
-def _around(
+def _calls_around(
     step: FlowStep,
     position: float,
     by_name: Mapping[str, Sequence[ModuleEntry]],
@@ -202,18 +202,18 @@ def _node_labels(
 ) -> set[str]:
     """Return the labels of the values that get nodes."""
     shown = {e.label for e in entries if e.kind in ("input", "op", "output")}
-    known = {entry.label: entry for entry in entries if entry.kind == "number"}
+    by_label = {entry.label: entry for entry in entries if entry.kind == "number"}
     if numbers == "all":
-        shown |= known.keys()
+        shown |= by_label.keys()
     if numbers == "deciding":
         stack = [history.step_labels[number] for number in steps]
         seen: set[str] = set()
         while stack:
             label = stack.pop()
-            if label in known and label not in seen:
+            if label in by_label and label not in seen:
                 seen.add(label)
-                stack += known[label].parents
-                if known[label].function not in _CONVERSIONS:
+                stack += by_label[label].parents
+                if by_label[label].function not in _CONVERSIONS:
                     shown.add(label)
     return shown
 
@@ -246,11 +246,11 @@ def origins(
 
 def roll(box: Box, key_of_step: Mapping[int, object]) -> None:
     """Merge the passes of each op, and the calls of each module."""
-    known: dict[object, Item] = {}
+    first_of: dict[object, Item] = {}
     kept: list[Item] = []
     for item in box.items:
         key = _roll_key(item, key_of_step)
-        first = known.setdefault(key, item)
+        first = first_of.setdefault(key, item)
         if first is item:
             kept.append(item)
         elif isinstance(first, SceneLeaf) and isinstance(item, SceneLeaf):
@@ -294,7 +294,7 @@ class _Tokens:
 
     def __init__(self, step_key: Callable[[int, bool], object]) -> None:
         self._numbers: dict[object, Token] = {}
-        self._known: dict[tuple[Item, bool], Token] = {}
+        self._tokens: dict[tuple[Item, bool], Token] = {}
         self._step_key = step_key
 
     def _number(self, key: object) -> Token:
@@ -308,13 +308,13 @@ class _Tokens:
             by_name: whether equal means the same sites of the same modules, as in the passes of
                 a loop. Otherwise it means alike in class, functions and shapes.
         """
-        if (item, by_name) not in self._known:
-            self._known[item, by_name] = self._number((by_name, *self._key(item, by_name)))
-        return self._known[item, by_name]
+        if (item, by_name) not in self._tokens:
+            self._tokens[item, by_name] = self._number((by_name, *self._key(item, by_name)))
+        return self._tokens[item, by_name]
 
     def forget(self, item: Item) -> None:
         for by_name in (True, False):
-            self._known.pop((item, by_name), None)
+            self._tokens.pop((item, by_name), None)
 
     def _key(self, item: Item, by_name: bool) -> tuple[object, ...]:
         if isinstance(item, Box):
@@ -402,10 +402,10 @@ def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
         following = places[keys[place]]
         for other in islice(following, rank[place] + 1, rank[place] + 1 + _CANDIDATES):
             period = other - place
-            count = _count(keys, place, period)
+            count = _count_repeats(keys, place, period)
             has_box = any(isinstance(item, Box) for item in items[place:other])
             if count >= _LEAST and (by_name or has_box):
-                count = _alike(items, place, period, count)
+                count = _count_connected_alike(items, place, period, count)
                 if count >= _LEAST:
                     break
             count = 0
@@ -421,7 +421,7 @@ def _pass(box: Box, tokens: _Tokens, by_name: bool, units: Units) -> bool:
     return changed
 
 
-def _count(keys: Sequence[Token], place: int, period: int) -> int:
+def _count_repeats(keys: Sequence[Token], place: int, period: int) -> int:
     """Return how often a series of items repeats from a position on."""
     unit = keys[place : place + period]
     count = 1
@@ -430,7 +430,7 @@ def _count(keys: Sequence[Token], place: int, period: int) -> int:
     return count
 
 
-def _alike(items: Sequence[Item], place: int, period: int, count: int) -> int:
+def _count_connected_alike(items: Sequence[Item], place: int, period: int, count: int) -> int:
     """Return how many repetitions have the same connections."""
     first = _wiring(items[place : place + period])
     for number in range(1, count):
@@ -780,23 +780,23 @@ class Emitter:
         """Find the edges between the nodes."""
         found: dict[_Ends, Arrow] = {}
         by_label = {entry.label: entry for entry in self.history.entries}
-        known: dict[str, SceneNode] = {**outside, **self.node_of}
+        nodes: dict[str, SceneNode] = {**outside, **self.node_of}
         for entry in self.entries:
             target = self.node_of.get(entry.label)
             if target is None:
                 continue
             for place, parent in enumerate(entry.parents):
-                for label in origins(parent, by_label, known, sizes=False):
+                for label in origins(parent, by_label, nodes, sizes=False):
                     kind = "data" if label == parent else "number"
-                    self._join(found, known[label], target, by_label[label], kind, entry, place)
+                    self._join(found, nodes[label], target, by_label[label], kind, entry, place)
             if ">" + entry.label in outside:
                 self._join(found, target, outside[">" + entry.label], entry, "data")
         for number, label in enumerate(self.history.step_labels):
             node = self.step_nodes.get(number)
             if node is None or not label:
                 continue
-            for origin in origins(label, by_label, known, sizes=True):
-                self._join(found, known[origin], node, by_label[origin], "data", step=number)
+            for origin in origins(label, by_label, nodes, sizes=True):
+                self._join(found, nodes[origin], node, by_label[origin], "data", step=number)
         self._control(found)
         direct = {(edge.source, edge.target) for edge in found.values() if edge.kind == "data"}
         return [
@@ -856,7 +856,7 @@ class Emitter:
         if kind == "repeat" and step is not None and not edge.instead:
             first_step = next(n for n, node in self.step_nodes.items() if node is target)
             edge.instead.append(self.history.step_labels[first_step])
-        text = shape_text(entry)
+        text = shape_label(entry)
         if not edge.text and len(edge.labels) == 1:
             edge.text = text
         elif edge.text != text:
@@ -904,7 +904,7 @@ def scene(
     required_int("depth", depth, 0, or_none=True)
     if numbers not in ("deciding", "all", "none"):
         raise InputError(f'numbers= has to be "deciding", "all" or "none", not {numbers!r}')
-    entries, inside = _part(history, within)
+    entries, inside = _entries_within(history, within)
     steps = history.flow_steps
 
     def roll_all(root: Box) -> None:
@@ -942,7 +942,9 @@ def _step_key(step: FlowStep, by_name: bool) -> object:
     return (step.text, step.kind, "" if isinstance(step, LoopFlowStep) else str(step.value))
 
 
-def _part(history: RunLog, within: str | None) -> tuple[list[LayerEntry], tuple[str, ...]]:
+def _entries_within(
+    history: RunLog, within: str | None
+) -> tuple[list[LayerEntry], tuple[str, ...]]:
     """Return the entries to show, and the labels of the calls around them."""
     entries = [entry for entry in history.entries if entry.kind != "state"]
     if within is None:
@@ -967,7 +969,7 @@ _MOST = 44  # letters of a line
 _STATE = 2  # so many parameters have their shapes written
 
 
-def shape_text(entry: LayerEntry) -> str:
+def shape_label(entry: LayerEntry) -> str:
     """Return the shape of a value, and its dtype if that is not the usual one.
 
     Example:
@@ -1027,7 +1029,7 @@ def leaf_lines(leaf: SceneLeaf, parent: str, first: bool) -> list[str]:
     """
     lines = []
     if leaf.box is not None:
-        name = _names(leaf.box.names[:1] if first else leaf.box.names, parent)
+        name = _module_names(leaf.box.names[:1] if first else leaf.box.names, parent)
         lines.append(f"{name}{_DOT}{_classes(leaf.box)}")
     uses = leaf.entries[0].state
     if uses:
@@ -1041,7 +1043,7 @@ def leaf_lines(leaf: SceneLeaf, parent: str, first: bool) -> list[str]:
 def box_title(box: Box, parent: str, first: bool) -> str:
     """Return the name of a box."""
     if box.kind == "module":
-        return _names(box.names[:1] if first else box.names, parent)
+        return _module_names(box.names[:1] if first else box.names, parent)
     if box.kind == "part":
         named = [leaf.entries[0].name for leaf in box.leaves() if leaf.entries]
         return f"{named[0]} \N{HORIZONTAL ELLIPSIS} {named[-1]}" if named else "part"
@@ -1075,7 +1077,7 @@ def _classes(box: Box) -> str:
     return ", ".join(dict.fromkeys(call.class_name for call in box.calls))
 
 
-def _names(names: Sequence[str], parent: str) -> str:
+def _module_names(names: Sequence[str], parent: str) -> str:
     """Return names of modules as one text, without the part that the box around them has."""
     short = [
         name.removeprefix(parent + ".") if parent and name.startswith(parent + ".") else name

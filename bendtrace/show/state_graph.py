@@ -16,10 +16,10 @@ from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
 from bendtrace.log.entries import counted
 from bendtrace.python.places import place_text
-from bendtrace.record.names import NodeRef
+from bendtrace.record.op_names import NodeRef
 from bendtrace.record.recorder import Recording
-from bendtrace.show.outline import value_text
-from bendtrace.show.program import Chart, joined, selection, signature_of
+from bendtrace.show.model_tree import Chart, joined, selection, signature_of
+from bendtrace.show.outline import outcome_text
 from bendtrace.show.walks import PathEnd, PathEvent, Walk, key_of_guard, walks_of
 from bendtrace.tape.tape import OpKind, Tape
 
@@ -181,10 +181,10 @@ def state_graph(tree: TraceTree, trace_of: Callable[[Recording, Program], Trace]
     programs = sorted(tree.programs(), key=lambda program: program.serial)
     traces: dict[Recording, tuple[int, Trace]] = {}
     for number, (program, facts) in enumerate(zip(programs, selection(programs), strict=True), 1):
-        known = _ProgramStates(program)
-        for recording in known.recordings():
+        states = _ProgramStates(program)
+        for recording in states.recordings():
             traces.setdefault(recording, (len(traces), trace_of(recording, program)))
-        known.add_to(graph, number, facts, {run: place for run, (place, _) in traces.items()})
+        states.add_to(graph, number, facts, {run: place for run, (place, _) in traces.items()})
     graph.traces = tuple(trace for _, trace in traces.values())
     return graph
 
@@ -275,8 +275,8 @@ class _ProgramStates:
             place, before, position = after, event, here
             answer = _answer_of(recording.tape, event)
         if ends and walk.end is not None:
-            known = (walk.end.kind, walk.end.text, walk.end.file, walk.end.line)
-            after = self._places.setdefault(known, _Spot(end=PathEnd(*known)))
+            end = (walk.end.kind, walk.end.text, walk.end.file, walk.end.line)
+            after = self._places.setdefault(end, _Spot(end=PathEnd(*end)))
             self._add(walk, place, before, answer, after, position, walk.positions[1])
 
     def _add(
@@ -287,7 +287,7 @@ class _ProgramStates:
         segment = place.out.get((by, after))
         if segment is None or id(segment.recording) not in self._current:
             hits = 0 if segment is None else segment.hits
-            outcome = "" if before is None else value_text(answer)
+            outcome = "" if before is None else outcome_text(answer)
             segment = _Segment(answer, outcome, after, recording, first, max(first, stop), hits)
             place.out[by, after] = segment
         segment.hits += walk.hits
@@ -302,12 +302,12 @@ class _ProgramStates:
     ) -> _Spot:
         """Return the place of a run when it asked a question."""
         key = self._key_of(recording, event, place, before)
-        known: Hashable = key
+        place_key: Hashable = key
         if key is None:
-            known = place, f"{type(answer).__name__} {answer!r}", event.key
-        found = self._places.get(known)
+            place_key = place, f"{type(answer).__name__} {answer!r}", event.key
+        found = self._places.get(place_key)
         if found is None:
-            found = self._places[known] = _Spot(event, key=key)
+            found = self._places[place_key] = _Spot(event, key=key)
         return found
 
     def _key_of(

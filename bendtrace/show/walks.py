@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bendtrace.engine.analysis import Analysis, GuardKind
-from bendtrace.engine.graph import ProgramGraph
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.program import Program
+from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.stretches import GuardSide, RecordedPath, RunPiece, Stretch
 from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep, ShapeFlowStep, steps_of
 from bendtrace.python.places import place_text
@@ -308,7 +308,7 @@ class Walk:
             self.positions = self.positions[0], len(self.path.recording.tape.ops)
 
     @property
-    def passed(self) -> list[PathEvent]:
+    def outcome_events(self) -> list[PathEvent]:
         """The events whose outcome it includes."""
         return self.events[self.begin : self.stop]
 
@@ -719,12 +719,12 @@ def choices_of(place: InstructionPlace, outcome: bool) -> tuple[tuple[Choice, bo
         test, value = conclude_truth(file, node, outcome)
         if test.parent is not None and not isinstance(test.parent, ast.BoolOp):
             decided.append((test.child, value))
-    known = {
+    values = {
         choice.span: choice
         for child, _ in decided
         for choice in _choices_at(file, file.parents[child])
     }
-    pairs = [(known.get(span_of(child)), value) for child, value in decided]
+    pairs = [(values.get(span_of(child)), value) for child, value in decided]
     return tuple((choice, value) for choice, value in pairs if choice is not None)
 
 

@@ -244,13 +244,13 @@ def _dtype_name(array: Any) -> str:
 
 def _dtypes() -> frozenset[Any]:
     """Return the types of numpy that torch has as well."""
-    if not _known_dtypes:
+    if not _torch_dtypes:
         numpy = sys.modules["numpy"]
-        _known_dtypes.append(frozenset(map(numpy.dtype, _NAMES)))
-    return _known_dtypes[0]
+        _torch_dtypes.append(frozenset(map(numpy.dtype, _NAMES)))
+    return _torch_dtypes[0]
 
 
-_known_dtypes: list[frozenset[Any]] = []
+_torch_dtypes: list[frozenset[Any]] = []
 _NAMES = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16",
     "float32", "float64", "complex64", "complex128",

@@ -110,58 +110,58 @@ class Portion:
             switch.restore()
 
     def _go_through(
-        self, known: dict[int, Any], stop: tuple[int, int] | None, switch: ContextSwitch
+        self, values: dict[int, Any], stop: tuple[int, int] | None, switch: ContextSwitch
     ) -> None:
         passages = list(self.passages)
         for op in self.ops:
             if stop is not None and op.index >= stop[0]:
                 break
             while passages and passages[0].position <= op.index:
-                _pass_through(passages.pop(0), known, switch)
+                _pass_through(passages.pop(0), values, switch)
             switch.to(op.context)
             try:
-                known[op.index] = op.target(
-                    *_replayed_arguments(op.args, known), **_replayed_arguments(op.kwargs, known)
+                values[op.index] = op.target(
+                    *_replayed_arguments(op.args, values), **_replayed_arguments(op.kwargs, values)
                 )
             except _Stopped:
                 raise
             except Exception as error:
                 if op.index not in self._tried:
                     raise
-                known[op.index] = error.with_traceback(None)
+                values[op.index] = error.with_traceback(None)
             for index in self.dying.get(op.index, ()):
-                known.pop(index, None)
+                values.pop(index, None)
         for passage in passages:
             if stop is None or passage[:2] <= stop:
-                _pass_through(passage, known, switch)
+                _pass_through(passage, values, switch)
 
 
-def _pass_through(passage: Passage, known: dict[int, Any], switch: ContextSwitch) -> None:
+def _pass_through(passage: Passage, values: dict[int, Any], switch: ContextSwitch) -> None:
     if passage.context is not None:
         switch.to(passage.context)
-    known[passage.op] = passage.function(known[passage.op])
+    values[passage.op] = passage.function(values[passage.op])
 
 
-def _replayed_arguments(value: Any, known: dict[int, Any]) -> Any:
+def _replayed_arguments(value: Any, values: dict[int, Any]) -> Any:
     """Return the arguments that recorded ones stand for."""
     kind = type(value)
     if kind is Ref:
-        return known[value.index]
+        return values[value.index]
     if kind is tuple or kind is list:
-        return kind([_replayed_arguments(item, known) for item in value])
+        return kind([_replayed_arguments(item, values) for item in value])
     if kind is dict:
-        return {key: _replayed_arguments(item, known) for key, item in value.items()}
+        return {key: _replayed_arguments(item, values) for key, item in value.items()}
     if kind is slice:
-        return slice(*_replayed_arguments((value.start, value.stop, value.step), known))
+        return slice(*_replayed_arguments((value.start, value.stop, value.step), values))
     if kind is FixedObject:
         return value.value
     if kind is Construction:
-        return value.maker(*_replayed_arguments(value.args, known))
+        return value.maker(*_replayed_arguments(value.args, values))
     if kind is Instance:
         return build_instance(
             value.cls,
-            _replayed_arguments(value.items, known),
-            _replayed_arguments(value.attributes, known),
+            _replayed_arguments(value.items, values),
+            _replayed_arguments(value.attributes, values),
         )
     if kind is Array:
         array = value.value.copy("K")

@@ -624,8 +624,8 @@ def _is_same_key(a: Any, b: Any) -> bool:
     kind = type(a)
     if kind is tuple and type(b) is tuple:
         return len(a) == len(b) and all(map(_is_same_key, a, b))
-    known = kind in PLAIN_TYPES or kind in (frozenset, AttributeKey) or is_scalar(kind)
-    return known and kind is type(b) and identical(a, b)
+    is_plain = kind in PLAIN_TYPES or kind in (frozenset, AttributeKey) or is_scalar(kind)
+    return is_plain and kind is type(b) and identical(a, b)
 
 
 def container_content(part: Captured, names: Iterable[str] = ()) -> dict[Any, Any]:

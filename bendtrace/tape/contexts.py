@@ -214,16 +214,16 @@ class Hold:
         block: the checkpointed block that the call is in (see `blocks.py`).
     """
 
-    __slots__ = ("_held", "block")
+    __slots__ = ("_is_active", "block")
 
     def __init__(self) -> None:
-        self._held = False
+        self._is_active = False
         self.block: Any = None
 
     def take(self) -> None:
         """Keep the cache until `release`."""
-        if not self._held:
-            self._held = True
+        if not self._is_active:
+            self._is_active = True
             torch.autocast_increment_nesting()
 
     def release(self) -> None:
@@ -235,9 +235,9 @@ class Hold:
 
     def release_casts(self) -> bool:
         """Return the cache to the blocks around; if there are none, clear it and return True."""
-        if not self._held:
+        if not self._is_active:
             return False
-        self._held = False
+        self._is_active = False
         outermost = torch.autocast_decrement_nesting() == 0
         if outermost:
             forget_casts()

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from bendtrace.python.bytecode import constant_of, has, instructions_of, single_steps
-from bendtrace.python.features import is_off
+from bendtrace.python.internals import is_off
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
@@ -119,14 +119,14 @@ def asks(value: Any) -> bool:
         return True
     if isinstance(value, type):
         is_seeded = any(base.__name__ in _SEEDED for base in value.__mro__)
-        return _is_known_type(value) and not is_seeded
+        return _is_asking_type(value) and not is_seeded
     if kind is functools.partial:
         return asks(value.func) and all(map(asks, (*value.args, *value.keywords.values())))
     if kind.__name__ == "cython_function_or_method":  # no class that all of them share
         is_draw = value.__qualname__.startswith(("Generator.", "RandomState.", "seed"))
         return is_draw or uses_torch(str(value.__module__))
     if kind not in _OF_C:
-        return _is_known_type(kind, _OBJECTS)
+        return _is_asking_type(kind, _OBJECTS)
     try:
         if value in ASKING or value in _DRAWING:
             return True
@@ -139,7 +139,7 @@ def asks(value: Any) -> bool:
     if owner in _NUMBERS if isinstance(owner, type) else type(owner) in _NUMBERS:
         return value.__name__ in _FROM_TEXT
     owner = owner if isinstance(owner, type) else type(owner)
-    return owner in _CONTAINERS or _is_known_type(owner, _OBJECTS)
+    return owner in _CONTAINERS or _is_asking_type(owner, _OBJECTS)
 
 
 def looks_up(code: CodeType) -> bool:
@@ -156,7 +156,7 @@ _FORMAT = re.compile(r"%[^a-zA-Z%]*(\*|c)")
 _OF_TIME = re.compile(r"[<>=]?([mM]8|datetime64|timedelta64)")  # types of numpy's that insist too
 
 
-def _is_known_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
+def _is_asking_type(cls: type, others: frozenset[Any] = frozenset()) -> bool:
     """Return whether objects of a class are made, and their methods written, by code that asks.
 
     Args:
@@ -210,7 +210,7 @@ _PASSING_ON = frozenset(
 )  # fmt: skip
 # Packages for tensors, where their imports do not show it.
 _FOR_TENSORS = frozenset({"torch", "bendtrace", "einops", "opt_einsum", "jaxtyping", "omegaconf"})
-_known_packages: dict[str, tuple[int, bool]] = {}
+_package_uses: dict[str, tuple[int, bool]] = {}
 
 
 def uses_torch(module: str) -> bool:
@@ -220,19 +220,19 @@ def uses_torch(module: str) -> bool:
         return True
     if not package or package in sys.stdlib_module_names or package == "numpy":
         return False
-    count, known = _known_packages.get(package, (0, False))
-    if not known and count != len(sys.modules):
+    count, is_used = _package_uses.get(package, (0, False))
+    if not is_used and count != len(sys.modules):
         inside = f"{package}."
-        known = any(
+        is_used = any(
             getattr(part, "__dict__", {}).get("torch") is torch
             for name, part in list(sys.modules.items())
             if name == package or name.startswith(inside)
         )
-        _known_packages[package] = len(sys.modules), known
-    return known
+        _package_uses[package] = len(sys.modules), is_used
+    return is_used
 
 
-def is_known_code(code: CodeType, module: str) -> bool:
+def may_receive_traced(code: CodeType, module: str) -> bool:
     """Return whether installed code written in Python may receive traced numbers."""
     package = module.partition(".")[0]
     if module.startswith("namedtuple_"):  # their constructors, which Python writes
@@ -283,7 +283,7 @@ def objects_by_name(
         space: its globals.
         cells: the values of its free variables.
     """
-    held: dict[str, Any] = dict(cells or {})  # and modules that it imports itself
+    values: dict[str, Any] = dict(cells or {})  # and modules that it imports itself
     name, value, package = "", UNKNOWN, None
     for step in single_steps(code):
         path, member = "", UNKNOWN
@@ -302,17 +302,17 @@ def objects_by_name(
                     yield path, UNKNOWN
         elif step.name in ("LOAD_GLOBAL", "LOAD_NAME"):
             path, member = step.value, _global(step.value, space)
-        elif step.name in _VARIABLES and step.value in held:
-            path, member = step.value, held[step.value]
+        elif step.name in _VARIABLES and step.value in values:
+            path, member = step.value, values[step.value]
         elif step.name.startswith("STORE_") and isinstance(value, types.ModuleType):
-            held[step.value] = value
+            values[step.value] = value
             value = UNKNOWN
         if value is not UNKNOWN and (member is UNKNOWN or step.name not in _ATTRIBUTES):
             yield name, value
         name, value = path, member
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from objects_by_name(inner, space, held)
+            yield from objects_by_name(inner, space, values)
 
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -381,14 +381,14 @@ def needs_plain_numbers(code: CodeType, space: Mapping[str, Any] | None = None) 
     if is_off("identity"):
         return True
     space = vars(builtins) if space is None else space
-    known = _plain.get((id(code), id(space)))
-    if known is None:
+    cached = _plain.get((id(code), id(space)))
+    if cached is None:
         needs = _tells_apart(code) or (
             not code.co_filename.startswith((TORCH, PACKAGE))
             and not _all_ask(code, objects_by_name(code, space))
         )
-        known = _plain[id(code), id(space)] = code, space, needs
-    return known[2]
+        cached = _plain[id(code), id(space)] = code, space, needs
+    return cached[2]
 
 
 def function_needs_plain(function: types.FunctionType) -> bool:
@@ -411,9 +411,9 @@ def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
     """Return whether code may look up something that asks, by name in a standard module."""
     if not looks_up(code) or module.__name__ not in sys.stdlib_module_names:
         return True
-    held = vars(module)
-    found = [held[text] for text in code.co_consts if type(text) is str and text in held]
-    return all(map(asks, found or held.values()))
+    members = vars(module)
+    found = [members[text] for text in code.co_consts if type(text) is str and text in members]
+    return all(map(asks, found or members.values()))
 
 
 def _tells_apart(code: CodeType) -> bool:

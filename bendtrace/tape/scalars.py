@@ -285,12 +285,12 @@ _ON_INTS = frozenset({"lshift", "rshift", "and", "or", "xor"})
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
-def _index(scalar: TracedScalar) -> int:
+def _index_number(scalar: TracedScalar) -> int:
     return operator.index(scalar._consume(Use.INDEX))
 
 
 def _operator_functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {"__index__": _index}
+    found: dict[str, Callable[..., Any]] = {"__index__": _index_number}
     for name, function in _UNARY.items():
         found[f"__{name}__"] = _unary(function)
     for name, binary in _BINARY.items():
@@ -370,7 +370,7 @@ _RETIRED = {
 RETIRED: frozenset[type] = frozenset(_RETIRED.values())
 
 
-class _Over:
+class _NoOrigin:
     """The origin of scalars whose run is over."""
 
     active = False
@@ -386,7 +386,7 @@ class _Over:
         return function(scalar._value, *args)
 
 
-_OVER = _Over()
+_OVER = _NoOrigin()
 _set_class: Any = vars(object)["__class__"].__set__
 
 

@@ -87,12 +87,12 @@ def make_function(
     namespace: dict[str, Any],
     defaults: tuple[Any, ...] | None,
     keyword_defaults: dict[str, Any] | None,
-    held: tuple[Any, ...],
+    contents: tuple[Any, ...],
     attributes: dict[str, Any],
     metadata: dict[str, Any],
 ) -> types.FunctionType:
     """Create a function from its code, its globals and its closure."""
-    cells = tuple(map(types.CellType, held))
+    cells = tuple(map(types.CellType, contents))
     made = types.FunctionType(code, namespace, code.co_name, defaults, cells)
     made.__kwdefaults__ = keyword_defaults
     vars(made).update(attributes)
@@ -138,12 +138,12 @@ def cached_results(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
     """Yield the results in a `functools.lru_cache`, and the content of containers among them."""
     waiting = [result for _, result in entries_of(cache)]
     while waiting:
-        held = waiting.pop()
-        yield held
-        if type(held) in (tuple, list):
-            waiting += held
-        elif type(held) is dict:
-            waiting += held.values()
+        item = waiting.pop()
+        yield item
+        if type(item) in (tuple, list):
+            waiting += item
+        elif type(item) is dict:
+            waiting += item.values()
 
 
 def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
@@ -191,13 +191,13 @@ def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, An
     # the links between the entries if it has a `maxsize` (CPython 3.11 to 3.14).
     own = getattr(cache, "__dict__", None)
     waiting = [
-        held
-        for held in gc.get_referents(cache)
-        if held is not own
-        and type(held) is not object
-        and not (isinstance(held, type) and held.__module__ == "functools")
+        referent
+        for referent in gc.get_referents(cache)
+        if referent is not own
+        and type(referent) is not object
+        and not (isinstance(referent, type) and referent.__module__ == "functools")
     ]
-    tables = [held for held in waiting if type(held) is dict]
+    tables = [referent for referent in waiting if type(referent) is dict]
     if cache.cache_parameters()["maxsize"] is None:
         return list(tables[0].items())
     # Each key is followed by its result, among other things (CPython 3.11 to 3.14).
@@ -205,10 +205,10 @@ def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, An
     keys = {id(key) for key in table}
     found = []
     steps = iter(waiting)
-    for held in steps:
-        if id(held) in keys:
-            found.append((held, next(steps)))
-            keys.remove(id(held))
+    for referent in steps:
+        if id(referent) in keys:
+            found.append((referent, next(steps)))
+            keys.remove(id(referent))
     return found
 
 

@@ -194,7 +194,7 @@ class Stage(Protocol):
     def is_in_block(self) -> bool:
         """Return whether the run is in a block that the backward pass runs again."""
 
-    def passed(self, gate: Callable[[Any], Any]) -> None:
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
         """Note the gate that has let a function replace a result (see `pass_through`)."""
 
     def pass_through(

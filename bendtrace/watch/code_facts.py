@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from bendtrace.python.bytecode import catches_all, computes_names, global_uses
-from bendtrace.python.features import names_off
+from bendtrace.python.internals import names_off
 from bendtrace.python.places import full_place_text
 from bendtrace.watch.draws import CHANGING
 
@@ -132,10 +132,10 @@ def other_names_in(function: types.FunctionType) -> Iterator[str]:
     After `from torch import initial_seed as seed`, code that uses `seed` yields `initial_seed`.
     """
     space, code = function.__globals__, function.__code__
-    held = chain(
+    functions = chain(
         (space[name] for name in facts_in(code).globals & space.keys()), cells_of(function)
     )
-    for value in held:
+    for value in functions:
         if isinstance(value, _FUNCTIONS) and value.__name__ not in code.co_names:
             yield value.__name__
 
@@ -204,8 +204,8 @@ def functions_of(member: Any) -> list[types.FunctionType]:
         parts = (member.fget, member.fset, member.fdel)
         return [part for part in parts if isinstance(part, types.FunctionType)]
     if isinstance(member, functools.singledispatchmethod):
-        known = [member.func, *member.dispatcher.registry.values()]
-        return [function for part in known for function in functions_of(part)]
+        implementations = [member.func, *member.dispatcher.registry.values()]
+        return [function for part in implementations for function in functions_of(part)]
     if isinstance(member, functools.partialmethod):
         member = member.func
     elif isinstance(member, (classmethod, staticmethod)):

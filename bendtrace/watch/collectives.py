@@ -252,8 +252,8 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     if isinstance(model, nn.Module):
         for module in module_tree(model):
             for parameter in gather_records(module):
-                held = getattr(parameter, "_unsharded_param", None)
-                names[id(held)] = f"{len(names)}"
+                full = getattr(parameter, "_unsharded_param", None)
+                names[id(full)] = f"{len(names)}"
     if not names:
         return None
     reached: set[str] = set()
@@ -437,7 +437,7 @@ class _JointHook:
 _Shard = tuple[dict[str, Any], str, Any]
 
 
-class _Before(_JointHook):
+class _JointPreHook(_JointHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         watcher = current_watcher()
         if watcher is None:
@@ -446,15 +446,15 @@ class _Before(_JointHook):
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
         for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
-                held = holder._parameters
+                table = holder._parameters
                 # A resumed run reaches what was done before: FSDP has the shards back in place.
-                if held[name] is not parameter:
-                    self.shards.append((held, name, held[name]))
-                    held[name] = parameter
+                if table[name] is not parameter:
+                    self.shards.append((table, name, table[name]))
+                    table[name] = parameter
         return rebuild(given[: len(tensors)])
 
 
-class _After(_JointHook):
+class _JointPostHook(_JointHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         watcher = current_watcher()
         if watcher is None:
@@ -466,8 +466,8 @@ class _After(_JointHook):
 
 
 def _restore_shards(shards: list[_Shard]) -> None:
-    for held, name, shard in shards:
-        held[name] = shard
+    for table, name, shard in shards:
+        table[name] = shard
     shards.clear()
 
 
@@ -483,8 +483,8 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
     exchanged: list[tuple[Any, int, Any]] = []
     shards: list[_Shard] = []
     for hooks, name, kind in (
-        (module._forward_pre_hooks, _BEFORE, _Before),
-        (module._forward_hooks, _AFTER, _After),
+        (module._forward_pre_hooks, _BEFORE, _JointPreHook),
+        (module._forward_hooks, _AFTER, _JointPostHook),
     ):
         found = _hook_of_fsdp(hooks, name)
         if found is not None and not isinstance(hooks[found[0]], _JointHook):
@@ -778,7 +778,7 @@ def _waiting_reason(
 
 
 _lock = threading.Lock()
-_known: dict[str, Any] = {}
+_ranks: dict[str, Any] = {}
 _events: dict[str, int] = {}  # go on counting if the process group is made again
 
 
@@ -790,13 +790,13 @@ def ranks(timeout: float) -> Ranks:
     """
     default = dist.group.WORLD
     with _lock:
-        known: Ranks | None = _known.get("ranks")
-        if known is None or _known["group"] is not default:
+        cached: Ranks | None = _ranks.get("ranks")
+        if cached is None or _ranks["group"] is not default:
             store: Any = dist.distributed_c10d._get_default_store()
             if hasattr(store, "clone"):
                 store = store.clone()  # whose connection nobody else has to wait for
             store = dist.distributed_c10d.PrefixStore("bendtrace", store)
-            known = Ranks(store, dist.get_rank(), dist.get_world_size(), timeout, _events)
-            _known.update(ranks=known, group=default)
-        known.timeout = timeout
-    return known
+            cached = Ranks(store, dist.get_rank(), dist.get_world_size(), timeout, _events)
+            _ranks.update(ranks=cached, group=default)
+        cached.timeout = timeout
+    return cached

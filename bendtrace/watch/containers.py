@@ -80,8 +80,8 @@ def is_watchable(container: Any) -> bool:
     if getattr(container, "default_factory", None) not in _FACTORIES:
         return False
     is_dict = isinstance(container, dict)
-    held = (*container.keys(), *container.values()) if is_dict else (*container,)
-    return all(map(_is_value, held))
+    items = (*container.keys(), *container.values()) if is_dict else (*container,)
+    return all(map(_is_value, items))
 
 
 class Watching:

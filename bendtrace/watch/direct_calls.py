@@ -173,7 +173,7 @@ def _clamp(given: _Given) -> EquivalentCall | None:
     return _activation(_nn.hardtanh, _nn.hardtanh_, "min_val", "max_val")(given)
 
 
-def _split(given: _Given) -> EquivalentCall | None:
+def _as_split(given: _Given) -> EquivalentCall | None:
     tensor, size, dim = given.values()
     if _is_int(size):
         return EquivalentCall(_functions.split, (tensor, size, dim))
@@ -208,9 +208,9 @@ def _all_equivalents() -> dict[Any, FunctionEquivalent]:
     ) -> None:
         if not isinstance(function, types.FunctionType):
             return
-        known = _ASKING | set(names) | ({function.__name__} if own else set())
-        if known.issuperset(function.__code__.co_names):
-            found[function] = FunctionEquivalent(function, resolve, known)
+        known_names = _ASKING | set(names) | ({function.__name__} if own else set())
+        if known_names.issuperset(function.__code__.co_names):
+            found[function] = FunctionEquivalent(function, resolve, known_names)
 
     cudnn = "backends", "cudnn", "enabled"
     enter(functional.layer_norm, _layer_norm, *cudnn)
@@ -241,10 +241,10 @@ def _all_equivalents() -> dict[Any, FunctionEquivalent]:
     enter(functional.sigmoid, lambda given: EquivalentCall(Tensor.sigmoid, (given["input"],)))
     enter(functional.tanh, lambda given: EquivalentCall(Tensor.tanh, (given["input"],)))
     enter(
-        Tensor.split, _split, "Tensor", "isinstance", "int", "ValueError", "SymInt",
+        Tensor.split, _as_split, "Tensor", "isinstance", "int", "ValueError", "SymInt",
         "split_with_sizes",
     )  # fmt: skip
-    enter(torch.functional.split, _split)
+    enter(torch.functional.split, _as_split)
     enter(
         functional.pad, _pad, "nn", "functional", "jit", "is_scripting", "is_cuda", "is_xpu",
         "are_deterministic_algorithms_enabled", "compiler", "is_compiling", "_dynamo",
@@ -279,13 +279,13 @@ def plain_values(tape: Tape) -> set[int]:
     plain: set[int] = set()
     for op in tape.ops:
         if op.is_given:
-            known = isinstance(op.target, Captured) and _is_plain_part(op.target)
+            is_plain = isinstance(op.target, Captured) and _is_plain_part(op.target)
         else:
-            known = op.kind is OpKind.SCALAR or (
+            is_plain = op.kind is OpKind.SCALAR or (
                 op.kind is OpKind.CALL and _gives_plain_tensors(op.target)
             )
-            known = known and _is_plain_argument((*op.args, *op.kwargs.values()), plain)
-        if known:
+            is_plain = is_plain and _is_plain_argument((*op.args, *op.kwargs.values()), plain)
+        if is_plain:
             plain.add(op.index)
     return plain
 

@@ -78,7 +78,7 @@ class Environment(ScanResult):
     """
 
     places: LookupPlaces
-    held: dict[int, dict[Any, Any]]
+    content_of: dict[int, dict[Any, Any]]
     alone: list[Captured]
     bare: list[Captured]
 
@@ -219,7 +219,7 @@ class Environment(ScanResult):
         if growing and growing_in(self).keys() != growing.keys():
             self._scan(arguments, plain_numbers, {}, containers)
             return
-        self.places = LookupPlaces(self.parts, self.held)
+        self.places = LookupPlaces(self.parts, self.content_of)
         self.contents = self.places.read()
         self.bare, self.alone = [], []
         self._sort_out(self.parts)
@@ -272,9 +272,9 @@ class Environment(ScanResult):
         """Return a new part for a tensor that comes from a `functools.lru_cache`, if it does."""
         for label, cache, *_ in self.caches:
             if any(kept is tensor for kept in cached_results(cache)):
-                known = len(self.parts)
+                count = len(self.parts)
                 Scan(self).scan_late(tensor, f"{label}(...)")
-                self._sort_out(self.parts[known:])
+                self._sort_out(self.parts[count:])
                 self.read_caches.append((cache, tensor))
                 return self.by_id[id(tensor)]
         return None
@@ -293,13 +293,15 @@ class Environment(ScanResult):
             return True
         if self.cached is other.cached:  # of one scan
             return False
-        known_code = {one.__code__ for one in other.functions}
-        if not all(one.__code__ in known_code for one in self.functions):
+        codes = {one.__code__ for one in other.functions}
+        if not all(one.__code__ in codes for one in self.functions):
             return True
         for cache, entries in self.cached.items():
-            known = dict(other.filled_caches.get(cache, ()))
-            known.update(other.cached.get(cache, ()))
-            if not all(key in known and identical(known[key], one) for key, one in entries):
+            seen_entries = dict(other.filled_caches.get(cache, ()))
+            seen_entries.update(other.cached.get(cache, ()))
+            if not all(
+                key in seen_entries and identical(seen_entries[key], one) for key, one in entries
+            ):
                 return True
         return False
 
@@ -372,10 +374,10 @@ class Environment(ScanResult):
 
     def _sort_out(self, parts: list[Captured]) -> None:
         """Separate values that may change by themselves from tensors without own attributes."""
-        held, taken = self.held, self.places.taken
+        content_of, taken = self.content_of, self.places.taken
         for part in parts:
-            if part.index in held and part.index not in taken:
-                is_bare = part.type in _TENSORS and not held[part.index]
+            if part.index in content_of and part.index not in taken:
+                is_bare = part.type in _TENSORS and not content_of[part.index]
                 (self.bare if is_bare else self.alone).append(part)
             elif part.kind in COPIED:
                 self.alone.append(part)
@@ -396,14 +398,14 @@ class Environment(ScanResult):
         for space, names in self.missing.values():
             if not space.keys().isdisjoint(names):
                 self._block_new_names(space, names)
-        for owner, known in self.namespaces.values():
-            made = set(owner) - set(known)
-            if len(owner) != len(known) and not (
+        for owner, names_before in self.namespaces.values():
+            made = set(owner) - set(names_before)
+            if len(owner) != len(names_before) and not (
                 # An empty one is made by whoever asks a class for it, `inspect` for example.
                 made == {"__annotations__"} and owner["__annotations__"] == {}
             ):
                 self._block_new_names(owner, made)
-        before = self.held
+        before = self.content_of
         now = self.places.read()
         if now is not None and self.contents is not None and now.same_as(self.contents):
             parts = self.alone
@@ -529,8 +531,8 @@ class Environment(ScanResult):
             self._placed.append((part, stand_in))
             store_item(part.parent.value, part.key, stand_in)
             if part.parent.index not in self.places.taken:
-                held = self.held[part.parent.index]
-                self.held[part.parent.index] = {**held, part.key: stand_in}
+                content = self.content_of[part.parent.index]
+                self.content_of[part.parent.index] = {**content, part.key: stand_in}
         if stand_ins:
             self.contents = self.places.read()
 
@@ -547,7 +549,7 @@ class Environment(ScanResult):
         """Let go of tensors and contents once the run is over."""
         if self.compares_identity:
             _ = self.ownership_test
-        self.held, self.contents, self.places = {}, None, LookupPlaces((), {})
+        self.content_of, self.contents, self.places = {}, None, LookupPlaces((), {})
         self._items.clear()
         self.growing = {}
         self.depends: Depends = Depends()
@@ -624,8 +626,8 @@ class OwnershipTest:
                 one is tensor
                 for ref in self._modules
                 if (module := ref()) is not None
-                for held in (module._parameters, module._buffers, vars(module))
-                for one in held.values()
+                for table in (module._parameters, module._buffers, vars(module))
+                for one in table.values()
             )
         )
 

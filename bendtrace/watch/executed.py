@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bendtrace.python.bytecode import CONSTANTS, single_steps
 from bendtrace.python.places import full_place_text
 from bendtrace.python.usage import asks_for_ids
-from bendtrace.tape.plain_numbers import is_known_code, is_of_c, looks_up, objects_by_name
+from bendtrace.tape.plain_numbers import is_of_c, looks_up, may_receive_traced, objects_by_name
 from bendtrace.watch.code_facts import UNDETECTABLE, codes_in, line_naming
 from bendtrace.watch.host_io import MEASURES
 from bendtrace.watch.mode_queries import QUESTIONS, hide_recorder, is_answered_without, put_back
@@ -169,8 +169,8 @@ def types_of_outside(code: types.CodeType, space: Mapping[str, Any]) -> Iterator
         if isinstance(value, type) and not is_steady_type(value):
             yield name
         elif type(value) is types.ModuleType and looks_up(code):
-            held = vars(value)
-            found = (held.get(text) for text in code.co_consts if type(text) is str)
+            members = vars(value)
+            found = (members.get(text) for text in code.co_consts if type(text) is str)
             if any(isinstance(one, type) and not is_steady_type(one) for one in found):
                 yield name
 
@@ -248,15 +248,15 @@ class CodeMonitor:
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> int:
         """Return whether code is finished: 2 if it is not known to ask traced numbers."""
-        known = self._kinds.get(code)
-        if known is None:
-            known = int(is_finished_code(code, space))
-            if not known:
+        cached = self._kinds.get(code)
+        if cached is None:
+            cached = int(is_finished_code(code, space))
+            if not cached:
                 self.codes[code] = space
-            elif not is_known_code(code, str(space.get("__name__"))):
-                known = _FOREIGN
-            self._kinds[code] = known
-        return known
+            elif not may_receive_traced(code, str(space.get("__name__"))):
+                cached = _FOREIGN
+            self._kinds[code] = cached
+        return cached
 
     def _handle_start(self, frame: types.FrameType) -> None:
         code = frame.f_code
@@ -534,10 +534,10 @@ _learned = WeakIdKeyDictionary()
 def functions_of_runs(function: Callable[..., Any]) -> tuple[types.FunctionType, ...]:
     """Return the functions that runs of a model have shown, besides those its code names."""
     try:
-        known = _learned.get(key_of(function), {})
+        learned = _learned.get(key_of(function), {})
     except TypeError:
         return ()
-    return tuple(one for several in known.values() for one in several)
+    return tuple(one for several in learned.values() for one in several)
 
 
 def learn(
@@ -550,10 +550,10 @@ def learn(
         code_monitor: what ran.
         functions: those that were known.
     """
-    known = {one.__code__ for one in functions}
-    new = [code for code in code_monitor.codes if code not in known]
+    codes = {one.__code__ for one in functions}
+    new = [code for code in code_monitor.codes if code not in codes]
     if new:
-        nested = {inner for code in known for inner in codes_in(code)}
+        nested = {inner for code in codes for inner in codes_in(code)}
         new = [code for code in new if code not in nested]
     if not new:
         return

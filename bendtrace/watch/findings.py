@@ -36,7 +36,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from operator import attrgetter, getitem, is_, methodcaller
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -60,12 +60,15 @@ from bendtrace.tape.structure import entries_of, has_state_of_c, is_heap_type, r
 from bendtrace.watch.code_facts import place_naming
 from bendtrace.watch.provenance import is_users_class
 
+if TYPE_CHECKING:
+    from bendtrace.watch.scan import Scan
+
 # Objects that a run can read and no captured value describes, watched by their content.
 #
 # A replay can take captured values from their places and write back to them. Other objects, such as
 # counters, registries, and classes of other packages, are only compared: as long as each of them
 # holds the same objects, a run would read the same. An object whose content cannot be read, such as
-# an iterator, is reported to the `Finder`, which makes the run live.
+# an iterator, is reported to the `Scan`, which makes the run live.
 
 
 def read_items(value: Any) -> tuple[Any, ...]:
@@ -346,22 +349,6 @@ def class_dict(cls: type) -> dict[Any, Any]:
 # Objects that a run can read and no captured value describes, watched by their content.
 
 
-class Finder(Protocol):
-    """Receives what watched objects hold that is not watched by content."""
-
-    def take_thing(self, value: Any, label: str) -> bool:
-        """Take a tensor, module, function or class; return False for any other thing."""
-
-    def note_object(self, kind: type) -> None:
-        """Note that there is an object of a class."""
-
-    def note_opaque(self, value: Any, label: str) -> None:
-        """Note an object whose content cannot be read."""
-
-    def note_too_many(self) -> None:
-        """Note that there is more than can be watched."""
-
-
 MOST = 10_000  # objects that are watched, and names that are scanned
 
 
@@ -372,8 +359,8 @@ class WatchedContent:
         finder: lists tensors, functions and classes among what the objects hold.
     """
 
-    def __init__(self, finder: Finder) -> None:
-        self._finder: Finder | None = finder
+    def __init__(self, finder: Scan) -> None:
+        self._finder: Scan | None = finder
         self._seen: dict[int, Any] = {}
         self._tables: list[_Content] = []
         self._dicts: list[dict[Any, Any]] = []
@@ -447,15 +434,15 @@ class WatchedContent:
         """Watch one attribute of a function or class, and its content."""
         label = f"{thing.__qualname__}.{name}"
         content = self._add_content(thing, functools.partial(read_slots, (name,)), label)
-        for held in content.items():
-            self.add(held, label)
+        for item in content.items():
+            self.add(item, label)
 
     def add_slots(self, thing: Any, label: str) -> None:
         """Watch the slots of an object, and their content."""
         if names := tuple(slot_names(type(thing))):
             content = self._add_content(thing, functools.partial(read_slots, names), label)
-            for name, held in zip(names, content.items(), strict=True):
-                self.add(held, f"{label}.{name}")
+            for name, item in zip(names, content.items(), strict=True):
+                self.add(item, f"{label}.{name}")
 
     def add_partial(self, partial: functools.partial[Any], label: str) -> None:
         """Watch the parts of a partial function, without what these hold."""
@@ -866,10 +853,10 @@ class LookupPlaces:
         """Read what is there now; None if a name is gone, or a cell empty."""
         try:
             named = [*map(getitem, self._spaces, self._names)]
-            held = [*map(_cell_contents, (part.value for part in self._cells))]
+            cell_values = [*map(_cell_contents, (part.value for part in self._cells))]
         except (KeyError, ValueError):
             return None
-        return Contents(self.dicts, named, held)
+        return Contents(self.dicts, named, cell_values)
 
     def before(self, contents: Contents) -> dict[int, dict[Any, Any]]:
         """Return the content of each part when it was read, by index."""
@@ -883,7 +870,7 @@ class LookupPlaces:
         for part, begin, end in self._holders:
             pairs = zip(self._names[begin:end], contents.named[begin:end], strict=True)
             found[part.index] = dict(pairs)
-        for part, value in zip(self._cells, contents.held, strict=True):
+        for part, value in zip(self._cells, contents.cell_values, strict=True):
             found[part.index] = {part.label: value}
         return found
 
@@ -896,17 +883,19 @@ class Contents:
         keys: their keys, one dict after the other.
         values: their values.
         named: what the names stood for.
-        held: what the cells held.
+        cell_values: what the cells hold.
     """
 
-    __slots__ = ("held", "keys", "named", "sizes", "values")
+    __slots__ = ("cell_values", "keys", "named", "sizes", "values")
 
-    def __init__(self, dicts: list[dict[Any, Any]], named: list[Any], held: list[Any]) -> None:
+    def __init__(
+        self, dicts: list[dict[Any, Any]], named: list[Any], cell_values: list[Any]
+    ) -> None:
         self.sizes: list[int] = [*map(len, dicts)]
         self.keys: list[Any] = [*chain.from_iterable(dicts)]
         self.values: list[Any] = [*chain.from_iterable(map(_values, dicts))]
         self.named: list[Any] = named
-        self.held: list[Any] = held
+        self.cell_values: list[Any] = cell_values
 
     def same_as(self, other: Contents) -> bool:
         """Return whether the same objects were at the same places, in the same order."""
@@ -915,7 +904,7 @@ class Contents:
             and all_same(self.values, other.values)
             and all_same(self.keys, other.keys)
             and all_same(self.named, other.named)
-            and all_same(self.held, other.held)
+            and all_same(self.cell_values, other.cell_values)
         )
 
 
@@ -977,7 +966,7 @@ class ScanResult:
         arguments: the parts that are, or are held by, arguments.
         own: the parts that no other run has.
         by_id: parts by the identity of what they are.
-        held: what containers held, by index of their part.
+        content_of: what containers held, by index of their part.
         places: the places of their content, which are all read together.
         contents: their content when the scan read it.
         bare: tensors without attributes, which they can have like any object.
@@ -1022,7 +1011,7 @@ class ScanResult:
         self.arguments: list[Captured] = []
         self.own: list[Captured] = self.parts
         self.by_id: dict[int, Captured] = {}
-        self.held: dict[int, dict[Any, Any]] = {}
+        self.content_of: dict[int, dict[Any, Any]] = {}
         self.places: LookupPlaces = LookupPlaces((), {})
         self.contents: Contents | None = self.places.read()
         self.bare: list[Captured] = []

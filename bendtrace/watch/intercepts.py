@@ -518,9 +518,9 @@ def _add_joint() -> None:
     """Intercept what torch.distributed has imported so far; it imports some parts on first use."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    known = {(id(entry.owner), entry.name) for entry in _ENTRY_POINTS}
+    entries = {(id(entry.owner), entry.name) for entry in _ENTRY_POINTS}
     for owner, name in (*joint_functions(), *layout_properties()):
-        if (id(owner), name) not in known:
+        if (id(owner), name) not in entries:
             original = vars(owner)[name]
             ours: Any
             if isinstance(original, property):

@@ -116,14 +116,10 @@ def is_constant(value: Any, kind: type) -> bool:
     The placement of a tensor over ranks counts as well.
     """
     if kind is slice:
-        return _is_plain_slice(value)
+        return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
     if is_wiring(value):
         return True
     return is_scalar(kind) and kind.__name__ != "void"  # which can be written to
-
-
-def _is_plain_slice(value: slice) -> bool:
-    return all(type(part) in PLAIN_TYPES for part in (value.start, value.stop, value.step))
 
 
 def is_value(value: Any) -> bool:

@@ -174,8 +174,8 @@ def _by_stamps() -> Monkeypatches:
     now, (before, found, every) = list(map(_stamp_of, _TABLES)), _seen
     if now != before:
         found = [
-            known if stamp == last else space.patches()
-            for stamp, last, known, space in zip(now, before, found, _SPACES, strict=True)
+            earlier if stamp == last else space.patches()
+            for stamp, last, earlier, space in zip(now, before, found, _SPACES, strict=True)
         ]
         together = tuple(itertools.chain.from_iterable(found))
         every = every if together == every else together  # the same object is quick to compare

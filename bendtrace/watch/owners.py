@@ -31,8 +31,8 @@ def module_of(model: Any) -> nn.Module | None:
         return model
     if isinstance(model, (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)):
         return None
-    held = getattr(model, "__dict__", {})
-    modules = {name: value for name, value in held.items() if isinstance(value, nn.Module)}
+    attributes = getattr(model, "__dict__", {})
+    modules = {name: value for name, value in attributes.items() if isinstance(value, nn.Module)}
     if not modules:
         return None
     made = nn.Module()

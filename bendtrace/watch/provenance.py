@@ -172,10 +172,10 @@ def _has_users_code(cls: type) -> bool:
         stamp = version_of(gc.get_referents(vars(cls))[0])
     else:
         stamp = [*map(id, vars(cls).values())]
-    known = _with_users_code.get(cls)
-    if known is None or known[0] != stamp:
-        known = _with_users_code[cls] = stamp, _looks_for_users_code(cls)
-    return known[1]
+    cached = _with_users_code.get(cls)
+    if cached is None or cached[0] != stamp:
+        cached = _with_users_code[cls] = stamp, _looks_for_users_code(cls)
+    return cached[1]
 
 
 def _looks_for_users_code(cls: type) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bendtrace.python.bytecode import names_passed_on, put_on_globals
+from bendtrace.python.bytecode import names_used_whole, put_on_globals
 from bendtrace.python.sites import PACKAGE
 from bendtrace.python.versions import CodeVersion, Depends, Named
 from bendtrace.tape.captured import module_name_of
@@ -93,9 +93,9 @@ def reachable_from(
     """
     if "<" in subject.__qualname__:  # made by a function, and not to be kept alive by a cache
         return _search(subject, entries)
-    known = _kept.get((subject, entries))
-    if known is not None and known[1].holds():
-        return known[0]
+    cached = _kept.get((subject, entries))
+    if cached is not None and cached[1].holds():
+        return cached[0]
     reach = _search(subject, entries)
     if len(_kept) >= _KEPT:
         _kept.clear()
@@ -197,9 +197,9 @@ class _ReachabilitySearch:
         is_own = not is_finished(function)
         waiting = [one for one in others.values() if is_own or not is_installed_space(one)]
         while waiting:  # code names what is in a package through the package
-            held = waiting.pop()
-            for name in names & held.keys():
-                inner = self._look(held, name)
+            namespace = waiting.pop()
+            for name in names & namespace.keys():
+                inner = self._look(namespace, name)
                 if (
                     isinstance(inner, types.ModuleType)
                     and id(inner) not in others
@@ -211,7 +211,7 @@ class _ReachabilitySearch:
         self.depends.sized |= {id(space): space for space in others.values()}
         spaces += others.values()
         if others and not is_finished(function):
-            for path in names_passed_on(function.__code__):
+            for path in names_used_whole(function.__code__):
                 found: Any = None
                 inside: Mapping[str, Any] = function.__globals__
                 for name in path.split("."):
@@ -222,10 +222,10 @@ class _ReachabilitySearch:
         computes = not is_finished(function) and facts_in(function.__code__).computes
         finished = [] if is_finished(function) else _foreign_namespaces(modules, names)
         if not is_finished(function):
-            for held in others.values():
-                if not is_installed_space(held):
-                    lacking = None if computes else frozenset(names - held.keys())
-                    self.lacking.append((held, lacking))
+            for namespace in others.values():
+                if not is_installed_space(namespace):
+                    lacking = None if computes else frozenset(names - namespace.keys())
+                    self.lacking.append((namespace, lacking))
         self._follow_puts(function, modules, names)
         for owner in tuple(self.owners.values()):
             self._take(owner, (names - self.names) & owner.keys())

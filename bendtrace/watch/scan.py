@@ -341,7 +341,7 @@ class CodeScan:
             if name != "__class__" and id(cell) not in self.found.by_id:
                 fixed = Route(None, Access.FIXED, None, name, False)
                 holder = self._add(cell, fixed, CaptureKind.IDENTITY)
-                self.found.held[holder.index] = {name: value}
+                self.found.content_of[holder.index] = {name: value}
                 self._scan(value, Route(holder, Access.CELL, None, name, False))
 
     def _scan_attributes(self, function: types.FunctionType) -> None:
@@ -390,9 +390,9 @@ class CodeScan:
         if holder is None:
             fixed = Route(None, Access.FIXED, None, "globals", False)
             holder = self._add(namespace, fixed, CaptureKind.IDENTITY)
-            found.held[holder.index] = {}
-        if holder.index in found.held:
-            found.held[holder.index][name] = value
+            found.content_of[holder.index] = {}
+        if holder.index in found.content_of:
+            found.content_of[holder.index][name] = value
         route = Route(holder, Access.ITEM, name, name, False)
         by_identity = isinstance(value, (types.FunctionType, *DESCRIBED))
         for inner in _called_functions(value) if by_identity else ():
@@ -431,14 +431,14 @@ class CodeScan:
             progress = False
             for cls in [*found.depends.classes.values()]:  # also classes that code only names
                 self._meet_helper(cls)
-            for cls, known in tuple(found.helpers.items()):
+            for cls, count in tuple(found.helpers.items()):
                 members = members_of(cls)
                 named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
                 if issubclass(cls, nn.Module):
                     named -= _MADE
                 if found.computes and is_users_class(cls):
                     named = members
-                if named > known:
+                if named > count:
                     found.helpers[cls] = named
                     self._scan_reachable(reachable_from(cls, named), None)
                     progress = True
@@ -459,7 +459,7 @@ class CodeScan:
     # Python modules and installed packages.
 
     def _meet_module(self, module: types.ModuleType) -> None:
-        if is_users_module(module) and all(module is not known for known in self._modules):
+        if is_users_module(module) and all(module is not other for other in self._modules):
             self._modules.append(module)
 
     def _scan_modules(self) -> None:
@@ -490,8 +490,8 @@ class CodeScan:
         self, space: Mapping[str, Any], names: Iterable[str], everything: bool = False
     ) -> None:
         """Note names that a Python module lacks, or that it has no names but those it has now."""
-        _, known = self.found.missing.setdefault(id(space), (space, set()))
-        known.update(name for name in names if name not in space)
+        _, missing = self.found.missing.setdefault(id(space), (space, set()))
+        missing.update(name for name in names if name not in space)
         if everything:
             self.found.sized[id(space)] = space, frozenset(space)
 
@@ -686,9 +686,9 @@ class Scan(CodeScan):
         for function in functions_of_runs(found.function):
             found.names |= {function.__name__}
             self._scan_code(function)
-        known: tuple[int, ...] = ()
-        while known != (
-            known := (len(found.parts), len(found.names), len(found.helpers), found.computes)
+        sizes: tuple[int, ...] = ()
+        while sizes != (
+            sizes := (len(found.parts), len(found.names), len(found.helpers), found.computes)
         ):
             self._scan_helpers()
             self._scan_modules()
@@ -698,7 +698,7 @@ class Scan(CodeScan):
                 self._scan_attributes(function)
         self._scan_settings()
         for part, route in self._tagged:
-            for key, item in found.held[part.index].items():
+            for key, item in found.content_of[part.index].items():
                 if key in found.names:  # others, such as marks of an optimizer, are not read
                     self._scan(item, route.into(part, key))
         found.generators = [part for part in found.parts if part.type is torch.Generator]
@@ -730,17 +730,17 @@ class Scan(CodeScan):
         """List a value that the run reached only while it ran."""
         self._scan(value, Route(None, Access.FIXED, None, label, False))
 
-    # What `WatchedContent` finds (see `findings.Finder`).
+    # What `WatchedContent` finds (see `findings.py`).
 
     def take_thing(self, value: Any, label: str) -> bool:
         """Scan a tensor, module, function or class; return False for any other value."""
-        known = self.found.by_id.get(id(value))
-        if known is not None and known.kind is not CaptureKind.IDENTITY:
+        part = self.found.by_id.get(id(value))
+        if part is not None and part.kind is not CaptureKind.IDENTITY:
             return True
         if isinstance(value, types.FunctionType) and is_finished(value):
             return True
         if isinstance(value, _MORE) or is_host_generator(value):
-            if known is None:
+            if part is None:
                 self._scan(value, Route(None, Access.FIXED, None, label, False))
             return True
         return False
@@ -771,6 +771,16 @@ class Scan(CodeScan):
             self.found.computes = True
 
     def _scan(self, value: Any, route: Route) -> None:
+        # Order matters: each branch takes away what a later one would get wrong.
+        #   plain values        before aliases: equal numbers and texts can be one object by chance
+        #   aliases             before all else: an object is one part, and a cycle ends here
+        #   growing, watched    before containers: they are not looked into
+        #   enums, constants    before containers: an enum can be a tuple or a number as well
+        #   proxies             before all that asks for attributes, which the referent would answer
+        #   lazy ones           before tensors: an uninitialized parameter is a tensor without shape
+        #   arrays, sets, ...   in any order: no object is of two of these kinds
+        #   hidden attributes   before the branches that read the dict of an object
+        #   settings            before objects: they are guarded by identity, with their attributes
         found = self.found
         kind = type(value)
         if kind in PLAIN_TYPES:
@@ -778,10 +788,10 @@ class Scan(CodeScan):
                 found.tells_numbers = True
             traced = route.traceable(kind) and not found.plain_numbers
             self._add(value, route, CaptureKind.NUMBER if traced else CaptureKind.PLAIN)
-        elif (known := found.by_id.get(id(value))) is not None:
-            self._add(known, route, CaptureKind.ALIAS)
-            if known.is_argument and known.kind is CaptureKind.TUPLE:
-                self._guard_numbers(known)
+        elif (earlier := found.by_id.get(id(value))) is not None:
+            self._add(earlier, route, CaptureKind.ALIAS)
+            if earlier.is_argument and earlier.kind is CaptureKind.TUPLE:
+                self._guard_numbers(earlier)
         elif id(value) in found.growing:
             self._add(value, route, CaptureKind.GROWING)
         elif id(value) in found.watched_containers:
@@ -800,7 +810,7 @@ class Scan(CodeScan):
         elif issubclass(kind, torch.Tensor):
             part = self._add(value, route, CaptureKind.TENSOR)
             is_bare = kind in _TENSORS and not value.__dict__
-            attributes = found.held[part.index] = {} if is_bare else {**attributes_of(value)}
+            attributes = found.content_of[part.index] = {} if is_bare else {**attributes_of(value)}
             part.size = tensor_facts(value, attributes)
             if route.is_argument:
                 for key, item in attributes.items():
@@ -823,9 +833,9 @@ class Scan(CodeScan):
             # A `ContextVar` shows its default to nobody but the collector (Python 3.11 to 3.14).
             for default in gc.get_referents(value):
                 found.watched_objects.add(default, f"the default of {value.name}")
-            held = found.held[part.index] = {value.name: value.get(UNSET)}
+            content = found.content_of[part.index] = {value.name: value.get(UNSET)}
             inside = Route(part, Access.CONTEXT, value.name, value.name, False)
-            self._scan(held[value.name], inside)
+            self._scan(content[value.name], inside)
         elif hides_attributes(value, kind):
             self._add(value, route, CaptureKind.IDENTITY)
             found.block(f"{kind.__qualname__}.__getattribute__ hides what {route.label} holds", "")
@@ -850,7 +860,7 @@ class Scan(CodeScan):
             self._scan_container(value, route)
         elif route.is_argument and (kind is torch.Generator or is_host_generator(value)):
             part = self._add(value, route, CaptureKind.OBJECT)  # any will do
-            found.held[part.index], part.size = {}, Keys(tuple(attributes_of(value)))
+            found.content_of[part.index], part.size = {}, Keys(tuple(attributes_of(value)))
         else:
             self._scan_by_identity(value, route)
 
@@ -961,7 +971,7 @@ class Scan(CodeScan):
         most = value.maxlen if part.type is collections.deque else None
         part.size = Keys(tuple(content)) if by_key else Length(len(content), most)
         if part.kind is not CaptureKind.TUPLE or has_attributes(part.type):
-            self.found.held[part.index] = content
+            self.found.content_of[part.index] = content
         if part.kind is CaptureKind.DICT:
             self._scan_enumerated(value, route.label)
             for key in filterfalse(is_value, value):
@@ -1080,11 +1090,11 @@ class Scan(CodeScan):
         part.hidden = hidden
         part.size = Length(len(mapping))
         if type(mapping) in WHOLE:  # these are compared as a whole
-            held = dict(mapping.items())
+            content = dict(mapping.items())
         else:
-            held = self.found.held[part.index] = container_content(part)
+            content = self.found.content_of[part.index] = container_content(part)
         parts = self.found.parts
-        for key, item in held.items():
+        for key, item in content.items():
             if key in hidden:
                 continue
             kind = type(item)

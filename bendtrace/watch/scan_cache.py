@@ -195,7 +195,7 @@ class CachedScan:
         looked: list[Captured] = []
         self._content: dict[int, tuple[list[Any], list[int]]] = {}
         self._bare: list[Captured] = []
-        held, taken = found.held, self._places.taken
+        content_of, taken = found.content_of, self._places.taken
         bare = {part.index for part in found.bare}
         for part in self._parts:
             parent = part.parent
@@ -207,8 +207,8 @@ class CachedScan:
                 anew.add(part.index)
             if part.index in bare:
                 self._bare.append(part)
-            elif part.index in held and part.index not in taken:
-                content = held[part.index]
+            elif part.index in content_of and part.index not in taken:
+                content = content_of[part.index]
                 self._content[part.index] = [*content], [*map(id, content.values())]
             elif part.kind is CaptureKind.TUPLE:
                 content = container_content(part)
@@ -219,9 +219,9 @@ class CachedScan:
         self._bare_facts = [
             part.size[:5] for part in self._bare if isinstance(part.size, TensorFacts)
         ]
-        self._watched = [i for i in self._content if i in held]
+        self._watched = [i for i in self._content if i in content_of]
         nothing: dict[Any, Any] = {}  # nobody puts anything into it
-        self._bare_held = dict.fromkeys((part.index for part in self._bare), nothing)
+        self._bare_contents = dict.fromkeys((part.index for part in self._bare), nothing)
         self._keys_anew = [key for key, part in self._by_id.items() if part.index in anew]
         self._alone = [part for part in found.alone if part.index >= self._first]
         # Parts that a run has its own of are asked for their type when they are made.
@@ -260,17 +260,17 @@ class CachedScan:
             or _identities(contents) != self._ids
             or [*map(type, self._typed)] != self._types
             or any(self._hook_dicts)
-            or any(cache.cache_info()[1:] != known[1:] for _, cache, known, _ in self._caches)
+            or any(cache.cache_info()[1:] != before[1:] for _, cache, before, _ in self._caches)
         ):
             return False
-        held: dict[int, dict[Any, Any]] = {}
+        content_of: dict[int, dict[Any, Any]] = {}
         try:
-            made = self._remake_parts(held)
+            made = self._remake_parts(content_of)
         except _GONE:
             return False
         if made is None or not self._notes.hold() or not self._watched_objects.same():
             return False
-        self._hand_over(now, made, held)
+        self._hand_over(now, made, content_of)
         now.contents = contents
         return True
 
@@ -282,20 +282,20 @@ class CachedScan:
             and self._stamp.holds()
         )
 
-    def _remake_parts(self, held: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
+    def _remake_parts(self, content_of: dict[int, dict[Any, Any]]) -> dict[int, Captured] | None:
         """Return the parts that each run makes again, by index; None if one has been replaced."""
         made: dict[int, Captured] = {}
-        for known in self._looked:
-            part = known
-            if known.index in self._anew:
-                part = made[known.index] = self._remake_part(known, made, held)
-            if part.kind is not CaptureKind.ALIAS and type(part.value) is not known.type:
+        for old in self._looked:
+            part = old
+            if old.index in self._anew:
+                part = made[old.index] = self._remake_part(old, made, content_of)
+            if part.kind is not CaptureKind.ALIAS and type(part.value) is not old.type:
                 return None
             if part.kind in COPIED and not is_as_copied(part, part.value):
                 return None
             if part.kind is CaptureKind.GROWING and is_full(part.value):
                 return None
-            noted = self._content.get(known.index)
+            noted = self._content.get(old.index)
             if noted is None:
                 continue
             if part.kind is CaptureKind.TENSOR:
@@ -308,31 +308,31 @@ class CachedScan:
                 return None
             if [*map(id, content.values())] != noted[1]:
                 return None
-            held[known.index] = content
+            content_of[old.index] = content
         bare = [made.get(part.index, part).value for part in self._bare]
         if any(map(_own_attributes, bare)) or [*map(_facts, bare)] != self._bare_facts:
             return None
         return made
 
     def _remake_part(
-        self, known: Captured, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
+        self, old: Captured, made: dict[int, Captured], content_of: dict[int, dict[Any, Any]]
     ) -> Captured:
-        parent = known.parent
-        value = known.value
-        if known.kind is CaptureKind.ALIAS:
+        parent = old.parent
+        value = old.value
+        if old.kind is CaptureKind.ALIAS:
             value = made.get(value.index, value)
         if parent is not None:
             above = made.get(parent.index, parent)
-            if known.kind in _IN_RUN:
-                value = _current_value(above, known, held)
+            if old.kind in _IN_RUN:
+                value = _current_value(above, old, content_of)
             parent = above
         return Captured(
-            known.index, parent, known.access, known.key, known.kind, value, known.type,
-            known.label, False, known.size, known.hidden,
+            old.index, parent, old.access, old.key, old.kind, value, old.type,
+            old.label, False, old.size, old.hidden,
         )  # fmt: skip
 
     def _hand_over(
-        self, now: ScanResult, made: dict[int, Captured], held: dict[int, dict[Any, Any]]
+        self, now: ScanResult, made: dict[int, Captured], content_of: dict[int, dict[Any, Any]]
     ) -> None:
         now.own = [*now.parts, *made.values()]  # shared parts are let go of by nobody
         now.parts += self._parts
@@ -341,8 +341,8 @@ class CachedScan:
         now.by_id |= self._by_id
         for key in self._keys_anew:
             now.by_id[key] = made[self._by_id[key].index]
-        now.held |= self._bare_held
-        now.held |= {index: held[index] for index in self._watched}
+        now.content_of |= self._bare_contents
+        now.content_of |= {index: content_of[index] for index in self._watched}
         vars(now).update(self._shared)
         now.blockers = [*self._blockers]
         now.module_paths = dict(self._module_paths)
@@ -356,9 +356,9 @@ class CachedScan:
 _GONE = (LookupError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
-def _current_value(parent: Captured, part: Captured, held: dict[int, dict[Any, Any]]) -> Any:
+def _current_value(parent: Captured, part: Captured, content_of: dict[int, dict[Any, Any]]) -> Any:
     """Return the value that is now at the place of a part."""
-    content = held.get(parent.index)
+    content = content_of.get(parent.index)
     if content is not None:
         return content[part.key]
     if part.access is Access.CELL:
@@ -374,7 +374,7 @@ def _same_keys(now: list[Any], then: list[Any]) -> bool:
 
 
 def _identities(contents: Contents) -> list[int]:
-    return [*map(id, chain(contents.values, contents.named, contents.held))]
+    return [*map(id, chain(contents.values, contents.named, contents.cell_values))]
 
 
 _latest: MutableMapping[Any, weakref.ref[CachedScan]] = WeakIdKeyDictionary()
@@ -383,10 +383,10 @@ _latest: MutableMapping[Any, weakref.ref[CachedScan]] = WeakIdKeyDictionary()
 def latest_walk(function: Callable[..., Any]) -> CachedScan | None:
     """Return the latest scan over a model's environment, as long as a run with it is kept."""
     try:
-        known = _latest.get(function)
+        latest = _latest.get(function)
     except TypeError:  # not hashable, or there can be no weak references to it
         return None
-    return None if known is None else known()
+    return None if latest is None else latest()
 
 
 def remember(function: Callable[..., Any], scanned: CachedScan) -> None:

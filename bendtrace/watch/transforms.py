@@ -169,12 +169,12 @@ def registers(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 @as_one_op
-def remove(carrier: Any) -> None:
+def remove_hook(carrier: Any) -> None:
     """Remove the hook that a carrier holds the handle of."""
     carrier.handle.remove()
 
 
-remove.gives_nothing = True  # type: ignore[attr-defined]
+remove_hook.gives_nothing = True  # type: ignore[attr-defined]
 
 
 class HandleOfRun(RemovableHandle):
@@ -190,7 +190,7 @@ class HandleOfRun(RemovableHandle):
 
     def remove(self) -> None:
         """Remove the hook."""
-        remove(self._carrier)
+        remove_hook(self._carrier)
 
     def __getstate__(self) -> Any:
         return self._carrier.handle.__getstate__()

@@ -473,8 +473,8 @@ class SharedArrays:
 
 def _is_free(shared: _SharedArray) -> bool:
     """Return whether nobody but the tensor can reach an array."""
-    held = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
-    if held > (0 if shared.is_resumed else 1):
+    references = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
+    if references > (0 if shared.is_resumed else 1):
         return False
     if shared.array.base is None:
         return bool(shared.array.flags.owndata)

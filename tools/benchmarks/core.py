@@ -19,7 +19,7 @@ import bendtrace as bt
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import FinishedReplay
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from tests.hf_models import MODELS
 from tests.promise import bits
 from tools.benchmarks.models import Gated, LoopRNN

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.engine.analysis import is_read
+from bendtrace.engine.guard_kinds import is_metadata_read
 from bendtrace.engine.source import Code, GeneratedSource
 from bendtrace.record.finish import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
@@ -60,7 +60,7 @@ def flat_of(recording: Recording) -> Callable[..., Any]:
 
     Example:
         >>> import torch
-        >>> from bendtrace.record.run import Signature, record
+        >>> from bendtrace.record.recorded_call import Signature, record
         >>> def model(x, scale):
         ...     return (x * scale).relu() if x.shape[0] > 1 else x
         >>> inputs = torch.ones(2), torch.full((2,), 3.0)
@@ -128,7 +128,7 @@ class _Flat:
         ops = self._recording.tape.ops
         waiting = [ref.index for ref in refs_in(self._recording.root.output)]
         waiting += [op.index for op in ops if op.kind is OpKind.CALL and op.writes]
-        waiting += [op.index for op in ops if op.kind is OpKind.CALL and not is_read(op)]
+        waiting += [op.index for op in ops if op.kind is OpKind.CALL and not is_metadata_read(op)]
         needed: set[int] = set()
         while waiting:
             index = waiting.pop()

@@ -16,8 +16,8 @@ import bendtrace as bt
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import FinishedReplay
+from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.run import Signature, record
 from tools.benchmarks.timing import once
 
 __all__ = ["GROWTHS", "exponent", "growth"]

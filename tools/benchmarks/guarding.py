@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from tools.benchmarks.timing import interleaved
 from tools.benchmarks.ways import reason_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from tools.benchmarks.memory import peak_of
 from tools.benchmarks.models import Case, inputs_of
 from tools.benchmarks.timing import interleaved

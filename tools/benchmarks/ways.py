@@ -21,7 +21,7 @@ import bendtrace as bt
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import FinishedReplay
-from bendtrace.record.run import Signature, record
+from bendtrace.record.recorded_call import Signature, record
 from tests.promise import bits
 from tools.benchmarks.flat import flat_of
 

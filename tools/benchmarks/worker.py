@@ -64,7 +64,7 @@ def _checking(case: str, rounds: int, seconds: float) -> Any:
 
     from bendtrace.engine.global_state import GlobalState
     from bendtrace.engine.program import Program
-    from bendtrace.record.run import Signature, record
+    from bendtrace.record.recorded_call import Signature, record
     from tools.benchmarks.models import case_of, inputs_of
     from tools.benchmarks.timing import interleaved
 

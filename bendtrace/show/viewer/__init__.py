@@ -70,7 +70,7 @@ def step_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = 
         history._count_flops()
     kinds = ("input", "output", "state", "number", "decision", "module")
     colours = (f"--{kind}: {FILLS[kind]}; --{kind}-border: {STROKES[kind]};" for kind in kinds)
-    style, script = f":root {{ {' '.join(colours)} }}\n" + _part("style.css"), _script()
+    style, script = f":root {{ {' '.join(colours)} }}\n" + _file_text("style.css"), _script()
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'"
     fields = {
         "title": escape(history.name),
@@ -79,7 +79,7 @@ def step_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = 
         "script": script,
         "data": _json(viewer_data(history, stepped)),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], _part("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], _file_text("page.html"))
 
 
 class Stepped(Protocol):
@@ -126,13 +126,13 @@ def viewer_frame(
 
 
 @cache
-def _part(name: str) -> str:
+def _file_text(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
 
 
 @cache
 def _script() -> str:
-    parts = "\n".join(_part(name) for name in _SCRIPTS)
+    parts = "\n".join(_file_text(name) for name in _SCRIPTS)
     return f'"use strict";\n(() => {{\n{parts}\n}})();\n'
 
 
@@ -183,7 +183,7 @@ def activation_data(contents: Any) -> dict[str, Any] | None:
         return data
     with torch.no_grad():
         flat = contents.detach().reshape(-1)
-        first = [_number(value) for value in flat[:_FIRST].tolist()]
+        first = [_json_number(value) for value in flat[:_FIRST].tolist()]
         return {**data, "first": first, **_statistics(flat)}
 
 
@@ -200,14 +200,14 @@ def _statistics(flat: Tensor) -> dict[str, Any]:
         return counts
     low, high = finite.aminmax()
     found = {"min": low, "max": high, "mean": finite.mean(), "std": finite.std(correction=0)}
-    counts |= {name: _number(value.item()) for name, value in found.items()}
+    counts |= {name: _json_number(value.item()) for name, value in found.items()}
     if bool(low < high):  # how many are in each bin, as `torch.histc` counts (`test_viewer.py`)
         places = finite.sub(low).mul_(_BINS).div_(high - low).long().clamp_(0, _BINS - 1)
         counts["bins"] = places.bincount(minlength=_BINS).tolist()
     return counts
 
 
-def _number(value: Any) -> str:
+def _json_number(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, (float, complex)) else str(value)
 
 
@@ -232,7 +232,7 @@ def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[
     ]
     seen = {} if stepped is None else {"stepped": shared.stepped(stepped)}
     files = _Table[str]()
-    sources = [_source(source, files) for source in shared.sources.rows]
+    sources = [_source_data(source, files) for source in shared.sources.rows]
     wanted = [
         (source["file"], source["line"], source.get("statement") or source.get("text", ""))
         for source in sources
@@ -245,9 +245,9 @@ def viewer_data(history: RunLog, stepped: dict[str, Any] | None = None) -> dict[
         "entries": entries,
         "modules": modules,
         "steps": steps,
-        "states": [_state(use) for use in shared.states.rows],
+        "states": [_state_data(use) for use in shared.states.rows],
         "sources": sources,
-        "files": _files(files.rows, wanted),
+        "files": _lines_around(files.rows, wanted),
         **seen,
     }
 
@@ -381,7 +381,7 @@ def _cut(text: str, most: int = _LONGEST) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-def _state(use: ParameterUse) -> dict[str, Any]:
+def _state_data(use: ParameterUse) -> dict[str, Any]:
     return _without_empty(
         name=use.name,
         shape=use.shape,
@@ -392,7 +392,7 @@ def _state(use: ParameterUse) -> dict[str, Any]:
     )
 
 
-def _source(source: Source, files: _Table[str]) -> dict[str, Any]:
+def _source_data(source: Source, files: _Table[str]) -> dict[str, Any]:
     return _without_empty(
         file=files.number(source.file),
         line=source.line,
@@ -402,7 +402,7 @@ def _source(source: Source, files: _Table[str]) -> dict[str, Any]:
     )
 
 
-def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dict[str, Any]]:
+def _lines_around(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dict[str, Any]]:
     """Read the lines around some places, each once.
 
     A file may have changed since the run, or be another one on this machine: if the line itself
@@ -411,7 +411,7 @@ def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dic
     lines: list[dict[int, str]] = [{} for _ in paths]
     for number, line, code in wanted:
         read = linecache.getlines(paths[number])
-        if not 1 <= line <= len(read) or not _agree(read[line - 1], code):
+        if not 1 <= line <= len(read) or not _may_be_source(read[line - 1], code):
             continue
         for near in range(max(1, line - _AROUND), min(len(read), line + _AROUND) + 1):
             lines[number][near] = _cut(read[near - 1].rstrip(), 300)
@@ -420,7 +420,7 @@ def _files(paths: list[str], wanted: Iterable[tuple[int, int, str]]) -> list[dic
     ]
 
 
-def _agree(line: str, code: str) -> bool:
+def _may_be_source(line: str, code: str) -> bool:
     """Return whether a line of a file can be the one that a text came from."""
     line, code = (" ".join(text.split()) for text in (line, code))
     return bool(line and code) and (code in line or line in code or code.split()[0] in line)

@@ -6,7 +6,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,33 +14,22 @@ from torch import Tensor
 from bendtrace.engine.source import Interrupted, Unfit
 from bendtrace.insert.gates import AfterGate, attempt, gate_passes, is_repeated, of_call
 from bendtrace.insert.interjection import NO_INPUTS
-from bendtrace.insert.structure import write_count
+from bendtrace.insert.leaves import write_count
 from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import internal
 from bendtrace.record.scopes import REFERENCES_OF_LOCAL
 from bendtrace.tape.captured import is_leaf, requires_grad
 
-
-class Splicing(Protocol):
-    """An object that splices gates into known code (see `splicer.py`)."""
-
-    is_apart: bool
-
-    @property
-    def writes(self) -> bool:
-        """Return whether a known run writes to tensors in place."""
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether a call may have to begin again although it went well so far."""
+if TYPE_CHECKING:
+    from bendtrace.insert.splicer import Splicer
 
 
-class Through:
+class SplicedGate:
     """Passes a value through a gate.
 
     Args:
         gate: the gate.
-        splicing: what has put it there.
+        splicer: has put it there.
         is_part: whether a tensor is a part of the model, or was one of its arguments.
         place: how many ops and guards of the run come before.
 
@@ -51,14 +40,14 @@ class Through:
     def __init__(
         self,
         gate: AfterGate,
-        splicing: Splicing,
+        splicer: Splicer,
         is_part: Callable[[Tensor], bool],
         place: tuple[int, int],
     ) -> None:
         self.gates: tuple[AfterGate, ...] = (gate,)
         self._gate = gate
         self._path = gate.at.path
-        self._splicing = splicing
+        self._splicer = splicer
         self._is_part = is_part
         self._place = place
 
@@ -77,7 +66,7 @@ class Through:
             gate.begin(passes)
             return value
         kind = tensor_kind(value)
-        if kind is None or kind[0]:
+        if kind is None or kind[0]:  # a tensor of inference mode has no version to compare
             return self._slowly(value, kind)
         # The usual case: what `AfterGate` does, in a third of the instructions.
         at, version = gate.begin(passes), value._version
@@ -96,7 +85,7 @@ class Through:
                     and not entry.what.observes
                     and self._path in entry.insertion._tally.changes
                 ):
-                    keeps, writes = self._splicing.keeps, self._splicing.writes
+                    keeps, writes = self._splicer.keeps, self._splicer.writes
                     if not writes or not (keeps or is_shared(given)):
                         entry.insertion._tally.noted.append((at, True, 1))
                         current.note(self._path, at.number, given, keeps, writes, given._version)
@@ -106,8 +95,8 @@ class Through:
             gate.failed(error, (entry,))
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        is_held = sys.getrefcount(given) > REFERENCES_OF_LOCAL
-        return self._weighed(value, given, is_held, at.number, kind, version)
+        is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
+        return self._weighed(value, given, is_referenced, at.number, kind, version)
 
     def _slowly(self, value: Any, kind: tuple[Any, ...] | None) -> Any:
         if is_repeated():
@@ -118,14 +107,14 @@ class Through:
         except Exception as error:
             self._hand_on(error)
             raise Interrupted(*self._place) from None
-        is_held = sys.getrefcount(given) > REFERENCES_OF_LOCAL
-        return self._weighed(value, given, is_held, number, kind, version)
+        is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
+        return self._weighed(value, given, is_referenced, number, kind, version)
 
     def _weighed(
         self,
         value: Any,
         given: Any,
-        is_held: bool,
+        is_referenced: bool,
         number: int,
         kind: tuple[Any, ...] | None,
         version: int,
@@ -135,18 +124,18 @@ class Through:
         Args:
             value: what the gate received.
             given: what it has returned.
-            is_held: whether somebody else has that, too.
+            is_referenced: whether somebody else has that, too.
             number: the pass.
             kind: what the value was like before.
             version: the version that it had.
         """
-        path, current, splicing = self._path, attempt(), self._splicing
+        path, current, splicer = self._path, attempt(), self._splicer
         if given is not value:
-            is_known = is_held and (current.has_met(given) or self._is_part(given))
-            may_change = splicing.writes
-            if not is_known and fits(kind, given, may_change):
-                if not may_change or is_held or not splicing.keeps:
-                    current.note(path, number, given, splicing.keeps, may_change)
+            is_met = is_referenced and (current.has_met(given) or self._is_part(given))
+            may_change = splicer.writes
+            if not is_met and fits(kind, given, may_change):
+                if not may_change or is_referenced or not splicer.keeps:
+                    current.note(path, number, given, splicer.keeps, may_change)
                 else:
                     current.meets(given)
                     current.note(path, number, given.clone(), True, False)
@@ -161,12 +150,12 @@ class Through:
             elif is_shared(value):
                 current.refuse(path, number)
             elif is_fit:
-                current.note(path, number, value, splicing.keeps, splicing.writes)
+                current.note(path, number, value, splicer.keeps, splicer.writes)
             else:
                 current.note(path, number, value, True, False)
             if is_fit:
                 return value
-        splicing.is_apart = True
+        splicer.is_apart = True
         unfit = None
         if current.can_begin_again():
             unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")
@@ -226,5 +215,7 @@ def _storage_uses(tensor: Tensor) -> int:
 # `sys.getrefcount` counts Python's references only, and a view has a storage object of its own over
 # the same memory. Without the count of torch (2.13), all memory is taken to be shared.
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
+# What it says of memory that one tensor has: asking makes a storage object, which counts as well
+# (2 in torch 2.13), so the number is measured.
 _probe = torch.empty(1, device="cpu")
 _ONE = _storage_uses(_probe)

@@ -101,7 +101,7 @@ def sweep(
         1.0
     """
     call, bended = Call.of(inputs), bended_of(model)
-    found = _parameter(bended, parameter)
+    found = _named_parameter(bended, parameter)
     listed = tuple(values)
     if not listed:
         raise InputError("values= is empty")
@@ -121,14 +121,14 @@ def sweep(
     return Sweep(found.name, listed, tuple(outputs), bended.stats.traces - traces)
 
 
-def _parameter(bended: BendedModule, parameter: BendingParameter | str) -> BendingParameter:
+def _named_parameter(bended: BendedModule, parameter: BendingParameter | str) -> BendingParameter:
     if isinstance(parameter, BendingParameter):
         return parameter
-    known = bended.bending.controllables
-    if not isinstance(parameter, str) or parameter not in known:
-        listed = ", ".join(map(repr, known)) or "none"
+    controllables = bended.bending.controllables
+    if not isinstance(parameter, str) or parameter not in controllables:
+        listed = ", ".join(map(repr, controllables)) or "none"
         raise InputError(f"no bend has a parameter {parameter!r}; there are {listed}")
-    return known[parameter]
+    return controllables[parameter]
 
 
 @dataclass(eq=False, repr=False)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.errors import InputError
-from bendtrace.record.probes import look_once
 from bendtrace.record.rank_sync import ENDS, joint_recording
 from bendtrace.record.recorder import Recorder, Recording
+from bendtrace.record.self_test import look_once
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer

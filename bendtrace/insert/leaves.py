@@ -100,9 +100,9 @@ def _shape_of(value: Any, found: list[Any], objects: bool) -> Any:
         keys = tuple(key for key, _ in items)
         if kind in (tuple, list, dict):
             return ContainerShape(kind, keys, inner)
-        held = dict(items)
+        contents = dict(items)
         attributes = attributes_of(value)
-        mirrored = tuple(n for n in attributes if n in held and held[n] is attributes[n])
+        mirrored = tuple(n for n in attributes if n in contents and contents[n] is attributes[n])
         own = {name: item for name, item in attributes.items() if name not in mirrored}
         below = tuple(_shape_of(item, found, objects) for item in own.values())
         return ContainerShape(kind, keys, inner, tuple(own), below, mirrored, tuple(attributes))
@@ -139,15 +139,15 @@ def assemble(shape: Any, values: list[Any]) -> Any:
         return tuple(items)
     if shape.kind is list:
         return items
-    held = dict(zip(shape.keys, items, strict=True))
+    contents = dict(zip(shape.keys, items, strict=True))
     if shape.kind is dict:
-        return held
+        return contents
     attributes = {
         name: assemble(item, values)
         for name, item in zip(shape.names, shape.attributes, strict=True)
     }
-    attributes.update((name, held[name]) for name in shape.mirrored)
-    return _build(shape, held, items, attributes)
+    attributes.update((name, contents[name]) for name in shape.mirrored)
+    return _build(shape, contents, items, attributes)
 
 
 def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
@@ -162,12 +162,12 @@ def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
         return values[shape.number] if shape.number >= 0 else value
     if type(shape) is not ContainerShape:
         return value
-    held = dict(_container_items(value))
+    contents = dict(_container_items(value))
     items = [
-        with_values(held[key], item, values)
+        with_values(contents[key], item, values)
         for key, item in zip(shape.keys, shape.items, strict=True)
     ]
-    same = all(new is held[key] for key, new in zip(shape.keys, items, strict=True))
+    same = all(new is contents[key] for key, new in zip(shape.keys, items, strict=True))
     if shape.kind in (tuple, list):
         return value if same else shape.kind(items)
     named = dict(zip(shape.keys, items, strict=True))
@@ -197,20 +197,20 @@ def refill_value(
     """
     if type(shape) is not ContainerShape:
         return with_values(value, shape, values)
-    held = dict(_container_items(value))
+    contents = dict(_container_items(value))
     items = [
-        refill_value(held[key], item, values, undo)
+        refill_value(contents[key], item, values, undo)
         for key, item in zip(shape.keys, shape.items, strict=True)
     ]
     if isinstance(value, tuple):
-        if all(map(operator.is_, items, held.values())):
+        if all(map(operator.is_, items, contents.values())):
             return value
         return tuple(items) if shape.kind is tuple else with_values(value, shape, values)
     for key, item in zip(shape.keys, items, strict=True):
-        if item is not held[key]:
+        if item is not contents[key]:
             (dict if isinstance(value, dict) else list).__setitem__(value, key, item)
             if undo is not None:
-                undo.append(functools.partial(_exchange_item, value, item, held[key]))
+                undo.append(functools.partial(_exchange_item, value, item, contents[key]))
     own = attributes_of(value) if shape.kind not in (list, dict) else {}
     for name, item in zip(shape.names, shape.attributes, strict=True):
         _put_attribute(value, name, own[name], refill_value(own[name], item, values, undo), undo)
@@ -304,10 +304,10 @@ def _field(kind: type, key: Any) -> int | None:
 
 
 def _build(
-    shape: ContainerShape, held: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]
+    shape: ContainerShape, contents: dict[Any, Any], items: list[Any], attributes: dict[Any, Any]
 ) -> Any:
     ordered = {name: attributes[name] for name in shape.order}
-    return build_instance(shape.kind, held if issubclass(shape.kind, dict) else items, ordered)
+    return build_instance(shape.kind, contents if issubclass(shape.kind, dict) else items, ordered)
 
 
 class OmittedObject:
@@ -587,6 +587,7 @@ def write_count(value: Any) -> int:
     """Return a number that changes with each write to a tensor; 0 if it has no such number."""
     if not isinstance(value, Tensor):
         return 0
+    # Tensors of inference mode raise where they are asked for a version (seen in torch 2.13).
     if type(value) in PLAIN_TENSORS and not function_modes():
         return 0 if value.is_inference() else value._version
     with torch._C.DisableTorchFunction():

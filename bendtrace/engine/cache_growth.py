@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from bendtrace.engine.analysis import Analysis, GuardKind
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.record.effects import Effects, makes_anew, sets_nothing
 from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
@@ -74,11 +74,11 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
         for part in parts
         if part.kind is CaptureKind.TENSOR and part.parent is not None and _is_ordinary_tensor(part)
     }
-    known: dict[int, int] = {}  # the only op for each part
+    op_of: dict[int, int] = {}  # the only op for each part
     times = Counter(op.target.index for op in tape.ops if op.is_given and _is_part(op))
     for op in tape.ops:
         if op.is_given and _is_part(op) and times[op.target.index] == 1:
-            known[op.target.index] = op.index
+            op_of[op.target.index] = op.index
     # What is reached by way of a tensor, or is the same as it, would be looked for in it.
     used = {part.parent.index for part in parts if part.parent is not None}
     used.update(part.value.index for part in parts if part.kind is CaptureKind.ALIAS)
@@ -90,9 +90,9 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
         if type(change.value) is not Ref or change.deleted or change.key is None:
             continue
         part = tensors.get((change.part.index, change.key))
-        if part is None or part.index not in known or part.index in used:
+        if part is None or part.index not in op_of or part.index in used:
             continue
-        old, op = known[part.index], tape.ops[change.value.index]
+        old, op = op_of[part.index], tape.ops[change.value.index]
         dim = _dim_of(op, old)
         if dim is not None and op.index not in found and not may_write_to(tape, {op.index}):
             found[op.index] = Growth(old, op.index, dim, change, part, _tensor_place(part))
@@ -279,14 +279,14 @@ def _state_after(tape: Tape, number: int) -> RunState:
     computed = tuple(
         op.index for op in tape.ops[position : tape.guards[number].position] if _gives_value(op)
     )
-    known = tape.states.get(before, _START)
+    state = tape.states.get(before, _START)
     between = [
         (guard.name, type(guard.answer).__name__, str(guard.answer))
         for guard in tape.guards[max(before, 0) : number]
     ]
-    content = repr((known.key, between, tape.guards[number].name)).encode("utf-8", "replace")
+    content = repr((state.key, between, tape.guards[number].name)).encode("utf-8", "replace")
     key = hashlib.blake2b(content, digest_size=20).digest()
-    return RunState(key, known.holes + computed, known.kept)
+    return RunState(key, state.holes + computed, state.kept)
 
 
 def _gives_value(op: Op) -> bool:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from bendtrace.record.script import Script
 
 
-class KnownTensor(weakref.ref[Tensor]):
+class TrackedTensor(weakref.ref[Tensor]):
     """A tensor on the tape, and its value number; weak, so that tracing keeps nothing alive."""
 
     __slots__ = ("graphless", "key", "parent", "ref", "version")
@@ -79,7 +79,7 @@ class TapeWriter:
         tape: the tape.
         root: the outermost scope.
         scope: the module call that the run is in.
-        known: the tensors on the tape, by identity.
+        tracked: the tensors on the tape, by identity.
         aliases: those of the tape.
         facts: the metadata of tensors that were asked for since the latest question, by op and
             function. Which were asked for before does not matter from a question on, where runs
@@ -108,7 +108,7 @@ class TapeWriter:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
         self.root: ModuleCall = ModuleCall("", None, 0, None, 0)
         self.scope: ModuleCall = self.root
-        self.known: dict[int, KnownTensor] = {}
+        self.tracked: dict[int, TrackedTensor] = {}
         self.aliases: dict[int, int] = self.tape.aliases
         self.facts: dict[tuple[int, Any], Any] = {}
         self.gone_astray: NondeterminismError | None = None
@@ -138,7 +138,7 @@ class TapeWriter:
         if self.script is not None:
             self.script.hold.release()
         self.handed, self.errors, self.given = {}, {}, []
-        self.known.clear()  # torch refuses to swap tensors that have weak references
+        self.tracked.clear()  # torch refuses to swap tensors that have weak references
         self.writes.begin()
 
     def require_end(self) -> None:
@@ -327,10 +327,10 @@ class TapeWriter:
     def is_caught(self, scope: ModuleCall, site: Site | None) -> bool:
         """Return whether the model might go on after an error at a place, so it is a question."""
         key = id(scope), id(site)
-        known = self._caught.get(key)
-        if known is None:
-            known = self._caught[key] = is_handled(scope, site)
-        return known
+        cached = self._caught.get(key)
+        if cached is None:
+            cached = self._caught[key] = is_handled(scope, site)
+        return cached
 
     def ask_error(self, op: Op) -> None:
         """Add a guard on the error of an op, if the model might go on after it.
@@ -348,13 +348,13 @@ class TapeWriter:
         if self.script is not None:
             for index, meta in self.script.dead.items():
                 self.tape.ops[index].meta = meta
-            for known in self.known.values():  # nothing may take the short way with these
-                if known.ref is not None and known.ref.index in self.script.dead:
-                    known.version = -1
+            for tracked in self.tracked.values():  # nothing may take the short way with these
+                if tracked.ref is not None and tracked.ref.index in self.script.dead:
+                    tracked.version = -1
         named = [
-            (known.ref, tensor)
-            for known in self.known.values()
-            if (tensor := known()) is not None and known.ref is not None
+            (tracked.ref, tensor)
+            for tracked in self.tracked.values()
+            if (tensor := tracked()) is not None and tracked.ref is not None
         ]
         for tensor in self.writes.stale_names(named):
-            self.known[id(tensor)].version = -1
+            self.tracked[id(tensor)].version = -1

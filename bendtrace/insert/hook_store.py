@@ -19,8 +19,8 @@ from bendtrace.errors import HookNameError, InputError
 from bendtrace.insert.gradients import ChecksGradients, Gradients
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.leaves import all_tensors_in, with_tensors
 from bendtrace.insert.native import AttachedInterjection
-from bendtrace.insert.structure import all_tensors_in, with_tensors
 from bendtrace.python.checks import similar
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.functions import ScriptModule
@@ -427,8 +427,12 @@ registered: 'layer1'
 
     def __missing__(self, name: object) -> NoReturn:
         near = tuple(similar(name, self))
-        known = near or tuple(self)[:5]
-        choices = f"registered: {', '.join(map(repr, known))}" if known else "nothing is registered"
+        suggestions = near or tuple(self)[:5]
+        choices = (
+            f"registered: {', '.join(map(repr, suggestions))}"
+            if suggestions
+            else "nothing is registered"
+        )
         raise HookNameError(f"no {self._what} is registered as {name!r}; {choices}", name, near)
 
     def _ipython_key_completions_(self) -> list[str]:

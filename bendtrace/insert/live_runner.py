@@ -26,22 +26,24 @@ from torch import Tensor, nn
 
 from bendtrace.insert.gates import AfterGate
 from bendtrace.insert.inserter import LiveInserter, NodeSlots
+from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.structure import LeafShape
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, Site, SiteTable
 from bendtrace.record.rank_sync import is_joint
 from bendtrace.record.recorder import Recording
-from bendtrace.record.serving import call_itself
+from bendtrace.record.redirection import call_itself
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.watch.functions import ScriptModule
 from bendtrace.watch.intercepts import INTERCEPT_CODES
 from bendtrace.watch.owners import named_modules
 
-_KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
+# `nn.Module.__call__` asks for it first (seen in torch 2.13), and nothing keeps a reference to it,
+# as torch._dynamo does to `__call__` itself: see `_ModuleCall` in `watch/intercepts.py`.
+_KEY = "_compiled_call_impl"
 _WRAPPED: Any = internal("torch.nn.Module._wrapped_call_impl.__code__", None, "calls of modules")
 # Forms of an insertion that need nothing but a tensor that a module returns.
 _PLAIN_FORMS = frozenset({"after", "observes", "permits"})
@@ -56,25 +58,25 @@ _RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
 _NOT_OF_MODELS = (TORCH, PACKAGE)
 
 
-class Beside:
+class LiveRunner:
     """Runs a model with insertions at calls of its modules.
 
     Args:
-        known: what is known of the model.
+        knowledge: what is known of the model.
         plan: the insertions.
         modules: the modules at whose calls they may be.
     """
 
-    def __init__(self, known: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
-        self._known = known
-        self._model: Any = known.model
+    def __init__(self, knowledge: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
+        self._knowledge = knowledge
+        self._model: Any = knowledge.model
         self._plan = plan
         self._modules = modules
-        self._is_around = any(module is known.model for module in modules)
+        self._is_around = any(module is knowledge.model for module in modules)
         self._reported: Recording | None = None
-        # The model itself may be redirected, see `serving`.
+        # The model itself may be redirected, see `redirect_calls`.
         self._stations = [
-            _ModuleInterceptor(module) for module in modules if module is not known.model
+            _ModuleInterceptor(module) for module in modules if module is not knowledge.model
         ]
         self._idle: list[_InsertionRun] = []
 
@@ -91,7 +93,7 @@ class Beside:
         with _lock:
             run = self._idle.pop() if self._idle else None
         if run is None:
-            run = _InsertionRun(self._known, self._plan, self._modules)
+            run = _InsertionRun(self._knowledge, self._plan, self._modules)
         outer, _local.run = _local.run, run
         with _lock:
             for mine in self._stations:
@@ -133,17 +135,17 @@ class Beside:
         return call_itself(self._model, args, kwargs)
 
 
-_OUTERMOST = Beside.call.__code__
+_OUTERMOST = LiveRunner.call.__code__
 
 
-def beside(known: Knowledge, plan: InsertionPlan) -> Beside | None:
-    """Return what runs a model with insertions unrecorded; None if some need a recorded run."""
-    modules = _modules_with_insertions(known, plan)
-    return None if modules is None else Beside(known, plan, modules)
+def runner_of(knowledge: Knowledge, plan: InsertionPlan) -> LiveRunner | None:
+    """Return a runner of a model with insertions; None if some need a recorded run."""
+    modules = _modules_with_insertions(knowledge, plan)
+    return None if modules is None else LiveRunner(knowledge, plan, modules)
 
 
-def _modules_with_insertions(known: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
-    model: Any = known.model
+def _modules_with_insertions(knowledge: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
+    model: Any = knowledge.model
     if _WRAPPED is None or not isinstance(model, nn.Module) or is_joint(model):
         return None
     parts = dict(named_modules(model))
@@ -154,7 +156,7 @@ def _modules_with_insertions(known: Knowledge, plan: InsertionPlan) -> list[nn.M
             return None
     found: dict[int, nn.Module] = {}
     for slot in plan.slots:
-        modules = _modules_at(known, slot, parts)
+        modules = _modules_at(knowledge, slot, parts)
         if modules is None:
             return None
         found.update((id(module), module) for module in modules)
@@ -169,7 +171,7 @@ def _is_called_otherwise(module: nn.Module) -> bool:
 
 
 def _modules_at(
-    known: Knowledge, slot: Slot, parts: dict[str, nn.Module]
+    knowledge: Knowledge, slot: Slot, parts: dict[str, nn.Module]
 ) -> list[nn.Module] | None:
     """Return the modules at whose calls an insertion may be; None if it may be elsewhere."""
     matcher = slot.place.matcher
@@ -183,7 +185,7 @@ def _modules_at(
     for path in paths:
         if path is None:
             return None
-        at = [known.nodes_of(run).candidates.get(path) for run in known.recordings()]
+        at = [knowledge.nodes_of(run).candidates.get(path) for run in knowledge.recordings()]
         modules = {id(node.module): node.module for node in at if node is not None}
         module = next(iter(modules.values()), None)
         if len(modules) != 1 or module is None:
@@ -220,7 +222,7 @@ class _ModuleInterceptor:
         return run.module(self.module, own, args, kwargs, frame)
 
 
-class _Around(NamedTuple):
+class _CallerFrame(NamedTuple):
     """A frame around the call of a module.
 
     Attributes:
@@ -249,12 +251,14 @@ class _ModuleCallPlace:
 
     __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "spot")
 
-    def __init__(self, frames: tuple[_Around, ...], scope: ModuleCall, spot: NodeSlots) -> None:
+    def __init__(
+        self, frames: tuple[_CallerFrame, ...], scope: ModuleCall, spot: NodeSlots
+    ) -> None:
         outermost = len(frames)
         while outermost and frames[outermost - 1].code.co_filename.startswith(_NOT_OF_MODELS):
             outermost -= 1
-        self.inner: tuple[_Around, ...] = frames[:outermost]
-        self.outer: tuple[_Around, ...] = frames[outermost:]
+        self.inner: tuple[_CallerFrame, ...] = frames[:outermost]
+        self.outer: tuple[_CallerFrame, ...] = frames[outermost:]
         self.scope: ModuleCall = scope
         self.spot: NodeSlots = spot
         self.gate: AfterGate | None = None
@@ -290,7 +294,7 @@ class _InsertionRun:
     """One call of the model after the other, with insertions.
 
     Args:
-        known: what is known of the model.
+        knowledge: what is known of the model.
         plan: the insertions.
         modules: the modules at whose calls they may be.
 
@@ -300,23 +304,23 @@ class _InsertionRun:
         outer: the frames around it.
     """
 
-    def __init__(self, known: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
-        model: Any = known.model
-        known.name_nodes()
-        self._known = known
+    def __init__(self, knowledge: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
+        model: Any = knowledge.model
+        knowledge.name_nodes()
+        self._knowledge = knowledge
         self._model = model
         self._plan = plan
         self._names = {id(module): name for name, module in named_modules(model)}
         root = ModuleCall("", None, 0, None, 0)
         self._sites = SiteTable(INTERCEPT_CODES | {_OUTERMOST})
         self._scopes: dict[tuple[int, int, int], ModuleCall] = {}
-        self._inserter = LiveInserter(plan, known.registry, model)
+        self._inserter = LiveInserter(plan, knowledge.registry, model)
         self._inserter.begins(_UnrecordedStage(root))
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
         self.places: dict[int, list[_ModuleCallPlace]] = {id(module): [] for module in modules}
         self.outermost: FrameType | None = None
-        self.outer: tuple[_Around, ...] = ()
+        self.outer: tuple[_CallerFrame, ...] = ()
 
     def ended(self) -> None:
         """Forget what belongs to the call."""
@@ -384,14 +388,14 @@ class _InsertionRun:
 
     def _place(self, module: nn.Module, frame: FrameType | None) -> _ModuleCallPlace:
         """Find out where a module is called."""
-        frames: list[_Around] = []
+        frames: list[_CallerFrame] = []
         calls: list[tuple[nn.Module, FrameType]] = []
         inner, begun = module, frame
         while frame is not None and frame.f_code is not _OUTERMOST:
             # The frames are read in full for a new place only. Hooks on all modules around would
             # know the callers as well, but would run in each call.
             called = frame.f_locals["self"] if frame.f_code is _WRAPPED else None
-            frames.append(_Around(frame.f_code, frame.f_lasti, called))
+            frames.append(_CallerFrame(frame.f_code, frame.f_lasti, called))
             frame = frame.f_back
             if called is not None:
                 assert begun is not None
@@ -405,10 +409,10 @@ class _InsertionRun:
             scope = self._scope(called, self._sites.find(caller), scope)
         # Other functions of torch that call modules may be called in another way in recorded runs:
         # names would differ.
-        known = self._known.paths_of(module)
-        if self._inserter.names.path(scope) not in known and len(known) == 1:
+        paths = self._knowledge.paths_of(module)
+        if self._inserter.names.path(scope) not in paths and len(paths) == 1:
             if any(_is_of_torch(one.code) for one in frames):
-                self._inserter.names.rename(scope, known[0])
+                self._inserter.names.rename(scope, paths[0])
         spot = self._inserter.spot_of(scope)
         place, slots = _ModuleCallPlace(tuple(frames), scope, spot), spot.after
         is_once = not (place.is_inside or place.is_recomputed)
@@ -465,7 +469,7 @@ class _UnrecordedStage:
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         return _call_gate(function, args)
 
-    def passed(self, gate: Callable[[Any], Any]) -> None:
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
         """Do nothing."""
 
     def pass_through(

@@ -36,33 +36,33 @@ def log(log: ModelHistory, path: str | None, subtree_renderer: Any) -> Any:
         if isinstance(item, str):
             call = calls[item]
             name = call.name if call.passes == 1 else call.label
-            return _node(f"{name}: {call.class_name}(", map(rendered, inside[item]), ")")
+            return _folded_node(f"{name}: {call.class_name}(", map(rendered, inside[item]), ")")
         place = None if path is None else f"{path}[{item.label!r}]"
-        head = f"{item.label}: {_form(item)}"
-        return _node(f"{head} = {item.function}(" if item.function else f"{head} (", [
+        head = f"{item.label}: {_entry_type(item)}"
+        return _folded_node(f"{head} = {item.function}(" if item.function else f"{head} (", [
             f"{name}={value}" for name, value in _facts(item)
         ], ")", place)  # fmt: skip
 
-    return _node(f"{repr(log)[:-1]}(", map(rendered, inside[""]), ")>", path)
+    return _folded_node(f"{repr(log)[:-1]}(", map(rendered, inside[""]), ")>", path)
 
 
 def entry(entry: LayerEntry, path: str | None, subtree_renderer: Any) -> Any:
     """Return an entry with its unusual fields."""
     facts = [f"{name}={value}" for name, value in _facts(entry)]
-    return _node(f"{repr(entry)[:-1]}(", facts, ")>", path)
+    return _folded_node(f"{repr(entry)[:-1]}(", facts, ")>", path)
 
 
 def bended_model(bended: BendedModule, path: str | None, subtree_renderer: Any) -> Any:
     """Return a model as its modules, with counts of calls and the insertions."""
     model = bended.model
-    inner = _module("model", model) if isinstance(model, nn.Module) else f"model={model!r}"
-    inserted = _node("insertions=[", map(repr, bended.insertions), "]")
-    return _node("BendedModule(", [inner, f"stats={bended.stats}", inserted], ")", path)
+    inner = _module_form("model", model) if isinstance(model, nn.Module) else f"model={model!r}"
+    inserted = _folded_node("insertions=[", map(repr, bended.insertions), "]")
+    return _folded_node("BendedModule(", [inner, f"stats={bended.stats}", inserted], ")", path)
 
 
-def _module(name: str, module: nn.Module) -> Any:
-    children = [_module(called, child) for called, child in module.named_children()]
-    return _node(f"{name}: {type(module).__name__}({module.extra_repr()}", children, ")")
+def _module_form(name: str, module: nn.Module) -> Any:
+    children = [_module_form(called, child) for called, child in module.named_children()]
+    return _folded_node(f"{name}: {type(module).__name__}({module.extra_repr()}", children, ")")
 
 
 def _facts(entry: LayerEntry) -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def _facts(entry: LayerEntry) -> list[tuple[str, str]]:
     return found
 
 
-def _form(entry: LayerEntry) -> str:
+def _entry_type(entry: LayerEntry) -> str:
     if entry.shape is None:
         return repr(entry.value)
     return f"{str(entry.dtype).removeprefix('torch.')}{list(entry.shape)}"
@@ -99,7 +99,7 @@ def _value_text(value: Any) -> str:
         return f"{form} from {low:.3g} to {high:.3g}, mean {plain.mean().item():.3g}"
 
 
-def _node(prefix: str, children: Any, suffix: str, path: str | None = None) -> Any:
+def _folded_node(prefix: str, children: Any, suffix: str, path: str | None = None) -> Any:
     from treescope import rendering_parts  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     parts = [rendering_parts.text(c) if isinstance(c, str) else c for c in children]

@@ -14,7 +14,7 @@ from torch import nn
 
 from bendtrace.record.rank_sync import ENDS, is_joint, joint_call
 
-_KEY = "_compiled_call_impl"  # nn.Module.__call__ checks it first, as in `intercepts`
+_KEY = "_compiled_call_impl"  # `nn.Module.__call__` asks for it first, see `watch/intercepts.py`
 _lock = threading.Lock()
 
 
@@ -30,7 +30,7 @@ class Calls(threading.local):
         self.depth -= 1
 
 
-class _Server:
+class _Redirection:
     """The object that is called instead of a module."""
 
     def __init__(self, module: nn.Module, before: Any) -> None:
@@ -51,7 +51,7 @@ class _Server:
             return calls[-1]
         # A thread that such a method has made belongs to it; all others have the module itself.
         taken_along = vars(threading.current_thread()).get(_TAKEN_ALONG, ())
-        return next((call for server, call in taken_along if server is self), None)
+        return next((call for redirection, call in taken_along if redirection is self), None)
 
     def itself(self) -> Callable[..., Any]:
         """Return the call of the module without this."""
@@ -59,14 +59,14 @@ class _Server:
 
 
 _TAKEN_ALONG = "_bendtrace_served"
-_active: list[_Server] = []
+_active: list[_Redirection] = []
 _make_thread: Any = threading.Thread.__init__
 
 
 @functools.wraps(_make_thread)
 def _make_thread_of_method(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
     _make_thread(thread, *args, **kwargs)
-    calls = ((server, server.current()) for server in tuple(_active))
+    calls = ((redirection, redirection.current()) for redirection in tuple(_active))
     vars(thread)[_TAKEN_ALONG] = [pair for pair in calls if pair[1] is not None]
 
 
@@ -74,7 +74,7 @@ _made_of_method: Any = _make_thread_of_method
 
 
 @contextmanager
-def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+def redirect_calls(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     """Redirect `module(...)` to `call(...)` within the context.
 
     This thread is redirected, and the threads that it makes. Others call the module itself, or
@@ -84,50 +84,50 @@ def serving(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     thread = threading.get_ident()
     with _lock:
         before = attributes.get(_KEY)
-        server = before if isinstance(before, _Server) else _Server(module, before)
-        attributes[_KEY] = server
-        if not server.users:
+        redirection = before if isinstance(before, _Redirection) else _Redirection(module, before)
+        attributes[_KEY] = redirection
+        if not redirection.users:
             if not _active and threading.Thread.__init__ is _make_thread:
                 threading.Thread.__init__ = _made_of_method  # type: ignore[method-assign]
-            _active.append(server)
-        server.users += 1
-        server.calls.setdefault(thread, []).append(call)
+            _active.append(redirection)
+        redirection.users += 1
+        redirection.calls.setdefault(thread, []).append(call)
     try:
         yield
     finally:
         with _lock:
-            calls = server.calls[thread]
+            calls = redirection.calls[thread]
             calls.pop()
             if not calls:
-                del server.calls[thread]
-            server.users -= 1
-            if not server.users:
-                _active.remove(server)
+                del redirection.calls[thread]
+            redirection.users -= 1
+            if not redirection.users:
+                _active.remove(redirection)
                 if not _active and threading.Thread.__init__ is _made_of_method:
                     threading.Thread.__init__ = _make_thread  # type: ignore[method-assign]
-                if attributes.get(_KEY) is server:
-                    if server.before is None:
+                if attributes.get(_KEY) is redirection:
+                    if redirection.before is None:
                         del attributes[_KEY]
                     else:
-                        attributes[_KEY] = server.before
+                        attributes[_KEY] = redirection.before
 
 
-def serving_target(module: Any) -> object | None:
+def redirect_target(module: Any) -> object | None:
     """Return the current target for the calls of a module; None if it is the module itself.
 
     It is the same object for as long as one of the methods of a `BendedModule` runs, such as
     `generate`.
     """
-    server = vars(module).get(_KEY) if isinstance(module, nn.Module) else None
-    return server if isinstance(server, _Server) else None
+    redirection = vars(module).get(_KEY) if isinstance(module, nn.Module) else None
+    return redirection if isinstance(redirection, _Redirection) else None
 
 
 def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
     """Call a model itself, without the redirection."""
     if not is_joint(model):
         # Usually only the call: this is the whole overhead for a model that runs plainly.
-        server = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
-        if not isinstance(server, _Server):
+        redirection = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
+        if not isinstance(redirection, _Redirection):
             return model(*args, **kwargs)
         return _call_itself(model, args, kwargs)
     with joint_call(model) as joint:
@@ -138,10 +138,10 @@ def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -
 
 
 def _call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    server = serving_target(model)
-    if not isinstance(server, _Server):
+    redirection = redirect_target(model)
+    if not isinstance(redirection, _Redirection):
         return model(*args, **kwargs)
-    return server.itself()(*args, **kwargs)
+    return redirection.itself()(*args, **kwargs)
 
 
 def in_steps(result: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:

@@ -85,7 +85,7 @@ class _ModelStateAccess:
         aliases = {  # of what it holds under names of its own
             _part_name(part)
             for part in self._parts
-            if self._is_container(part) and id(_now(part)) in reach.held
+            if self._is_container(part) and id(_now(part)) in reach.objects
         }
         found = self._changed_by(codes, aliases)
         if not reach.what.self_contained:
@@ -138,7 +138,7 @@ class _ModelStateAccess:
     ) -> set[str]:
         """Return what the run changes, or changes for a while, and an insertion might read."""
         found: set[str] = set()
-        if self._changes and not (reach.is_contained and not self._changes_held(reach)):
+        if self._changes and not (reach.is_contained and not self._changes_reached(reach)):
             found = {change.label for change in self._changes}
         read = aliases | reach.numbers
         assigned, changed = self._assigned
@@ -151,10 +151,10 @@ class _ModelStateAccess:
             module = part.value
             if part.kind is not CaptureKind.MODULE:
                 continue
-            is_held = id(module) in reach.held
-            if is_held and type(module).__module__.startswith("torch.nn."):
+            is_reached = id(module) in reach.objects
+            if is_reached and type(module).__module__.startswith("torch.nn."):
                 read |= vars(module).keys()
-            elif not reach.is_contained and (is_held or _part_name(part) in named):
+            elif not reach.is_contained and (is_reached or _part_name(part) in named):
                 read.update(_names_in_forward(type(module)))
         is_any = not (reach.is_contained or named.isdisjoint(ANY))
         for part in self._parts:
@@ -165,19 +165,22 @@ class _ModelStateAccess:
                 found.add(part.label)
         return found | (read & assigned)
 
-    def _changes_held(self, reach: ReachedObjects) -> bool:
+    def _changes_reached(self, reach: ReachedObjects) -> bool:
         """Return whether the run changes something that an insertion holds itself."""
-        held = {*reach.held, *(id(vars(t)) for t in reach.held.values() if hasattr(t, "__dict__"))}
+        reached = {
+            *reach.objects,
+            *(id(vars(t)) for t in reach.objects.values() if hasattr(t, "__dict__")),
+        }
         return any(
-            id(_now(change.part)) in held
+            id(_now(change.part)) in reached
             or (change.part.label == "globals" and change.key in reach.numbers)
-            or (change.part.is_argument and self._is_held_argument(change, reach))
+            or (change.part.is_argument and self._is_reached_argument(change, reach))
             for change in self._changes
         )
 
     @staticmethod
-    def _is_held_argument(change: EnvironmentChange, reach: ReachedObjects) -> bool:
-        return any(type(thing) is change.part.type for thing in reach.held.values())
+    def _is_reached_argument(change: EnvironmentChange, reach: ReachedObjects) -> bool:
+        return any(type(thing) is change.part.type for thing in reach.objects.values())
 
     @functools.cached_property
     def _assigned(self) -> tuple[set[str], set[str]]:
@@ -266,7 +269,7 @@ class ReachedObjects(NamedTuple):
     Attributes:
         what: the insertion.
         codes: its code, and whether other code calls it: see `stores_in`.
-        held: the containers, objects, modules and tensors that it holds, by identity.
+        objects: the containers, objects, modules and tensors that it holds, by identity.
         numbers: the globals with plain values that it names.
         is_contained: whether it can read nothing of the model but its arguments, unless the model
             has some of what it holds, too.
@@ -274,7 +277,7 @@ class ReachedObjects(NamedTuple):
 
     what: Interjection
     codes: Mapping[types.CodeType, bool]
-    held: Mapping[int, Any]
+    objects: Mapping[int, Any]
     numbers: frozenset[str]
     is_contained: bool
 
@@ -370,8 +373,8 @@ def _add_codes(
         codes[thing.__code__] = is_helper
         space = thing.__globals__
         for name in names_in(thing.__code__):
-            if callable(held := space.get(name)):
-                _add_codes(held, codes, seen, own, depth - 1, True)
+            if callable(global_value := space.get(name)):
+                _add_codes(global_value, codes, seen, own, depth - 1, True)
         for cell in thing.__closure__ or ():
             with suppress(ValueError):
                 if callable(cell.cell_contents):
@@ -509,7 +512,7 @@ def _is_plain_module(module: nn.Module, search: _PlainScan) -> bool:
         return True
     if search.own is None or id(module) in search.own:
         return False
-    held = [value for name, value in vars(module).items() if name not in _TABLES]
+    values = [value for name, value in vars(module).items() if name not in _TABLES]
     for cls in type(module).__mro__:
         if cls.__module__.startswith("torch.nn.") or cls is object:
             continue
@@ -517,11 +520,11 @@ def _is_plain_module(module: nn.Module, search: _PlainScan) -> bool:
             if isinstance(member, (staticmethod, classmethod)):
                 member = member.__func__
             elif isinstance(member, property):
-                held += [member.fget, member.fset]
+                values += [member.fget, member.fset]
                 continue
             if name not in UNCALLED:
-                held.append(member)
-    return all(_holds_only_plain(value, search) for value in held)
+                values.append(member)
+    return all(_holds_only_plain(value, search) for value in values)
 
 
 _TABLES = frozenset(vars(nn.Module()))

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import IncompatibleVersionWarning
-from bendtrace.python import features
+from bendtrace.python import internals
 from bendtrace.python.bytecode import global_uses
 from bendtrace.python.sites import is_covered, users_level
 from bendtrace.python.usage import code_compares_identity, only_tests, stores_outside
@@ -41,7 +41,7 @@ from bendtrace.watch.functions import name_of
 
 def look_once() -> None:
     """Run the probes that a trace needs, once; warn of features that are switched off."""
-    warn_of(features.missing_features())
+    warn_of(internals.missing_features())
     if "python" not in _looked:
         _looked.add("python")
         warn_of(probe_python())
@@ -110,7 +110,7 @@ def _probe_python(*probes: _PythonProbe) -> list[str]:
         except Exception:  # a reader that fails does not count
             is_so = False
         if not is_so:
-            features.switch_off(feature, reason, frozenset({""} if feature == "names" else ()))
+            internals.switch_off(feature, reason, frozenset({""} if feature == "names" else ()))
             failed.append(reason)
     return failed
 
@@ -222,7 +222,7 @@ _ITERATIONS = {
 
 
 def _reads_iterations() -> bool:
-    is_plain = features.is_off("identity") or features.is_off("truth")
+    is_plain = internals.is_off("identity") or internals.is_off("truth")
     if not _models():  # without sources, no kind of statement is known anyway
         return True
     for name, (values, expected) in _ITERATIONS.items():
@@ -260,7 +260,7 @@ _PYTHON_PROBES = (
 
 def probe_torch() -> list[str]:
     """Record tiny models that use all parts of torch; return what was switched off."""
-    if "" in features.names_off():  # all calls run live anyway
+    if "" in internals.names_off():  # all calls run live anyway
         return []
     models = {"followed": [], "seeds": [], "live": []}  # type: dict[str, list[_TorchProbe]]
     for probe in TORCH_PROBES:
@@ -270,11 +270,11 @@ def probe_torch() -> list[str]:
         return []
     failed = []
     for probe in TORCH_PROBES:  # each part by itself
-        if not features.is_off(probe.part) and not _hold(probe.model, [probe]):
+        if not internals.is_off(probe.part) and not _hold(probe.model, [probe]):
             reason = f"{probe.part} cannot be followed: " + (
                 "all calls run live" if "" in probe.names else "code that uses it runs live"
             )
-            features.switch_off(probe.part, reason, probe.names)
+            internals.switch_off(probe.part, reason, probe.names)
             failed.append(reason)
     return failed
 
@@ -309,14 +309,14 @@ def _as_it_was() -> Iterator[None]:
 
 @functools.cache
 def _models() -> dict[str, Any]:
-    """Return what is in `probed.py`, compiled under another name; nothing if it is not there."""
-    file = os.path.join(os.path.dirname(__file__), "probed.py")
+    """Return the content of `self_test_models.py`, compiled under another name; {} without it."""
+    file = os.path.join(os.path.dirname(__file__), "self_test_models.py")
     lines = linecache.getlines(file)
     source = "".join(lines)
     if not source:
         return {}
     linecache.cache[_NAME] = len(source), None, lines, _NAME
-    scope: dict[str, Any] = {"__name__": "probed"}
+    scope: dict[str, Any] = {"__name__": "self_test_models"}
     exec(compile(source, _NAME, "exec"), scope)
     return scope
 
@@ -342,7 +342,7 @@ class _TorchProbe(NamedTuple):
 
     Attributes:
         part: its name in words.
-        model: its name in `probed.py`.
+        model: its name in `self_test_models.py`.
         ops: names of ops, for what can be followed.
         reason: the start of the reason why a call runs live, for parts that cannot be followed.
         names: code that uses one of these cannot be followed if the probe fails; "" covers all.
@@ -358,9 +358,9 @@ class _TorchProbe(NamedTuple):
         if self.reason:
             return any(blocker.startswith(self.reason) for blocker in tape.blockers)
         names = {name_of(op.target) for op in tape.ops}
-        known = all(op.kind is not OpKind.UNKNOWN for op in tape.ops)
+        is_named = all(op.kind is not OpKind.UNKNOWN for op in tape.ops)
         called = len(tape.calls) > 1 or self.ops
-        return known and not tape.blockers and bool(called) and names.issuperset(self.ops)
+        return is_named and not tape.blockers and bool(called) and names.issuperset(self.ops)
 
 
 def _follows(part: str, model: str, ops: str, *names: str) -> _TorchProbe:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import getitem
 from typing import Any
 
-from bendtrace.engine.analysis import Analysis, GuardKind
+from bendtrace.engine.cache_growth import know_states, unread_in
 from bendtrace.engine.codegen import SegmentWriter
-from bendtrace.engine.growing import know_states, unread_in
+from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.schedule import Schedule, Unlinked, returned_inputs
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece, StateNode, Trip
@@ -43,7 +43,7 @@ class ProgramGraph:
     Attributes:
         joins: whether paths may join.
         first: the first run, as a piece.
-        may_grow: whether caches may be replaced before the end of a call (see `growing.py`).
+        may_grow: whether caches may be replaced before the end of a call (see `cache_growth.py`).
         is_broken: whether the graph has turned out to be unusable.
         has_begun_anew: whether the graph has been started again from a later run.
         beginning: the exit that a call begins with.
@@ -121,7 +121,7 @@ class ProgramGraph:
         self.writes = self.writes or _writes_in_place(tape)
         made: list[tuple[StateNode, RunPiece]] = []
         piece: RunPiece | None = None  # the piece being added; None where everything is known
-        known: tuple[Exit, int] | None = self.beginning, -1
+        latest: tuple[Exit, int] | None = self.beginning, -1
         trips: list[Trip] = []
         for number in sorted(tape.states):
             node = self._nodes.get(tape.states[number].key)
@@ -135,13 +135,13 @@ class ProgramGraph:
                 piece.nodes[number] = node
                 trips.append((piece, piece.after, number))
                 piece = None
-            elif known is not None:
-                if not repeats_known_path(recording, known[1], number, known[0]):
+            elif latest is not None:
+                if not repeats_path(recording, latest[1], number, latest[0]):
                     return None
-                ahead = known[0].number + number - known[1]
-                trips.append((known[0].piece, known[0].number, ahead))
-                if known[0].piece is self.first and ahead not in self.first.recording.tape.states:
-                    if not self._learn(recording, known[1], number, known[0]):
+                ahead = latest[0].number + number - latest[1]
+                trips.append((latest[0].piece, latest[0].number, ahead))
+                if latest[0].piece is self.first and ahead not in self.first.recording.tape.states:
+                    if not self._learn(recording, latest[1], number, latest[0]):
                         return self._begin_anew(recording)
                     has_learnt, node = True, self._nodes.get(tape.states[number].key)
             if node is None:
@@ -161,15 +161,15 @@ class ProgramGraph:
                 node.add(Exit(answer, piece, number, self._write))
                 made.append((node, piece))
             else:
-                known = exit, number
+                latest = exit, number
         if piece is not None:
             trips.append((piece, piece.after, None))
-        elif known is not None:
-            trips.append((known[0].piece, known[0].number, None))
+        elif latest is not None:
+            trips.append((latest[0].piece, latest[0].number, None))
         if (
             piece is None
-            and known is not None
-            and not repeats_known_path(recording, known[1], None, known[0])
+            and latest is not None
+            and not repeats_path(recording, latest[1], None, latest[0])
         ):
             return None
         if self.first.stop is None:
@@ -205,9 +205,9 @@ class ProgramGraph:
         """End the first piece where the states that follow are unknown."""
         tape, first = self.first.recording.tape, self.first
         unread = unread_in(first.recording, first.analysis)
-        known = [number for number in tape.states if not unread or number < unread[0]]
-        if unread and known:
-            first.stop = max(known)
+        numbers = [number for number in tape.states if not unread or number < unread[0]]
+        if unread and numbers:
+            first.stop = max(numbers)
             for node in self._nodes.values():
                 node.drop(first, first.stop)
             has_learnt = True
@@ -338,7 +338,7 @@ def _is_repeated(tape: Tape, number: int) -> bool:
 # what each is, seen from the state.
 
 
-def repeats_known_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
+def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
     """Compare the work of a run after an answer with the known continuation.
 
     Another run that was in the same state shows what follows. The two runs are compared
@@ -367,13 +367,13 @@ def repeats_known_path(recording: Recording, after: int, until: int | None, exit
         its = [op for op in its if op.index < stop]
         if until is not None:
             mine = mine[: len(its)]
-    for op, known in zip(mine, its, strict=False):
-        if op.target == known.target and op.context.modes == known.context.modes:
-            if _same_arguments(op.args, known.args, ours, theirs) and _same_arguments(
-                op.kwargs, known.kwargs, ours, theirs
+    for op, its_op in zip(mine, its, strict=False):
+        if op.target == its_op.target and op.context.modes == its_op.context.modes:
+            if _same_arguments(op.args, its_op.args, ours, theirs) and _same_arguments(
+                op.kwargs, its_op.kwargs, ours, theirs
             ):
                 continue
-            now, before = ours.of(op), theirs.of(known)
+            now, before = ours.of(op), theirs.of(its_op)
             if now == before:
                 continue
             if " at 0x" in now:  # an object that each run creates
@@ -381,7 +381,7 @@ def repeats_known_path(recording: Recording, after: int, until: int | None, exit
         if not _ask_alike(one, after, until, other, exit.number):
             return False
         raise NondeterminismError(
-            f"the resumed run did {op} where it did {known} before, with all guards equal"
+            f"the resumed run did {op} where it did {its_op} before, with all guards equal"
             + (f" (at {op.site.place})" if op.site is not None else "")
         )
     if len(its) != len(mine):

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from bendtrace.engine.analysis import GuardKind
+from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.engine.stretches import Failure
 from bendtrace.engine.tree import TraceTree
@@ -27,10 +27,10 @@ from bendtrace.show.outline import (
     SideCode,
     Step,
     end_text,
+    outcome_text,
     programs_as_text,
     summary,
     title,
-    value_text,
 )
 from bendtrace.show.paint import figure, paint
 from bendtrace.show.picture import Format, Picture
@@ -40,7 +40,7 @@ from bendtrace.tape.captured import Access, Captured, CaptureKind, Keys, Length,
 from bendtrace.tape.tape import AfterOp, OpKind, Stop, TensorMeta
 
 
-def fold(tree: TraceTree) -> list[ProgramOutline]:
+def fold_programs(tree: TraceTree) -> list[ProgramOutline]:
     """Fold each program of a tree, in the order in which they were traced."""
     programs = sorted(tree.programs(), key=lambda program: program.serial)
     selected = selection(programs)
@@ -48,14 +48,14 @@ def fold(tree: TraceTree) -> list[ProgramOutline]:
     for number, (program, facts) in enumerate(zip(programs, selected, strict=True), 1):
         flow, steps, runs = SideCode(), Counter[Step](), 0
         for walk in walks_of(program):
-            _add(flow, walk, steps)
+            _add_walk(flow, walk, steps)
             runs += walk.hits if walk.ends and not walk.has_raised else 0
         inputs, traces = signature_of(program), len(program.recordings())
         outlines.append(ProgramOutline(number, inputs, facts, traces, runs, flow, steps))
     return outlines
 
 
-def _add(flow: SideCode, walk: Walk, steps: Counter[Step]) -> None:
+def _add_walk(flow: SideCode, walk: Walk, steps: Counter[Step]) -> None:
     flows: list[SideCode] = []
     before: OutlineBranch | None = None
     by = ""
@@ -74,7 +74,7 @@ def _add(flow: SideCode, walk: Walk, steps: Counter[Step]) -> None:
         if event.iterations is not None or walk.is_part:
             _count_rounds(branch, walk, number)
         flows.append(taken.flow)
-        before, by = branch, "" if event.is_loop else value_text(taken.value)
+        before, by = branch, "" if event.is_loop else outcome_text(taken.value)
     if walk.end is None or not (walk.ends or walk.leads_to_end):
         return
     inside = flow if walk.end_under is None else flows[walk.end_under]
@@ -137,9 +137,9 @@ def most_divergent(tree: TraceTree) -> str | None:
             events: dict[Any, PathEvent] = {event.number: event for event in path.events}
             for number, sides in stretch.sides.items():
                 where = _describe_event(stretch.recording, number, events.get(number))
-                known = sum(side.target is not None or side.live is not None for side in sides)
-                counts[where] = counts.get(where, 0) + known
-    label, values = differing(programs)
+                count = sum(side.target is not None or side.live is not None for side in sides)
+                counts[where] = counts.get(where, 0) + count
+    label, values = distinguishing_fact(programs)
     if values > 1:
         counts[label] = values - 1
     if not counts:
@@ -242,7 +242,7 @@ class Outline:
         self.stats: dict[str, int] = dict(stats)
         self.forgotten: int = tree.forgotten
         self.failures: Counter[Failure] = Counter(tree.failures)
-        self.programs: list[ProgramOutline] = fold(tree)
+        self.programs: list[ProgramOutline] = fold_programs(tree)
 
     def __len__(self) -> int:
         return len(self.programs)
@@ -308,9 +308,9 @@ class Outline:
                     graph.nodes[name].update(hits=item.total, never=never, modules=modules)
             for (before, by, after), hits in program.steps.items():
                 edge = graph.get_edge_data(names[before], names[after], {"hits": 0, "outcomes": ""})
-                known = [text for text in (edge["outcomes"], by) if text]
+                texts = [text for text in (edge["outcomes"], by) if text]
                 graph.add_edge(names[before], names[after], hits=edge["hits"] + hits,
-                               outcomes=", ".join(known))  # fmt: skip
+                               outcomes=", ".join(texts))  # fmt: skip
         return graph
 
     def draw(
@@ -390,13 +390,13 @@ def signature_of(program: Program) -> str:
         if part.kind is CaptureKind.TENSOR:
             meta = metas.get(part)
             if isinstance(meta, TensorMeta):
-                text = f"{_plain(meta.dtype)}{list(meta.shape)}"
+                text = f"{_plain_dtype(meta.dtype)}{list(meta.shape)}"
             elif isinstance(part.size, TensorFacts):
-                text = f"{_plain(part.size.dtype)}, {part.size.rank} dimensions"
+                text = f"{_plain_dtype(part.size.dtype)}, {part.size.rank} dimensions"
             shown.append(f"{part.label}: {text}")
         elif part.parent is None and part.kind in (CaptureKind.PLAIN, CaptureKind.NUMBER):
             value = metas.get(part) if part.kind is CaptureKind.NUMBER else part.value
-            shown.append(f"{part.label}: {_short(value)}")
+            shown.append(f"{part.label}: {_fact_text(value)}")
     if len(shown) > _SHOWN:
         shown[_SHOWN:] = [f"and {len(shown) - _SHOWN} more"]
     return ", ".join(shown) or "no arguments"
@@ -424,7 +424,7 @@ def selection(programs: Sequence[Program]) -> list[list[str]]:
     return found
 
 
-def differing(programs: Sequence[Program]) -> tuple[str, int]:
+def distinguishing_fact(programs: Sequence[Program]) -> tuple[str, int]:
     """Return the property with the most values among the programs, and their number."""
     distinct = _distinct([_facts_of(program) for program in programs])
     label, values = max(distinct.items(), key=lambda item: item[1], default=("", 0))
@@ -464,20 +464,24 @@ def _facts_of(program: Program) -> Facts:
             grad = "requires grad" if size.requires_grad else "does not require grad"
             target |= {
                 f"{part.label}#rank": f"has {counted(size.rank, 'dimension')}",
-                f"{part.label}#dtype": f"is {_plain(size.dtype)}",
+                f"{part.label}#dtype": f"is {_plain_dtype(size.dtype)}",
                 f"{part.label}#device": f"is on {size.device}",
-                f"{part.label}#layout": f"is {_plain(size.layout)}",
+                f"{part.label}#layout": f"is {_plain_dtype(size.layout)}",
                 f"{part.label}#grad": grad,
             }
     facts.update(_conditions(program))
     context = program.global_state.context
-    used = [f"{cast.device_type} {_plain(cast.dtype)}" for cast in context.autocast if cast.enabled]
+    used = [
+        f"{cast.device_type} {_plain_dtype(cast.dtype)}"
+        for cast in context.autocast
+        if cast.enabled
+    ]
     facts["grad mode"] = f"is {'on' if context.grad else 'off'}"
     facts["inference mode"] = f"is {'on' if context.inference else 'off'}"
     facts["autocast"] = f"is {', '.join(used) or 'off'}"
     for name, value in program.global_state._asdict().items():
         if name != "context":
-            facts[_AMBIENCE.get(name, name)] = f"is {_short(value)}"
+            facts[_AMBIENCE.get(name, name)] = f"is {_fact_text(value)}"
     return facts | state
 
 
@@ -496,9 +500,9 @@ def _fact(part: Captured) -> str | None:
         count = part.size.number if isinstance(part.size, (Length, Keys)) else 0
         return f"is a {part.type.__name__} of {count}"
     if isinstance(part.size, Keys) and kind is CaptureKind.DICT:
-        return f"has the keys {_short(tuple(map(str, part.size.keys)))}"
+        return f"has the keys {_fact_text(tuple(map(str, part.size.keys)))}"
     if kind in (CaptureKind.PLAIN, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY):
-        return f"is {_short(part.value)}"
+        return f"is {_fact_text(part.value)}"
     if kind is CaptureKind.ALIAS:
         return f"is {part.value.label}"
     if kind in (CaptureKind.NUMBER, CaptureKind.OBJECT):
@@ -520,14 +524,14 @@ def _conditions(program: Program) -> Facts:
         if program.analysis.kinds[number] is GuardKind.INPUT and guard.site is not None:
             place = user_code(guard.scope, guard.site)[0]
             text = texts.get(number) or place.text or f"a condition at {place}"
-            found.setdefault(text, []).append(_short(guard.answer))
+            found.setdefault(text, []).append(_fact_text(guard.answer))
     return {text: f"is {' and '.join(dict.fromkeys(values))}" for text, values in found.items()}
 
 
-def _plain(dtype: object) -> str:
+def _plain_dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _short(value: object) -> str:
+def _fact_text(value: object) -> str:
     text = repr(value).removeprefix("torch.")
     return text if len(text) <= 60 else text[:57] + "..."

@@ -105,8 +105,8 @@ class Analysis:
         elif op.kind is OpKind.UNKNOWN:
             steady_type = steady_rank = False
         elif op.kind is OpKind.CALL:
-            known = is_torchs_function(op.target) and not is_foreign(op.target)
-            steady_type = steady_type and known and self.fixed_metadata
+            is_torchs = is_torchs_function(op.target) and not is_foreign(op.target)
+            steady_type = steady_type and is_torchs and self.fixed_metadata
             steady_rank = (
                 steady_type and steady_rank and table_name(op.target) not in RANK_DEPENDS_ON_SIZES
             )
@@ -131,7 +131,7 @@ class Analysis:
                 op.index in self._counters or self._counters.isdisjoint(op.operands)
             )
         return (
-            is_read(op)
+            is_metadata_read(op)
             and op.raised is None
             and self.fixed_metadata  # else it may be asked after a change
             and table_name(op.target) != "_version"
@@ -154,7 +154,7 @@ class Analysis:
             and self._reshaped.isdisjoint(op.operands)
         ):
             return GuardKind.INPUT, 0, 0
-        if is_read(op) and op.raised is None:
+        if is_metadata_read(op) and op.raised is None:
             refs = op.operands
             sources = 0
             for index in refs:
@@ -188,7 +188,7 @@ def _may_touch(op: Op) -> bool:
     )
 
 
-def is_read(op: Op) -> bool:
+def is_metadata_read(op: Op) -> bool:
     """Return whether an op only looks at a tensor's metadata."""
     return op.kind is OpKind.CALL and reads_metadata(op.target)
 

@@ -1,4 +1,4 @@
-"""The tiny models that `probes.py` records, written as a user would.
+"""The tiny models that `self_test.py` records, written as a user would.
 
 They are not imported but compiled under another name, because the tracer does not take code of this
 package for a model's.

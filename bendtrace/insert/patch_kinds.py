@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, NeverFiredWarning, NodePathError, PatchError
-from bendtrace.insert.handing import takes
 from bendtrace.insert.interjection import (
     Effect,
     Inputs,
@@ -27,13 +26,14 @@ from bendtrace.insert.interjection import (
     depends_on,
     effect_of_value,
     number_operand,
+    takes,
 )
+from bendtrace.insert.leaves import write_count
 from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import Knowledge, describe_where, node_name_of, resolve_meaning
-from bendtrace.insert.structure import write_count
 from bendtrace.insert.where import OfRows, Rows, Where, alias_of
 from bendtrace.log.nodes import Chosen, NodePath, TreeNode
-from bendtrace.log.path_views import Node, NodeSelector, Tree, find, require_leaf
+from bendtrace.log.path_views import Node, NodeSelector, Tree, find_node, require_leaf
 from bendtrace.python.checks import shown
 from bendtrace.tape.tape import TensorMeta
 from bendtrace.watch.owners import modules_in
@@ -186,7 +186,7 @@ class PatchContext(ContextDecorator):
 
     Args:
         registry: the store for the insertions.
-        known: the recorded runs of the model.
+        knowledge: the recorded runs of the model.
         patches: for each path a patch, or several in the order in which they run.
         rows: the rows of the first axis that are patched; None for all.
 
@@ -199,7 +199,7 @@ class PatchContext(ContextDecorator):
     """
 
     def __init__(
-        self, registry: InsertionRegistry, known: Knowledge, patches: Patches, rows: Rows = None
+        self, registry: InsertionRegistry, knowledge: Knowledge, patches: Patches, rows: Rows = None
     ) -> None:
         self._insertion_registry = registry
         self._placed: list[tuple[Where, Interjection]] = []
@@ -208,9 +208,9 @@ class PatchContext(ContextDecorator):
         wanted = [
             (where, list(_patches_of(where, given))) for where, given in _patch_items(patches)
         ]
-        _check_paths(registry, known, [where for where, _ in wanted])
+        _check_paths(registry, knowledge, [where for where, _ in wanted])
         for where, given in wanted:
-            place = _parameter_call(known, where)
+            place = _parameter_call(knowledge, where)
             self._placed += [
                 (place, patch if rows is None else OfRows(patch, rows)) for patch in given
             ]
@@ -298,23 +298,23 @@ def _patches_of(where: Any, given: Any) -> Iterator[Patch[Any]]:
         yield patch
 
 
-def _parameter_call(known: Knowledge, where: Where) -> Where:
+def _parameter_call(knowledge: Knowledge, where: Where) -> Where:
     """Return the node for a path of a parameter: here it selects one call, not all uses."""
-    if isinstance(where, str) and (resolution := resolve_meaning(where, known)) is not None:
-        for tree in known.trees() if resolution.is_whole_state else ():
+    if isinstance(where, str) and (resolution := resolve_meaning(where, knowledge)) is not None:
+        for tree in knowledge.trees() if resolution.is_whole_state else ():
             try:
-                return Node(tree, *find(tree.data, where))
+                return Node(tree, *find_node(tree.data, where))
             except NodePathError:
                 continue
     return where
 
 
-def _check_paths(registry: InsertionRegistry, known: Knowledge, places: list[Where]) -> None:
+def _check_paths(registry: InsertionRegistry, knowledge: Knowledge, places: list[Where]) -> None:
     """Raise, once for all, for paths that lead to nothing, or not to a single value."""
     errors: list[NodePathError] = []
     for where in places:
         try:
-            _check_value(registry, known, where)
+            _check_value(registry, knowledge, where)
         except NodePathError as error:
             errors.append(error)
     raise_all(errors)
@@ -336,13 +336,13 @@ def raise_all(errors: Sequence[NodePathError]) -> None:
     raise NodePathError(message, first.path, first.completions)
 
 
-def _check_value(registry: InsertionRegistry, known: Knowledge, where: Where) -> None:
+def _check_value(registry: InsertionRegistry, knowledge: Knowledge, where: Where) -> None:
     """Raise if a path leads to nothing, or not to a single value."""
-    if alias_of(where, known.model) is not None:
+    if alias_of(where, knowledge.model) is not None:
         registry.make(where, Patch())
         return
-    text = node_name_of(where, known)
-    places = _selected_nodes(known, where, text)
+    text = node_name_of(where, knowledge)
+    places = _selected_nodes(knowledge, where, text)
     for root, node, chosen in places:
         name = describe_where(where).strip("'")
         output = node.children.get("output")
@@ -350,26 +350,26 @@ def _check_value(registry: InsertionRegistry, known: Knowledge, where: Where) ->
             node, name = output, f"{name}.output"  # a module stands for its output
         require_leaf(root, (node, chosen), name)
     registry.make(where, Patch())
-    has_run = any(True for _ in known.trees())
-    if has_run and not places and text and text in modules_in(known.model):
+    has_run = any(True for _ in knowledge.trees())
+    if has_run and not places and text and text in modules_in(knowledge.model):
         raise NodePathError(f"{text!r} is a module, not a value, and no run has called it", text)
 
 
 def _selected_nodes(
-    known: Knowledge, where: Where, text: str | None
+    knowledge: Knowledge, where: Where, text: str | None
 ) -> Sequence[tuple[TreeNode, TreeNode, Chosen]]:
     """Return the selected nodes: the root of a tree, the node, and its passes."""
     if text is None:
-        trees = list(known.trees())
+        trees = list(knowledge.trees())
         if not trees or (isinstance(where, NodeSelector) and where.looks_ahead):
             return []
         return [
-            place for path in known.select(where) for place in _find_node(trees, NodePath(path))
+            place for path in knowledge.select(where) for place in _find_node(trees, NodePath(path))
         ]
-    resolution = resolve_meaning(text, known) if isinstance(where, str) else None
+    resolution = resolve_meaning(text, knowledge) if isinstance(where, str) else None
     if resolution is not None and resolution.kind == "layer":
         return resolution.places
-    found = _find_node(known.trees(), text)
+    found = _find_node(knowledge.trees(), text)
     return found if found or resolution is None else resolution.places
 
 
@@ -377,7 +377,7 @@ def _find_node(trees: Iterable[Tree], path: str) -> list[tuple[TreeNode, TreeNod
     """Return the node of a path in the first run that has it."""
     for tree in trees:
         try:
-            return [(tree.data, *find(tree.data, path))]
+            return [(tree.data, *find_node(tree.data, path))]
         except NodePathError:
             continue
     return []
