@@ -373,21 +373,6 @@ def a_slice_between_two(x: torch.Tensor) -> Any:
 
 
 @followed(*LONG)
-def the_greater_of_a_number_and_zero(x: torch.Tensor) -> Any:
-    array = x.detach().numpy()
-    most = max(array[0], 0.0)
-    x = x * 2 if array[1] > 0 else x
-    return x * float(most)
-
-
-@followed(*LONG)
-def a_sum_of_nothing_at_times(x: torch.Tensor) -> Any:
-    array = x.detach().numpy()
-    total = sum(array[array > 0.5])
-    return x * 2 if total > 1 else x * float(total)
-
-
-@followed(*LONG)
 def dimensions_that_are_squeezed_out(x: torch.Tensor) -> Any:
     array = x.detach().numpy()
     found = np.squeeze(array[array > 0.5])
