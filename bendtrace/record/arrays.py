@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import operator
 import sys
 import types
@@ -41,6 +42,7 @@ from bendtrace.tape.array_functions import (
     is_in_memory,
     is_ndarray,
     shares_unseen,
+    stands_for_number,
 )
 from bendtrace.tape.captured import PLAIN_TYPES, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
@@ -49,7 +51,15 @@ from bendtrace.tape.structure import build_instance
 from bendtrace.tape.watchers import call_silently
 from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.functions import LEGACY, MAKES_FROM_ARRAYS, ClassCall
+from bendtrace.watch.functions import (
+    CHOOSING,
+    LEGACY,
+    MAKES_FROM_ARRAYS,
+    RANK_DEPENDS_ON_NUMBERS,
+    RANK_DEPENDS_ON_SIZES,
+    ClassCall,
+    may_vary,
+)
 from bendtrace.watch.provenance import is_finished, is_finished_code, is_installed_module
 from bendtrace.watch.writes import storage_of
 
@@ -410,7 +420,8 @@ class Arrays:
             if array.dtype.kind == "b" and not array.ndim:
                 # There are two such objects only, which do not say where they come from.
                 truth = self._recorder.asks(Tensor.__bool__, found, frame)
-                return array.copy() if is_ndarray(array) else type(array)(truth)
+                made = sys.modules["numpy"].array(truth)
+                return made if is_ndarray(array) else made[()]
             self._known[id(array)] = array, found
             return array
         if type(found) in (tuple, list):
@@ -492,11 +503,18 @@ class Arrays:
         way: str,
     ) -> Any:
         if way == _ROWS:
-            return function(*(self._rows(arg, frame) for arg in args), **kwargs)
+            ways, last = _MOVING[function], len(_MOVING[function]) - 1
+            placed = [self._moved(arg, ways[min(at, last)], frame) for at, arg in enumerate(args)]
+            named = {
+                name: self._moved(arg, _MOVING_NAMED.get(name, "i"), frame)
+                for name, arg in kwargs.items()
+            }
+            return function(*placed, **named)
         if way == _INDICES:
             return function(*(self._index(arg, frame) for arg in args), **kwargs)
         if way == _LENGTH:
-            return self._sizes(args[0], frame)[0]
+            sizes = self._sizes(args[0], frame)
+            return sizes[0] if sizes else len(args[0])  # which raises an error
         if way == _TRUTH:
             return self._truth(args[0], frame)
         if way == _CLASS:
@@ -557,6 +575,12 @@ class Arrays:
             if shares_unseen(found, stands):
                 self._deny()
             return found
+        if name in RANK_DEPENDS_ON_SIZES | RANK_DEPENDS_ON_NUMBERS or (
+            may_vary(target) and not any(function is one for one in CHOOSING)
+        ):
+            for tensor in found if isinstance(found, (tuple, list)) else (found,):
+                if isinstance(tensor, Tensor):
+                    self._recorder.asks(_NDIM, tensor, frame)
         return self._give(found, frame)
 
     def _stands_in(self, value: Any) -> Iterator[Tensor]:
@@ -638,6 +662,12 @@ class Arrays:
             return slice(*(self._index(v, frame) for v in (value.start, value.stop, value.step)))
         return value
 
+    def _moved(self, value: Any, way: str, frame: FrameType) -> Any:
+        """Return an argument of C code that moves objects around."""
+        if way == "i":
+            return self._index(value, frame)
+        return self._rows(value, frame) if way == "r" else value
+
     def _rows(self, value: Any, frame: FrameType) -> Any:
         if id(value) not in self._known:
             return value
@@ -679,7 +709,7 @@ class Arrays:
         """Return how a call is recorded; None if it cannot be followed."""
         kind = type(function)
         direct = [value for value in given if id(value) in self._known]
-        if kind is ArrayCall or getattr(function, "is_draw", False):
+        if kind is ArrayCall or function is next or getattr(function, "is_draw", False):
             return _LEAVE
         try:
             if function in MAKES_FROM_ARRAYS:
@@ -691,6 +721,8 @@ class Arrays:
             moves = known in (_ROWS, _CLASS, _LENGTH, _TRUTH)
             if moves and not direct:
                 return _LEAVE
+            if function is iter and len(given) > 1:
+                return None  # C compares what comes with the second
             return known if moves or all(map(self._is_argument, given)) else None
         if kind is types.FunctionType and not is_finished(function):
             return _LEAVE
@@ -700,7 +732,9 @@ class Arrays:
             return _LEAVE if users else None
         if kind is types.MethodDescriptorType and function.__objclass__ in _OF_CONTAINERS:
             keeps = _OF_CONTAINERS[function.__objclass__]
-            is_key = function.__objclass__ is dict and id(given[1:2] and given[1]) in self._known
+            is_key = function.__objclass__ is dict and self._reaches(given[1:2])
+            if function is dict.update:  # whose items may be pairs, and so its keys in an array
+                is_key = any(type(value) is not dict for value in given)
             return _LEAVE if function.__name__ in keeps and not is_key else None
         try:
             if not all(map(self._is_argument, given)):
@@ -772,7 +806,15 @@ class Arrays:
             stacks.put_on_stack(where[1], ArrayOperand(self, container, _WRITE))
         elif type(container) not in (list, dict) or self._reaches([key]):
             self._deny(*values)
+        elif type(key) is slice and id(value) in self._known:  # whose rows C would go through
+            self._deny(*values)
         return None
+
+    def _handle_deletion(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        if is_content(values[0]) or self._reaches([values[1]]):
+            self._deny(*values)
 
     def _handle_one(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
@@ -795,7 +837,7 @@ class Arrays:
     def _handle_map(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        if any(id(key) in self._known for key in values[::2]):  # which is hashed
+        if self._reaches(values[::2]):  # keys, which are hashed
             self._deny(*values)
 
     def _handle_return(
@@ -841,11 +883,22 @@ _OF_CONTAINERS: dict[Any, frozenset[str]] = {
     list: frozenset({"append", "extend", "insert", "pop", "copy", "clear", "reverse"}),
     dict: frozenset({"get", "items", "keys", "values", "pop", "setdefault", "update", "copy"}),
 }
+# C code that only moves objects around, and its arguments: "r" if their rows are gone through, "i"
+# if they are whole numbers, "." if they are moved. The last letter is for all that follow.
+_MOVING: dict[Any, str] = {
+    **dict.fromkeys((list, tuple, zip, reversed, iter, itertools.chain, itertools.cycle), "r"),
+    **dict.fromkeys((itertools.pairwise, itertools.product, itertools.zip_longest), "r"),
+    **dict.fromkeys((enumerate, itertools.islice), "ri"),
+    **dict.fromkeys((itertools.combinations, itertools.permutations), "ri"),
+    list.extend: ".r", list.pop: ".i", list.insert: ".i.",
+}  # fmt: skip
+_MOVING_NAMED = {"iterable": "r", "fillvalue": "."}  # other names are those of whole numbers
 _BUILTINS: dict[Any, str] = {
     len: _LENGTH, bool: _TRUTH, range: _INDICES,
-    **dict.fromkeys((list, tuple, enumerate, zip, reversed, iter, next), _ROWS),
+    **dict.fromkeys(_MOVING, _ROWS),
     **dict.fromkeys((isinstance, type), _CLASS),
-    **dict.fromkeys((int, float, complex, abs, round, max, min, sum, divmod, pow), _READ),
+    **dict.fromkeys((int, float, complex, abs, round, divmod, pow, any, all), _READ),
+    **dict.fromkeys(CHOOSING, _READ),
     **dict.fromkeys(results.COMPUTING, _READ),
 }  # fmt: skip
 _METHODS = frozenset(
@@ -905,7 +958,7 @@ def _placeholder(tensor: Tensor) -> Any:
     """Return an array in the place of one that nothing reads any more."""
     numpy: Any = sys.modules["numpy"]
     made = numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    return made if made.ndim else made[()]
+    return made[()] if stands_for_number(tensor) else made
 
 
 # How many arguments stand before the size, where that is not two.
@@ -1061,6 +1114,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "BINARY_SLICE": Arrays._handle_item,
     "STORE_SUBSCR": Arrays._handle_assignment,
     "STORE_SLICE": Arrays._handle_assignment,
+    "DELETE_SUBSCR": Arrays._handle_deletion,
     "RETURN_VALUE": Arrays._handle_return,
     "BUILD_MAP": Arrays._handle_map,
     "MAP_ADD": Arrays._handle_map,
@@ -1069,7 +1123,7 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(
         (
             "UNARY_NEGATIVE", "UNARY_POSITIVE", "UNARY_INVERT", "UNARY_NOT", "GET_ITER",
-            "UNPACK_SEQUENCE", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "TO_BOOL",
+            "UNPACK_SEQUENCE", "UNPACK_EX", "POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "TO_BOOL",
         ),
         Arrays._handle_one,
     ),
@@ -1078,8 +1132,8 @@ _HANDLERS: dict[str, Callable[..., None]] = {
 _LOOKS_INSIDE = frozenset(
     {
         *_CALLS, "BINARY_OP", "COMPARE_OP", "BINARY_SUBSCR", "BINARY_SLICE", "STORE_SUBSCR",
-        "STORE_SLICE", "RETURN_VALUE", "YIELD_VALUE", "CONTAINS_OP", "STORE_ATTR", "STORE_GLOBAL",
-        "STORE_NAME", "FORMAT_VALUE", "FORMAT_WITH", "RAISE_VARARGS", "SEND", "BUILD_SET",
-        "SET_ADD", "SET_UPDATE", "BUILD_INTERPOLATION",
+        "STORE_SLICE", "DELETE_SUBSCR", "RETURN_VALUE", "YIELD_VALUE", "CONTAINS_OP", "STORE_ATTR",
+        "STORE_GLOBAL", "STORE_NAME", "FORMAT_VALUE", "FORMAT_WITH", "RAISE_VARARGS", "SEND",
+        "BUILD_SET", "SET_ADD", "SET_UPDATE", "BUILD_INTERPOLATION", "BUILD_MAP", "MAP_ADD",
     }
 )  # fmt: skip

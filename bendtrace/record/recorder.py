@@ -680,7 +680,6 @@ class Recorder(RecordingMode):
     def _array_op(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        self.turns += 1
         op, args, kwargs = self._write(function, args, kwargs, frame)
         self._writer.writes.watch_memory()
         if self._observer is not None:
@@ -689,7 +688,6 @@ class Recorder(RecordingMode):
 
     def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
         """Call a function of torch on a tensor as the code of a frame would."""
-        self.turns += 1
         return self._handle(function, (), (tensor,), {}, frame)
 
     def note_compared(self, values: tuple[Any, ...]) -> None:
@@ -697,11 +695,14 @@ class Recorder(RecordingMode):
         self._numbers.compared = frozenset(map(id, values))
 
     def pause(self) -> None:
-        """Note nothing of the code that runs (see `arrays.py`)."""
+        """Note nothing of the code that runs, in whose place `arrays.py` does an instruction."""
         self._code_monitor.leave()
+        self.turns += 1
+        self._states.instruction = self.turns, len(self.tape.ops)
 
     def go_on(self) -> None:
         """Note again what runs."""
+        self._states.instruction = None
         self._code_monitor.enter()
 
     # What an inserter can do

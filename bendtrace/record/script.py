@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
+from bendtrace.tape.array_functions import make_stand_for_number
 from bendtrace.tape.captured import attributes_of, identical
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.guards import (
@@ -42,6 +43,7 @@ from bendtrace.tape.structure import build_instance
 from bendtrace.tape.tape import (
     AfterOp,
     Guard,
+    NumberMeta,
     Op,
     OpKind,
     Raised,
@@ -671,6 +673,10 @@ def _stand_in(outline: Any, elements: Mapping[Any, Any], path: tuple[Any, ...], 
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
             made = torch.empty(shape, dtype=outline.dtype, device="meta")
             return made if cls is Tensor else torch.Tensor._make_subclass(cls, made)
+    if kind is NumberMeta:
+        made = _stand_in(outline.tensor, {}, (), Tensor)
+        make_stand_for_number(made)
+        return made
     if isinstance(outline, (tuple, list)):
         items = [_stand_in(item, elements, (*path, i), Tensor) for i, item in enumerate(outline)]
         if kind is tuple or kind is list:

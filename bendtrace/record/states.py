@@ -76,6 +76,8 @@ class StateReader:
 
     Attributes:
         unread: the reasons why states could not be read.
+        instruction: the turn, and the length of the tape, in which the tracer has begun to do an
+            instruction in the place of the interpreter (see `arrays.py`); None if it does none.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class StateReader:
         self._left = _MOST_AT_FIRST
         self._follower = None if writer.script is None else writer.script.follower
         self.unread: list[str] = []
+        self.instruction: tuple[int, int] | None = None
         self._before: RunState | None = None
         self._answer: tuple[str, str] = "", ""  # of the question before
         self._position = 0  # the length of the tape there
@@ -138,6 +141,7 @@ class StateReader:
                     reader.question_value(guard.index),
                     None if guard.other is None else reader.value_of(guard.other),
                     reader.facts(),
+                    reader.values_of_ops(self._made_by_instruction()),
                     self._same_turn(turn),
                 )
             except (_Unreadable, RuntimeError) as error:  # torch raises for queries of some views
@@ -164,7 +168,8 @@ class StateReader:
 
     def _same_turn(self, turn: int) -> Any:
         """Return the earlier questions in the same turn, with their answers."""
-        if turn != self._turn or self._before is None:
+        first = turn if self.instruction is None else self.instruction[0]
+        if self._turn < first or self._before is None:
             return None
         return self._before.key, self._answer
 
@@ -181,17 +186,23 @@ class StateReader:
 
     def _after(self, guard: Guard) -> RunState:
         """Return a state that is identified only by the path that led to it."""
-        before = self._before
-        made = tuple(
-            op.index
-            for op in self._writer.tape.ops[self._position :]
-            if op.kind is OpKind.SCALAR
-            or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
-        )
+        before, made = self._before, self._made_since(self._position)
         if before is None:
             return RunState(_state_digest("start", guard.name), made, ())
         key = _state_digest("after", before.key, self._answer, guard.name)
         return RunState(key, before.holes + made, before.kept)
+
+    def _made_by_instruction(self) -> tuple[int, ...]:
+        """Return the ops of an instruction so far, whose values only the tracer holds."""
+        return () if self.instruction is None else self._made_since(self.instruction[1])
+
+    def _made_since(self, position: int) -> tuple[int, ...]:
+        return tuple(
+            op.index
+            for op in self._writer.tape.ops[position:]
+            if op.kind is OpKind.SCALAR
+            or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
+        )
 
 
 # Without `reads_all`, a run reads at most so many states, and only those with fewer frames below
@@ -414,6 +425,10 @@ class _StateWalk:
             number = self.holes.setdefault(index, len(self.holes))
             return "hole", number
         raise _Unreadable("a tensor of unknown origin")
+
+    def values_of_ops(self, indices: Iterable[int]) -> tuple[Any, ...]:
+        """Return the representation of the values of some ops."""
+        return tuple(map(self.value_of, indices))
 
     def question_value(self, index: int) -> Any:
         """Return the representation of the value that is asked for."""

@@ -17,7 +17,7 @@ from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
 from bendtrace.python.usage import code_compares_identity, only_tests
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
-from bendtrace.tape.array_functions import works_on_arrays
+from bendtrace.tape.array_functions import stands_for_number, works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     attributes_of,
@@ -46,7 +46,18 @@ from bendtrace.tape.scalars import (
     retire,
 )
 from bendtrace.tape.structure import build_instance, referents
-from bendtrace.tape.tape import Op, OpKind, Ref, Tape, TensorMeta, Use, meta_of, ref_to, refs_in
+from bendtrace.tape.tape import (
+    NumberMeta,
+    Op,
+    OpKind,
+    Ref,
+    Tape,
+    TensorMeta,
+    Use,
+    meta_of,
+    ref_to,
+    refs_in,
+)
 from bendtrace.tape.watchers import Observer
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import (
@@ -140,6 +151,8 @@ class RunValues:
             elif self._may_be_compared(op, frame) and not works_in_place(op):
                 self._guard_identity(op, op.index, None, frame)
             self.bind_tensor(out, op)
+            if works_on_arrays(op.target):
+                self.tape.outlines[op.index] = outline_of(out)
             if op.target in OPTIONAL and self.environment.compares_identity and not is_tracked:
                 self.tape.block(
                     f"{display_name(op.target)} at {user_place(frame)} may return a tensor that "
@@ -240,8 +253,10 @@ class RunValues:
     @staticmethod
     def _varies_inside(op: Op) -> bool:
         """Return whether the containers that an op returns may hold something else each time."""
-        if is_gate(op) or (works_on_arrays(op.target) and not may_vary(op.target)):
+        if is_gate(op):
             return False
+        if works_on_arrays(op.target):
+            return may_vary(op.target)
         return not is_torchs_function(op.target) or is_loose(op.target)
 
     def _guard_structure(self, out: Any, op: Op, frame: FrameType) -> None:
@@ -582,7 +597,7 @@ def outline_of(value: Any) -> Any:
     """Return a result with the descriptions of its tensors in place of these."""
     kind = type(value)
     if isinstance(value, Tensor):
-        return meta_of(value)
+        return NumberMeta(meta_of(value)) if stands_for_number(value) else meta_of(value)
     if isinstance(value, (tuple, list)):
         items = [outline_of(item) for item in value]
         return kind(items) if kind in (tuple, list) else build_instance(kind, items, {})

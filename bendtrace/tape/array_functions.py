@@ -18,8 +18,8 @@ from torch import Tensor
 
 from bendtrace.tape.structure import build_instance
 
-_NAME = "array"  # of the attribute
-_SHARED = "shared"  # likewise, of those in the memory of a tensor of the model's
+_NAME = "array (bendtrace)"  # of the attribute: no code assigns one of that name
+_SHARED = "shared (bendtrace)"  # likewise, of those in the memory of a tensor of the model's
 
 
 def array_of(tensor: Tensor) -> Any:
@@ -40,6 +40,17 @@ def works_on_arrays(function: Any) -> bool:
 def carries_array(tensor: Tensor) -> bool:
     """Return whether a tensor stands for an array."""
     return _NAME in vars(tensor)
+
+
+def stands_for_number(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for a number of numpy's, which is no array."""
+    array = vars(tensor).get(_NAME)
+    return array is not None and not is_ndarray(array)
+
+
+def make_stand_for_number(tensor: Tensor) -> None:
+    """Have a tensor without content stand for a number of numpy's."""
+    vars(tensor)[_NAME] = "number"
 
 
 def is_ndarray(value: Any) -> bool:

@@ -69,6 +69,12 @@ class TensorMeta(NamedTuple):
     device: torch.device
 
 
+class NumberMeta(NamedTuple):
+    """The kept properties of a tensor that stands for a number of numpy's."""
+
+    tensor: TensorMeta
+
+
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Describe a tensor; the dimensions along which a nested one is ragged are -1."""
     if type(tensor) in PLAIN_TENSORS:
@@ -474,7 +480,8 @@ class Tape:
         counters: the ops that compute lifted counters (`record/varying.py`), which are no nodes:
             a run that lifts none has plain numbers there.
         aliases: ops that returned a tensor which another op had returned first, with that op.
-        outlines: of results that are containers, these with a `TensorMeta` for each tensor.
+        outlines: of results that are containers, these with a `TensorMeta` for each tensor; of
+            those that stand for arrays or numbers of numpy's, a `TensorMeta` or `NumberMeta`.
         classes: the classes of tensors that ops returned, of others than `Tensor`.
         blocks: the checkpointed blocks, in order.
         is_closed: whether it calls modules, or might have called some, in the middle of an op.

@@ -460,7 +460,9 @@ def may_vary(function: Any) -> bool:
     if getattr(function, "gives_nothing", False):
         return False
     if works_on_arrays(function):
-        return not function.__module__.startswith(_STEADY_PACKAGES)
+        inner = getattr(function, "function", None)
+        is_choosing = any(inner is one for one in CHOOSING)
+        return is_choosing or not function.__module__.startswith(_STEADY_PACKAGES)
     if getattr(function, "is_gate", False):
         return getattr(function, "role", "") == "instead"  # others give what they are given
     if isinstance(function, _DECLARED):
@@ -470,6 +472,8 @@ def may_vary(function: Any) -> bool:
 
 # Of these, the class of a result of a function of arrays follows from what the function is given.
 _STEADY_PACKAGES = ("numpy", "torch", "_operator", "operator", "builtins", "bendtrace")
+# But for these, which may return a number of Python that they are given, or one of numpy's.
+CHOOSING = (max, min, sum, sorted)
 
 
 def _has_branches(function: Any, seen: set[Any]) -> bool:

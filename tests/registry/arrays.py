@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -296,6 +297,204 @@ def a_write_to_a_tensors_own_memory(x: torch.Tensor) -> Any:
     array = copied.numpy()
     array += 1
     return x + copied + torch.from_numpy(array)
+
+
+# Several arrays, or answers, in one instruction
+
+
+@followed(*LONG)
+def pairs_in_a_dict(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    ranked = {int(place): number for place, number in zip(np.argsort(array), array, strict=True)}
+    return x * float(ranked[0])
+
+
+@followed(*LONG)
+def numbers_two_apart(x: torch.Tensor) -> Any:
+    array, total = x.detach().numpy(), 0.0
+    for before, after in zip(array, array[2:], strict=False):
+        if before < after:
+            total += float(after)
+    return x * total
+
+
+@followed(*LONG)
+def rows_beside_columns(x: torch.Tensor) -> Any:
+    array, total = x.detach().reshape(2, 2).numpy(), 0.0
+    for row, column in zip(array, array.T, strict=True):
+        if row[0] > column[1]:
+            total += float(row.sum())
+    return x * total
+
+
+@followed(*LONG)
+def as_many_as_the_fewer(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    for high, low in zip(array[array > 0], array[array < 0], strict=False):
+        x = x + float(high) * float(low)
+    return x
+
+
+@followed(*LONG)
+def truths_in_a_list(x: torch.Tensor) -> Any:
+    y = x
+    for is_high in list(x.detach().numpy() > 0):
+        y = y * 2 if is_high else y + 1
+    return y
+
+
+@followed(*LONG)
+def truths_beside_numbers(x: torch.Tensor) -> Any:
+    array, y = x.detach().numpy(), x
+    for number, is_high in zip(array, array > 0, strict=True):
+        y = y * 2 if is_high else y + float(number)
+    return y
+
+
+@followed(*LONG)
+def truths_that_are_numbered_by_chance(x: torch.Tensor) -> Any:
+    for place, is_low in enumerate(np.random.rand(4) < 0.5):
+        x = x + place if is_low else x * 2
+    return x
+
+
+@followed(*LONG)
+def a_range_between_two(x: torch.Tensor) -> Any:
+    low, more = (x.detach().abs() * 2).to(torch.int64).numpy()[:2]
+    for number in range(low, low + 1 + more):
+        x = x + number
+    return x
+
+
+@followed(*LONG)
+def a_slice_between_two(x: torch.Tensor) -> Any:
+    ends = (x.detach().abs() * 2).to(torch.int64).numpy()
+    return x * sum([1.0, 2.0, 3.0, 4.0, 5.0, 6.0][ends[0] : ends[1]])
+
+
+@followed(*LONG)
+def dimensions_that_are_squeezed_out(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    found = np.squeeze(array[array > 0.5])
+    return x * float(np.sum(found > 1)) + found.reshape(-1).sum() + found.ndim
+
+
+@followed(*LONG)
+def a_length_that_not_all_have(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    try:
+        return x * len(np.squeeze(array[array > 0.5]))
+    except TypeError:
+        return x * 3
+
+
+@followed(*LONG)
+def an_array_of_one_number_before_questions(x: torch.Tensor) -> Any:
+    most = x.detach().max().numpy()
+    copied = most.copy().astype("float64")
+    is_high = (x.detach().max() > 1).numpy()
+    x = x + 1 if x[0] > 0 else x
+    x = x + 1 if x[1] > 0 else x
+    return (x * 2 if is_high else x) * copied.item()
+
+
+@followed(*LONG)
+def a_number_and_how_often_it_is_halved(x: torch.Tensor) -> Any:
+    part, times = np.frexp(x.detach().max().numpy())
+    flat = np.asarray(part).ravel()
+    x = x + 1 if x[0] > 0 else x
+    return x * float(flat[0]) + int(times)
+
+
+@followed(*LONG)
+def numbers_in_order_among_plain_ones(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    ordered = sorted([array[0], 0.0, array[1], 1])
+    x = x + 1 if x[2] > 0 else x
+    return x * float(ordered[1])
+
+
+@followed(*LONG)
+def some_and_all(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    x = x * 2 if any(array > 1) else x
+    return x + 1 if all(array < 1.5) else x
+
+
+@followed(*LONG)
+def the_first_and_the_rest(x: torch.Tensor) -> Any:
+    first, *rest = x.detach().numpy()
+    return x * float(first) + sum([float(number) for number in rest if number > first])
+
+
+@followed(*LONG)
+def numbers_in_a_chain(x: torch.Tensor) -> Any:
+    array, total = x.detach().numpy(), 0.0
+    few = itertools.islice(array, 1 + array.argmin())
+    for number in itertools.chain(array[array > 0], [1.0], few):
+        if number > total:
+            total += float(number)
+    return x * total
+
+
+# Content that C code needs when it moves things around
+
+
+@followed(*LONG)
+def a_place_that_a_list_loses(x: torch.Tensor) -> Any:
+    numbers = [1.0, 2.0, 3.0, 4.0]
+    lost = numbers.pop(x.detach().numpy().argmin())
+    numbers.insert(x.detach().numpy().argmax(), 5.0)
+    return x * lost + numbers[1]
+
+
+@followed(*LONG)
+def numbers_that_a_list_gains(x: torch.Tensor) -> Any:
+    gained: list[Any] = []
+    gained.extend(x.detach().numpy())
+    return x * float(gained[0]) + float(gained[3])
+
+
+@followed(*LONG)
+def numbers_that_are_counted_from_a_place(x: torch.Tensor) -> Any:
+    array, total = x.detach().numpy(), 0.0
+    for place, number in enumerate(array, start=array.argmin()):
+        total += place * float(number)
+    for place, number in enumerate(array, array.argmax()):
+        total += place * float(number)
+    return x * total
+
+
+@followed(*LONG)
+def a_number_where_nothing_comes(x: torch.Tensor) -> Any:
+    array = x.detach().numpy()
+    return x * float(next(iter(array[array > 1]), array[0]))
+
+
+@refused(*STREAM)
+def places_that_are_keys(x: torch.Tensor) -> Any:
+    array, ranked = x.detach().numpy(), {}
+    ranked.update(zip(np.argsort(array), array, strict=True))
+    return x * float(ranked[0])
+
+
+@refused(*STREAM)
+def pairs_that_are_keys(x: torch.Tensor) -> Any:
+    return x * len({(number, 1): 1 for number in x.detach().round().numpy()})
+
+
+@refused(*STREAM)
+def a_part_of_a_list_that_is_deleted(x: torch.Tensor) -> Any:
+    numbers = [1.0, 2.0, 3.0, 4.0, 5.0]
+    del numbers[: x.detach().numpy().argmin()]
+    return x * numbers[0]
+
+
+@refused(*STREAM)
+def a_part_of_a_list_that_is_exchanged(x: torch.Tensor) -> Any:
+    numbers: list[Any] = [1.0, 2.0, 3.0, 4.0]
+    numbers[1:3] = x.detach().numpy()[:2]
+    return x * float(numbers[1])
 
 
 # Random numbers, and what numpy makes of numbers
