@@ -54,8 +54,8 @@ class _PendingExchange(NamedTuple):
     ended: Callable[[bool], object]
 
 
-class _Watch(NamedTuple):
-    """What is called for the frames of a thread (see `watch`)."""
+class _FrameWatch(NamedTuple):
+    """The functions that are called for the frames of a thread (see `watch`)."""
 
     starts: Callable[[FrameType], object]
     steps: Callable[[FrameType], object]
@@ -113,7 +113,7 @@ def watch(
     end_exchange()
     if _own.watch is not None or _own.pending is not None or not _own.reporter.begin():
         return False
-    _own.watch = _Watch(starts, steps, fails)
+    _own.watch = _FrameWatch(starts, steps, fails)
     _own.reporter.watch()
     return True
 
@@ -260,10 +260,12 @@ class _TraceFunction:
             # set as an asynchronous one of the thread; such a one is a class, and is raised at the
             # thread's next call or jump. That must not be here: so what sets it is no call, but the
             # look-up of an item that is missing.
-            members = {"__new__": lambda kind, *given: found}
-            found, number = error, threading.get_ident()
+            raised = error
+            members = {"__new__": lambda kind, *given: raised}
             kind = type(type(error).__name__, (type(error),), members)
-            setting = defaultdict(functools.partial(self._set_error, number, kind))
+            setting: defaultdict[int, int] = defaultdict(
+                functools.partial(self._set_error, threading.get_ident(), kind)
+            )
             setting[0]
         return 0
 
@@ -350,10 +352,10 @@ class _Monitor:
 
 
 class _Thread(threading.local):
-    """What a thread watches, and the result that it is going to exchange."""
+    """The watch of a thread, and the result that it is going to exchange."""
 
     def __init__(self) -> None:
-        self.watch: _Watch | None = None
+        self.watch: _FrameWatch | None = None
         self.pending: _PendingExchange | None = None
         self.reporter = _Monitor() if sys.version_info >= (3, 12) else _TraceFunction()
 

@@ -415,10 +415,10 @@ class TableEntries:
         # Of one object, such as None, there is one word, which cannot be what two entries require.
         if places is None or [*map(type, entries)] != self._kinds:
             return
-        words = Words(places)
+        classes = Words(places)
         for entry, kind in zip(entries, self._kinds, strict=True):
-            words.add_class(entry, kind)
-        self._reader = words.reader()._replace(kept=())
+            classes.add_class(entry, kind)
+        self._reader = classes.reader()._replace(kept=())
 
     def are_same(self, words: bytes) -> bool:
         """Return whether all entries have the classes and ranks that they have to have.
