@@ -22,6 +22,7 @@ from bendtrace.watch.functions import (
     SHAPES,
     is_foreign,
     is_torchs_function,
+    may_lack_dimension,
     reads_metadata,
     table_name,
 )
@@ -145,6 +146,10 @@ class Analysis:
         if guard.index in self._counted:
             return GuardKind.IMPLIED, 0, 0  # by the path from the beginning of the run
         if isinstance(guard, ErrorGuard):
+            if op.raised is None and may_lack_dimension(op) and len(op.operands) == 1:
+                index = op.operands[0]
+                if self._steady_rank[index]:
+                    return GuardKind.IMPLIED, 0, self._sources[index]
             return GuardKind.DATA, 0, 0
         if guard.index in self.computable and guard.other is None:
             return GuardKind.INPUT, 0, 0

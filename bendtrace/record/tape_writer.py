@@ -39,7 +39,7 @@ from bendtrace.tape.tape import (
     is_handled,
 )
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.functions import display_name, reads_metadata
+from bendtrace.watch.functions import display_name, may_lack_dimension, reads_metadata
 from bendtrace.watch.writes import Writes
 
 if TYPE_CHECKING:
@@ -335,11 +335,14 @@ class TapeWriter:
     def ask_error(self, op: Op) -> None:
         """Add a guard on the error of an op, if the model might go on after it.
 
-        Whether a look at metadata raises is known from the state before it. Code in C goes on after
+        A look at metadata raises only where a tensor has no such dimension. Code in C goes on after
         errors as well: torch tries one overload after the other.
         """
         site, scope = op.site, op.scope
-        if op.raised is None and (reads_metadata(op.target) or not self.is_caught(scope, site)):
+        if op.raised is None and (
+            (reads_metadata(op.target) and not may_lack_dimension(op))
+            or not self.is_caught(scope, site)
+        ):
             return
         self._add(ErrorGuard(len(self.tape.ops), op.index, op.raised, Use.RESULT, scope, site))
 

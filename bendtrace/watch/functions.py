@@ -600,6 +600,16 @@ def reads_metadata(function: Any) -> bool:
     return function in SHAPES or function in METADATA or function is Tensor.__len__
 
 
+def may_lack_dimension(op: Op) -> bool:
+    """Return whether an op looks at a dimension of a tensor, which the tensor may not have."""
+    return op.target is Tensor.__len__ or (
+        op.target in _BY_DIMENSION and bool(op.args[1:] or op.kwargs)
+    )
+
+
+_BY_DIMENSION: frozenset[Any] = frozenset({Tensor.size, Tensor.stride})
+
+
 @functools.cache
 def overloads(name: str) -> tuple[Any, ...]:
     """Return the operators of torch that a function of that name comes down to."""

@@ -303,3 +303,43 @@ def scaled(x: torch.Tensor) -> torch.Tensor:
 
 def scale_of() -> None:
     """Has an attribute."""
+
+
+# Dimensions that a tensor may lack
+
+
+def some_numbers(seed: int) -> Call:
+    own = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(4, generator=own)
+    return args(lambda: (numbers.clone(),))
+
+
+POSITIVE = [some_numbers(seed) for seed in range(24)]
+
+
+@case(*POSITIVE)
+def a_length_that_is_caught(x: torch.Tensor) -> Any:
+    try:
+        return x * len(x[x > 0.5].squeeze())
+    except TypeError:  # of a tensor without dimensions
+        return x - 1
+
+
+@case(*POSITIVE)
+def a_size_that_is_caught(x: torch.Tensor) -> Any:
+    kept = x[x > 0.5].squeeze()
+    try:
+        count = kept.size(0)
+    except IndexError:
+        count = -1
+    return x * count
+
+
+@case(*POSITIVE)
+def a_stride_that_is_caught(x: torch.Tensor) -> Any:
+    kept = x[x > 0.5].squeeze()
+    try:
+        step = kept.stride(dim=0)
+    except (IndexError, RuntimeError):
+        step = 2
+    return x * step
