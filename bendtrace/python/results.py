@@ -386,6 +386,14 @@ def can_exchange() -> bool:
     """Return whether results can be exchanged in this Python."""
     if frame_layout() is None or not _own.reporter.begin():
         return False
+    try:
+        return _exchanges()
+    finally:
+        if _own.watch is None:
+            _own.reporter.end()
+
+
+def _exchanges() -> bool:
     other = object()
     number: Any = _ProbeNumber(other)
     count = sys.getrefcount(other)
