@@ -224,7 +224,7 @@ def read_expression(text: str) -> Any:
     """Return the value of an expression made of literals, arithmetic and known functions.
 
     Example:
-        >>> read("full((2, 2), 1.5, dtype=float64)")
+        >>> read_expression("full((2, 2), 1.5, dtype=float64)")
         tensor([[1.5000, 1.5000],
                 [1.5000, 1.5000]], dtype=torch.float64)
     """

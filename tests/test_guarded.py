@@ -534,7 +534,7 @@ def text_asked_for(x: Tensor, index: Tensor) -> Tensor:
 if can_exchange_operands():
 
     @case(
-        "arrays of `x.numpy()`, and what numpy and other packages make of them (Python 3.11)",
+        "arrays of `x.numpy()`, and what numpy and other packages make of them",
         other=lambda: grid() + 1,
     )
     def sorted_by_numpy(x: Tensor) -> Tensor:
@@ -1437,7 +1437,7 @@ def other_default_device(x: Tensor) -> Tensor:
 # Randomness
 
 
-DRAWN = "random numbers of torch, Python and numpy; arrays of them (Python 3.11)"
+DRAWN = "random numbers of torch, Python and numpy; arrays of them"
 
 
 @case(DRAWN)

@@ -77,7 +77,7 @@ def pair_keys(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[Pair]:
     The time is about linear in the length of the sequences.
 
     Example:
-        >>> align("abcab", "xabab")
+        >>> pair_keys("abcab", "xabab")
         [(0, 1), (1, 2), (3, 3), (4, 4)]
     """
     pairs: list[Pair] = []

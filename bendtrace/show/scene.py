@@ -975,7 +975,7 @@ def shape_label(entry: LayerEntry) -> str:
     Example:
         >>> import torch
         >>> from bendtrace.log.entries import LayerEntry
-        >>> shape_text(LayerEntry("op", "add", "add_1_1", "add_1", shape=(2, 3))).split(_TIMES)
+        >>> shape_label(LayerEntry("op", "add", "add_1_1", "add_1", shape=(2, 3))).split(_TIMES)
         ['2', '3']
     """
     if entry.shape is None:
