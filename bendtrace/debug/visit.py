@@ -661,9 +661,9 @@ def safe_text_of(value: Any) -> str:
         >>> import torch
         >>> safe_text_of([torch.tensor([1.0, 2.5]), "a", {"n": 3}])
         "[tensor (2,) float32: [1, 2.5], 'a', {'n': 3}]"
-        >>> text_of(torch.arange(100.0).view(10, 10))
+        >>> safe_text_of(torch.arange(100.0).view(10, 10))
         'tensor (10, 10) float32: 0, 1, 2, 3, 4, 5, 6, 7, ... from 0 to 99'
-        >>> text_of(torch.nn.ReLU())
+        >>> safe_text_of(torch.nn.ReLU())
         'ReLU(...)'
     """
     text = _safe_text(value, 0)
