@@ -270,6 +270,17 @@ class _TraceFunction:
         return 0
 
 
+def monitoring_tool() -> int | None:
+    """Reserve an id for a tool of `sys.monitoring`; return None if there is none left."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+    # From the last one down: 0 to 2 are for debuggers, coverage and profilers by convention.
+    free = (number for number in range(5, -1, -1) if monitoring.get_tool(number) is None)
+    tool = next(free, None)
+    if tool is not None:
+        monitoring.use_tool_id(tool, "bendtrace")
+    return tool
+
+
 class _Monitor:
     """Reports what a thread executes, by `sys.monitoring` (CPython 3.12 and newer)."""
 
@@ -282,12 +293,9 @@ class _Monitor:
     def begin(self) -> bool:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         if self._tool is None:
-            # From the last id down: 0 to 2 are for debuggers, coverage and profilers.
-            free = (number for number in range(5, -1, -1) if monitoring.get_tool(number) is None)
-            self._tool = next(free, None)
+            self._tool = monitoring_tool()
             if self._tool is not None:
                 events = monitoring.events
-                monitoring.use_tool_id(self._tool, "bendtrace")
                 monitoring.register_callback(self._tool, events.INSTRUCTION, self._step)
                 for event in (events.PY_START, events.PY_RESUME):
                     monitoring.register_callback(self._tool, event, self._start)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.python.bytecode import CONSTANTS, single_steps
 from bendtrace.python.places import full_place_text
+from bendtrace.python.results import monitoring_tool
 from bendtrace.python.usage import asks_for_ids
 from bendtrace.tape.plain_numbers import is_of_c, looks_up, may_receive_traced, objects_by_name
 from bendtrace.watch.code_facts import UNDETECTABLE, codes_in, line_naming
@@ -411,13 +412,11 @@ class _EventCodeMonitor(CodeMonitor):
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         self._thread = threading.get_ident()
         self._away = 0
-        # From the last id down: 0 to 2 are for debuggers, coverage and profilers by convention.
-        self._tool = next((n for n in range(5, -1, -1) if monitoring.get_tool(n) is None), None)
+        self._tool = monitoring_tool()
         if self._tool is None:
             self.called["sys", "monitoring"] = _NOWHERE
             return
         events = monitoring.events
-        monitoring.use_tool_id(self._tool, "bendtrace")
         monitoring.register_callback(self._tool, events.PY_START, self._py_start)
         monitoring.register_callback(self._tool, events.CALL, self._call)
         monitoring.set_events(self._tool, events.PY_START | events.CALL)
