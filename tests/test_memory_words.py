@@ -122,6 +122,42 @@ def test_words_are_others_after_each_change(change, asks):
     assert reader.read() != before
 
 
+class Counting:
+    """Has an attribute that its method assigns."""
+
+    def step(self) -> None:
+        self.count = object()
+
+
+@readable
+@pytest.mark.parametrize("asks", [False, True], ids=["read", "asked"])
+def test_each_store_that_the_interpreter_has_specialised_changes_a_word(asks):
+    places = offsets()
+    assert places is not None
+    early, thing, layer = Counting(), Counting(), nn.Linear(2, 2)
+    for _ in range(100):
+        early.step()  # before there is a dict
+    table = {key: object() for key in range(40)}
+
+    def item() -> None:
+        table[7] = object()
+
+    def attribute() -> None:
+        layer.unrelated = object()
+
+    for holder, store in (
+        (vars(early), early.step), (vars(thing), thing.step), (vars(layer), attribute),
+        (table, item),
+    ):  # fmt: skip
+        words = Words(places._replace(version=None) if asks else places)
+        words.add_version(holder)
+        reader, seen = words.reader(), set()
+        for _ in range(200):
+            store()
+            seen.add(reader.read())
+        assert len(seen) == 200
+
+
 @readable
 def test_what_points_to_another_object_is_not_taken_for_what_was_expected():
     world = World()
