@@ -1934,9 +1934,11 @@ def names_a_level(x: Tensor) -> Tensor:
     return x * len(logging.getLevelName(7))
 
 
+codecs.register_error("bendtrace", codecs.replace_errors)
+
+
 @case(READ_OUTSIDE, live_at='.encode("ascii", "bendtrace")')
 def encodes(x: Tensor) -> Tensor:
-    codecs.register_error("bendtrace", codecs.replace_errors)
     return x * len("abc".encode("ascii", "bendtrace"))
 
 

@@ -243,7 +243,10 @@ UNPACKED: dict[str, tuple[Any, bool]] = {
 def test_what_a_call_unpacks_is_a_tuple_only_if_the_code_has_made_one(name: str) -> None:
     function, converts = UNPACKED[name]
     found = stacks._instructions(function.__code__).values()
-    assert {one.converts for one in found if one.name == "CALL_FUNCTION_EX"} == {converts}
+    calls = [one.converts for one in found if one.name == "CALL_FUNCTION_EX"]
+    # From 3.12 on, each branch may have a call of its own.
+    assert calls
+    assert any(calls) is converts
 
 
 def f(*args: Any, **kwargs: Any) -> Any:

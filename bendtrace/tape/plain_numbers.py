@@ -237,7 +237,9 @@ def may_receive_traced(code: CodeType, module: str) -> bool:
     package = module.partition(".")[0]
     if module.startswith("namedtuple_"):  # their constructors, which Python writes
         return True
-    if package == "numpy" and code.co_name.endswith("_dispatcher"):
+    if package == "numpy" and (
+        code.co_name.endswith("_dispatcher") or module.endswith("core.multiarray")
+    ):
         return True  # it only says which arguments to ask for `__array_function__`
     if package in _PASSING_ON or code.co_filename.startswith("<frozen "):
         return True

@@ -470,7 +470,14 @@ class _EventCodeMonitor(CodeMonitor):
         return None
 
     def _call(self, code: types.CodeType, offset: int, function: Any, first: object) -> Any:
-        if type(function) in _NATIVE and threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread:
+            return None
+        if type(function) is types.MethodDescriptorType and not self._away:
+            try:
+                function = function.__get__(first)  # as a profile function receives it
+            except TypeError:  # the call fails, too
+                return None
+        if type(function) in _NATIVE:
             if not self._away:
                 self._calls(sys._getframe(1), function)
             elif self._only_answers and function in QUESTIONS:

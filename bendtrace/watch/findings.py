@@ -250,6 +250,7 @@ _STEADY_KINDS = (
     types.ClassMethodDescriptorType, types.CodeType, operator.itemgetter, operator.attrgetter,
     operator.methodcaller, functools._lru_cache_wrapper, types.GenericAlias, types.UnionType,
     torch.Tensor, torch.Generator, torch.finfo, torch.iinfo, logging.Logger,
+    type(vars(collections.namedtuple("Pair", "first"))["first"]),  # of named tuples
 )  # fmt: skip
 
 
