@@ -140,6 +140,13 @@ def an_array_times_a_number(x: torch.Tensor) -> Any:
 
 
 @case(*SOME, x(1, 2))
+def functions_of_numpys_in_c(x: torch.Tensor) -> Any:
+    array, size = np.ones(2, np.float32), x.shape[0]
+    chosen = np.where(array > 0, array, size), np.where([True, False], size, x[0].item())
+    return chosen, str(np.result_type(np.float32, size)), np.concatenate([array, [size]])
+
+
+@case(*SOME, x(1, 2))
 def methods_of_the_types_of_numbers(x: torch.Tensor) -> Any:
     return float.hex(x[0].item()), int.bit_length(x.shape[0])
 
