@@ -474,7 +474,9 @@ class _EventCodeMonitor(CodeMonitor):
             return None
         if type(function) is types.MethodDescriptorType and not self._away:
             try:
-                function = function.__get__(first)  # as a profile function receives it
+                # As a profile function receives it. Without the type, CPython 3.12 crashes for
+                # methods that ask for the class that defines them.
+                function = function.__get__(first, type(first))
             except TypeError:  # the call fails, too
                 return None
         if type(function) in _NATIVE:
