@@ -86,7 +86,7 @@ def test_calls_have_the_operands_that_they_pass_on() -> None:
     plain = [function, None] if first else [None, function]
     calls = [step for step in by_offset.values() if step.name == "CALL"]
     assert calls[0].size == 3
-    assert operands.callee_place([bool(one) for one in (*plain, one)]) == plain.index(function)
+    assert operands.callee_place([*plain, one]) == plain.index(function)
     assert operands.arguments(calls[0], [*plain, one]) == [one]
     assert operands.arguments(calls[1], [*plain, one, two]) == [one, two]
     assert operands.arguments(calls[1], [function, one, two]) == [one, two]  # a method's

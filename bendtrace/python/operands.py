@@ -100,9 +100,12 @@ def callee_place(words: Sequence[Any]) -> int:
     """Return which operand of a call is called.
 
     Args:
-        words: the operands of a call, in which nothing, or None, stands for an empty word.
+        words: the operands of a call, in which 0 or None stands for an empty word.
     """
-    return 0 if _CALLEE_FIRST or words[0] else 1
+    # The truth of an object is not asked: that may run code of the model.
+    first = words[0]
+    is_empty = first is None or (type(first) is int and first == 0)
+    return 0 if _CALLEE_FIRST or not is_empty else 1
 
 
 def arguments(instruction: Instruction, values: Sequence[Any]) -> list[Any] | None:

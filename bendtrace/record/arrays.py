@@ -694,7 +694,7 @@ class Arrays:
     def _handle_call(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        place = operands.callee_place([value is not None for value in values])
+        place = operands.callee_place(values)
         function, given = values[place], operands.arguments(instruction, values)
         if given is None:
             return self._deny(*values)
@@ -990,7 +990,7 @@ def _leaves_content_open(name: str, values: list[Any]) -> bool:
     if name not in ("CALL", "CALL_KW"):
         return False
     numpy: Any = sys.modules["numpy"]
-    called = values[operands.callee_place([value is not None for value in values])]
+    called = values[operands.callee_place(values)]
     return any(called is one for one in (numpy.empty, numpy.empty_like))
 
 

@@ -141,7 +141,7 @@ class StateReader:
                     reader.question_value(guard.index),
                     None if guard.other is None else reader.value_of(guard.other),
                     reader.facts(),
-                    reader.values_of_ops(self._made_by_instruction()),
+                    reader.values_of_ops(self._ops_of_instruction()),
                     self._same_turn(turn),
                 )
             except (_Unreadable, RuntimeError) as error:  # torch raises for queries of some views
@@ -186,17 +186,17 @@ class StateReader:
 
     def _after(self, guard: Guard) -> RunState:
         """Return a state that is identified only by the path that led to it."""
-        before, made = self._before, self._made_since(self._position)
+        before, made = self._before, self._value_ops_from(self._position)
         if before is None:
             return RunState(_state_digest("start", guard.name), made, ())
         key = _state_digest("after", before.key, self._answer, guard.name)
         return RunState(key, before.holes + made, before.kept)
 
-    def _made_by_instruction(self) -> tuple[int, ...]:
+    def _ops_of_instruction(self) -> tuple[int, ...]:
         """Return the ops of an instruction so far, whose values only the tracer holds."""
-        return () if self.instruction is None else self._made_since(self.instruction[1])
+        return () if self.instruction is None else self._value_ops_from(self.instruction[1])
 
-    def _made_since(self, position: int) -> tuple[int, ...]:
+    def _value_ops_from(self, position: int) -> tuple[int, ...]:
         return tuple(
             op.index
             for op in self._writer.tape.ops[position:]
