@@ -35,9 +35,9 @@ class Remembered:
     __slots__ = ("kind", "text", "value")
 
     def __init__(self, kind: str, text: str, value: Any = None) -> None:
-        self.kind = kind
-        self.text = text
-        self.value = value
+        self.kind: str = kind
+        self.text: str = text
+        self.value: Any = value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Remembered) and (other.kind, other.text) == (self.kind, self.text)

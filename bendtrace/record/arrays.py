@@ -1051,9 +1051,9 @@ class ArrayCall:
     __slots__ = ("arrays", "operand", "way")
 
     def __init__(self, arrays: Arrays, function: Any, way: str) -> None:
-        self.arrays = arrays
-        self.operand = function
-        self.way = way
+        self.arrays: Arrays = arrays
+        self.operand: Any = function
+        self.way: str = way
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, and do what the function does."""
@@ -1068,9 +1068,9 @@ class ArrayOperand:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, arrays: Arrays, value: Any, way: str) -> None:
-        self.arrays = arrays
-        self.operand = value
-        self.way = way
+        self.arrays: Arrays = arrays
+        self.operand: Any = value
+        self.way: str = way
 
     def __bool__(self) -> bool:
         return bool(self._do(bool, sys._getframe(1), (), _TRUTH))

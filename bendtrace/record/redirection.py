@@ -21,7 +21,7 @@ _lock = threading.Lock()
 class Calls(threading.local):
     """The number of calls of the model that the thread is in; a context that counts one more."""
 
-    depth = 0
+    depth: int = 0
 
     def __enter__(self) -> None:
         self.depth += 1
