@@ -99,6 +99,29 @@ def test_a_variable_on_a_side_of_a_branch_is_guarded_there(monkeypatch: pytest.M
     assert bended.stats.live == 0
 
 
+def test_variables_are_guarded_when_their_class_has_used_up_its_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # CPython 3.13 gives a class a thousand, and recordings write to this one.
+    def read() -> str:
+        return os.environ["BENDTRACE_OFTEN"]
+
+    def model(x: Tensor) -> Tensor:
+        return x * float(read())
+
+    monkeypatch.setenv("BENDTRACE_OFTEN", "2")
+    kind: Any = type(os.environ)
+    for number in range(1_100):
+        kind.of_a_test = number
+        read(), os.environ.get("BENDTRACE_OFTEN")
+    del kind.of_a_test
+    bended = bt.BendedModule(model)
+    for value in ("2", "3", "2", "4"):
+        monkeypatch.setenv("BENDTRACE_OFTEN", value)
+        assert torch.equal(bended(X), X * float(value))
+    assert (read(), bended.stats.live) == ("4", 0)
+
+
 def test_what_the_standard_library_asks_for_is_not_recorded(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -573,7 +573,7 @@ def _install() -> None:
             # What a class inherits is not among its own.
             entry.ours.__wrapped__ = getattr(entry.owner, entry.name) if now is _ABSENT else now
         if entry.ours is not GONE:
-            setattr(entry.owner, entry.name, entry.ours)
+            _put(entry, entry.ours)
         elif now is not _ABSENT:
             delattr(entry.owner, entry.name)
 
@@ -587,13 +587,22 @@ def _uninstall() -> None:
         if current is entry.ours and value is _ABSENT:
             delattr(entry.owner, entry.name)
         elif current is entry.ours:
-            setattr(entry.owner, entry.name, value)
+            _put(entry, value)
         elif getattr(current, "__wrapped__", None) is entry.ours:
             # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
-            restored = disable_dynamo(entry.original)
-            setattr(entry.owner, entry.name, restored)
+            _put(entry, disable_dynamo(entry.original))
     _before.clear()
     _leave_compiled_code_alone()
+
+
+def _put(entry: _EntryPoint, value: Any) -> None:
+    before = vars(entry.owner).get(entry.name)
+    setattr(entry.owner, entry.name, value)
+    if entry.name == "__getitem__" and isinstance(before, types.FunctionType):
+        # CPython 3.13 gives a class a thousand versions. What is written to it after that does not
+        # reach an instruction `x[key]` that has remembered a function, as long as this one is of
+        # the same version; all that is written to a function gives it another one.
+        before.__defaults__ = before.__defaults__
 
 
 _lock = threading.Lock()
