@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -35,6 +37,19 @@ def test_all_probes_hold_here() -> None:
         [],
         [],
     ]
+
+
+def test_probes_of_torch_hold_together_in_a_new_process() -> None:
+    # Where they do not, each is recorded by itself, which takes three times as long.
+    program = (
+        "from bendtrace.record import self_test\n"
+        "together = self_test._hold\n"
+        "recorded = []\n"
+        "self_test._hold = lambda model, _: recorded.append(model) or together(model, _)\n"
+        "assert self_test.probe_torch() == []\n"
+        "assert len(recorded) == 3, recorded\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_probing_leaves_everything_as_it_was() -> None:

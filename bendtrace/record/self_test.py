@@ -262,9 +262,9 @@ def probe_torch() -> list[str]:
     """Record tiny models that use all parts of torch; return what was switched off."""
     if "" in internals.names_off():  # all calls run live anyway
         return []
-    models = {"followed": [], "seeds": [], "live": []}  # type: dict[str, list[_TorchProbe]]
+    models = {"Followed": [], "seeds": [], "live": []}  # type: dict[str, list[_TorchProbe]]
     for probe in TORCH_PROBES:
-        together = "live" if probe.reason else "followed"
+        together = "live" if probe.reason else "Followed"
         models[probe.model if probe.model in models else together].append(probe)
     if not _models() or all(_hold(model, probes) for model, probes in models.items()):
         return []

@@ -117,9 +117,14 @@ def applies(x: Tensor) -> Tensor:
     return Twice.apply(x)  # type: ignore[no-any-return]
 
 
-def followed(x: Tensor) -> list[Tensor]:
-    parts = (Outer(), sizes, applies, maps, reads_clock, reads_environment, draws)
-    return [part(x) for part in parts]
+class Followed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer: Outer = Outer()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        parts = (self.outer, sizes, applies, maps, reads_clock, reads_environment, draws)
+        return [part(x) for part in parts]
 
 
 def live(x: Tensor) -> list[Tensor]:
