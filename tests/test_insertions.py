@@ -1943,3 +1943,108 @@ def test_calls_are_counted_whenever_somebody_asks_and_few_wait_for_that(is_live:
     assert [(row.fired, row.changed) for row in handle.report().rows] == [(1200, 1200)]
     handle.clear_report()
     assert handle.report().rows == ()
+
+
+# What a model changes, and an insertion may read.
+
+
+class _Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.is_positive = False
+        self.latest: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.is_positive = bool(x.sum() > 0)
+        self.latest = x * 2
+        return self.linear(x)
+
+
+class _Stepping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = _Part()
+        self.step = 0
+        self.mode = "a"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        self.mode = "b" if x[0, 0] > 0 else "c"
+        x = self.part(x)
+        return x * self.step if x.sum() > 0 else -x
+
+
+def _looks(value: Tensor, at: bt.NodePass) -> Tensor:
+    assert isinstance(at.module, _Part)
+    return value * (2 if at.module.is_positive else 3)
+
+
+def _adds(value: Tensor, at: bt.NodePass) -> Tensor:
+    assert isinstance(at.module, _Part)
+    return value + at.module.latest
+
+
+class _Looking(bt.Interjection):
+    def after(self, at: bt.NodePass, inputs: Any, output: Any) -> Any:
+        return _looks(output, at)
+
+
+class _Holding(bt.Interjection):
+    def __init__(self) -> None:
+        self.model: Any = None
+
+    def after(self, at: bt.NodePass, inputs: Any, output: Any) -> Any:
+        return output * (2 if self.model is not None and self.model.mode == "b" else 3)
+
+
+class _Counting(bt.Interjection):
+    def __init__(self) -> None:
+        self.calls, self.sums, self.factors = 0, [], {"all": 2.0}  # type: ignore[var-annotated]
+
+    def after(self, at: bt.NodePass, inputs: Any, output: Any) -> Any:
+        self.calls += 1
+        self.sums.append(output.detach().sum())
+        return output * self.factors["all"] * self.calls
+
+
+def _called_beside_a_hook(what: Any, same: Any, hold: bool = False) -> bt.BendedModule:
+    torch.manual_seed(0)
+    model = _Stepping()
+    other = copy.deepcopy(model)
+    bended = bt.BendedModule(other)
+    bended.interject("part", what)
+
+    def hook(module: Any, inputs: Any, output: Any) -> Any:
+        at = bt.NodePass("part", module=module)
+        return same.after(at, inputs, output) if hasattr(same, "after") else same(output, at)
+
+    model.part.register_forward_hook(hook)
+    for number in range(24):
+        if hold and number == 12:
+            what.model, same.model = other, model
+        x = torch.randn(2, 4)
+        assert torch.equal(bended(x), model(x)), number
+        assert (other.step, other.mode) == (model.step, model.mode)
+        assert other.part.is_positive == model.part.is_positive
+    return bended
+
+
+def test_an_interjection_that_holds_nothing_of_the_model_is_replayed_beside_changes() -> None:
+    what, same = _Counting(), _Counting()
+    bended = _called_beside_a_hook(what, same)
+    assert what.calls == same.calls == 24
+    assert torch.equal(torch.stack(what.sums), torch.stack(same.sums))
+    assert bended.stats.live == 0
+    assert bended.stats.replays > 5
+
+
+@pytest.mark.parametrize("what", [_looks, _adds, _Looking()], ids=["looks", "adds", "class"])
+def test_what_is_inserted_may_look_at_a_module_that_the_run_changes(what: Any) -> None:
+    bended = _called_beside_a_hook(what, what)
+    assert "self.part.is_positive" in str(bended.why_live)
+
+
+def test_an_interjection_may_come_to_hold_the_model_later() -> None:
+    bended = _called_beside_a_hook(_Holding(), _Holding(), hold=True)
+    assert "self.mode" in str(bended.why_live)

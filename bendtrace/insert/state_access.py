@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dis
 import functools
 import re
@@ -9,7 +10,7 @@ import sys
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ class _ModelStateAccess:
     ) -> set[str]:
         """Return what the run changes, or changes for a while, and an insertion might read."""
         found: set[str] = set()
-        if self._changes and not (reach.is_contained and not self._changes_reached(reach)):
+        if self._changes and not (reach.is_plain and not self._changes_reached(reach)):
             found = {change.label for change in self._changes}
         read = aliases | reach.numbers
         assigned, changed = self._assigned
@@ -273,6 +274,7 @@ class ReachedObjects(NamedTuple):
         numbers: the globals with plain values that it names.
         is_contained: whether it can read nothing of the model but its arguments, unless the model
             has some of what it holds, too.
+        is_plain: whether it could not by what it holds at present, which may change.
     """
 
     what: Interjection
@@ -280,6 +282,7 @@ class ReachedObjects(NamedTuple):
     objects: Mapping[int, Any]
     numbers: frozenset[str]
     is_contained: bool
+    is_plain: bool
 
 
 def reach_of_insertion(what: Interjection, own: Container[int]) -> ReachedObjects:
@@ -293,8 +296,13 @@ def reach_of_insertion(what: Interjection, own: Container[int]) -> ReachedObject
     _add_codes(what, codes, set(), own, _DEPTH)
     holding = _Holding(own)
     holding.add(what, _DEPTH + 1)
-    contained = isinstance(what, Function) and is_contained(what.function, own)
-    return ReachedObjects(what, codes, holding.found, frozenset(holding.numbers), contained)
+    code = what.function if isinstance(what, Function) else what
+    search = _PlainScan(own)
+    is_plain = not type(code).__module__.startswith(_OURS) and _holds_only_plain(code, search)
+    contained = is_plain and not search.may_change
+    return ReachedObjects(
+        what, codes, holding.found, frozenset(holding.numbers), contained, is_plain
+    )
 
 
 class _Holding:
@@ -443,24 +451,31 @@ _DEPTH = 3
 ANY = frozenset(
     {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "eval", "exec", "globals"}
 )
+# `at.module` is a part of the model.
+_LEADS_TO_THE_MODEL = ANY | {"module"}
 
 
 def is_contained(function: Any, own: Container[int] | None = None) -> bool:
-    """Return whether a function, or a module, can read nothing of the model but its arguments.
+    """Return whether some code can read nothing of the model but its arguments.
 
     Args:
-        function: the function.
+        function: the function, module, interjection, or other object that is called.
         own: identities of the model's own modules; None if unknown.
     """
     return _holds_only_plain(function, _PlainScan(own))
 
 
 class _PlainScan:
-    """The objects that a search has scanned, and the model's own modules."""
+    """The objects that a search has scanned, and the model's own modules.
+
+    Attributes:
+        may_change: whether something was found that can come to hold other objects.
+    """
 
     def __init__(self, own: Container[int] | None) -> None:
         self.seen: set[int] = set()
         self.own = own
+        self.may_change: bool = False
 
 
 def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:
@@ -476,6 +491,11 @@ def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:
         return thing.__module__.split(".")[0] in KNOWN
     if isinstance(thing, nn.Module):
         return all(_is_plain_module(inner, search) for inner in module_tree(thing))
+    if isinstance(thing, Interjection):
+        search.may_change = True
+        search.seen.update(map(id, type(thing).__mro__))  # their methods are searched here
+        values = [*vars(thing).values(), *_members_of(type(thing), _OURS)]
+        return all(_holds_only_plain(value, search) for value in values)
     if isinstance(thing, types.MethodType):
         return _holds_only_plain(thing.__func__, search) and _holds_only_plain(
             thing.__self__, search
@@ -485,13 +505,15 @@ def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:
             _holds_only_plain(t, search)
             for t in (thing.func, *thing.args, *thing.keywords.values())
         )
-    if isinstance(thing, (tuple, list)):
-        return all(_holds_only_plain(item, search) for item in thing)
+    if isinstance(thing, (tuple, list)) or type(thing) in (dict, set, frozenset, collections.deque):
+        search.may_change |= not isinstance(thing, (tuple, frozenset))
+        items = chain(thing, thing.values()) if isinstance(thing, dict) else thing
+        return all(_holds_only_plain(item, search) for item in items)
     if isinstance(thing, types.FunctionType):
         if (thing.__module__ or "").split(".")[0] in KNOWN:
             return True
         names = names_in(thing.__code__)
-        if names & ANY:
+        if names & _LEADS_TO_THE_MODEL:
             return False
         space = thing.__globals__
         found = [space[name] for name in names if name in space]
@@ -499,6 +521,7 @@ def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:
             found += [cell.cell_contents for cell in thing.__closure__ or ()]
         except ValueError:  # a name that is assigned only later
             return False
+        search.may_change |= any(value is None for value in found)
         found += [*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
         return all(_holds_only_plain(item, search) for item in found)
     return isinstance(thing, (types.BuiltinFunctionType, OpOverload))
@@ -513,18 +536,20 @@ def _is_plain_module(module: nn.Module, search: _PlainScan) -> bool:
     if search.own is None or id(module) in search.own:
         return False
     values = [value for name, value in vars(module).items() if name not in _TABLES]
-    for cls in type(module).__mro__:
-        if cls.__module__.startswith("torch.nn.") or cls is object:
+    values += _members_of(type(module), "torch.nn.")
+    return all(_holds_only_plain(value, search) for value in values)
+
+
+def _members_of(kind: type, package: str) -> Iterator[Any]:
+    """Yield the functions and values of a class, but for its bases in some package."""
+    for cls in kind.__mro__:
+        if cls.__module__.startswith(package) or cls is object:
             continue
         for name, member in vars(cls).items():
-            if isinstance(member, (staticmethod, classmethod)):
-                member = member.__func__
-            elif isinstance(member, property):
-                values += [member.fget, member.fset]
-                continue
-            if name not in UNCALLED:
-                values.append(member)
-    return all(_holds_only_plain(value, search) for value in values)
+            if isinstance(member, property):
+                yield from (member.fget, member.fset)
+            elif name not in UNCALLED:
+                yield getattr(member, "__func__", member)
 
 
 _TABLES = frozenset(vars(nn.Module()))
@@ -535,4 +560,9 @@ UNCALLED = frozenset(
         "__static_attributes__", "__weakref__", "__annotate_func__", "__annotations_cache__",
     }
 )  # fmt: skip
-KNOWN = frozenset({"torch", "math", "builtins", "operator"})
+KNOWN = frozenset(
+    {
+        "builtins", "collections", "functools", "itertools", "json", "math", "numpy", "operator",
+        "random", "re", "statistics", "time", "torch",
+    }
+)  # fmt: skip
