@@ -157,7 +157,7 @@ class Recorder(RecordingMode):
         )
         self._varying = Varying(
             frozenset() if lifting is None else lifting.places,
-            self._writer, self._values, self._numbers.arithmetic,
+            self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op,
         )  # fmt: skip
         self._numbers.varying = self._varying
         if lifting is not None:
