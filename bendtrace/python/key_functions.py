@@ -28,7 +28,7 @@ class BuiltinKey:
 
     def make(self) -> Callable[[Any], Any]:
         """Return the function."""
-        return _item if self.function is None else self.function  # type: ignore[no-any-return]
+        return _item if self.function is None else self.function
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _parts_of_function(function: types.FunctionType) -> KeyParts | None:
     if function.__kwdefaults__ or not _is_straight(code):
         return None
     names: dict[str, Any] = {}
-    builtins: Any = function.__builtins__  # type: ignore[attr-defined]
+    builtins: Any = function.__builtins__
     for step in single_steps(code):
         if step.name == "LOAD_GLOBAL":
             space = function.__globals__

@@ -15,7 +15,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -704,6 +704,10 @@ class Recorder(RecordingMode):
         """Note again what runs."""
         self._states.instruction = None
         self._code_monitor.enter()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is noted of the code that runs: it is the tracer's."""
+        return self._code_monitor.pause()
 
     # What an inserter can do
 

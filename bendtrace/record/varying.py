@@ -125,6 +125,7 @@ class Varying:
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
         self._of_numpy: set[Place] = set()  # where numpy computes a number
+        self._stored = 0  # how many items of lists were made traced scalars
         self._key_code: CodeType | None = None  # of the key function of the call that is awaited
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
@@ -156,13 +157,15 @@ class Varying:
                 return False
             result: Any
             if function is set_item:
-                result = self._store(given, frame)
+                with self._recorder.unwatched():
+                    result = self._store(given, frame)
             elif function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._compute_uncached(function, given)
             elif is_order:
-                result = self._in_order(function, given, named)
+                with self._recorder.unwatched():
+                    result = self._in_order(function, given, named)
             elif use is Use.BOOL:
                 return False
             elif use is Use.NUMPY:
@@ -172,7 +175,8 @@ class Varying:
             elif function is len and type(scalar) is TracedInt:
                 result = scalar  # that of a container of the state
             elif function is item_of and _has_item(*given):
-                result = self._item(*given)
+                with self._recorder.unwatched():
+                    result = self._item(*given)
             elif function in COMPUTING and all(type(one) in _NUMBERS for one in given):
                 result = self._arithmetic(function, given)
             else:
@@ -345,7 +349,8 @@ class Varying:
             return False
         if len(container) > _MOST_ITEMS or self._values.environment.find(container) is not None:
             return False
-        if not _is_of_one_kind((value, *container)):
+        self._stored += len(container)
+        if self._stored > _MOST_STORED or not _is_of_one_kind((value, *container)):
             return False
         found = self._list_op(with_item, (self._list(container), key, value))
 
@@ -549,6 +554,7 @@ _NUMBERS = TRACED | {int, float}
 _FEW_ROUNDS = 4
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
+_MOST_STORED = 1 << 17  # a recording takes some 30 us for each
 _LARGEST = 1 << 63  # from where on torch has no such whole numbers
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 # What gives the same items however often it is gone through.
@@ -608,7 +614,7 @@ def _is_of_one_kind(values: Sequence[Any]) -> bool:
     numbers = [*map(plain, values)]
     kinds = {*map(type, numbers)}
     if kinds == {int}:
-        return -_LARGEST <= min(numbers) and max(numbers) < _LARGEST
+        return bool(-_LARGEST <= min(numbers) and max(numbers) < _LARGEST)
     return kinds == {float}
 
 
