@@ -221,6 +221,17 @@ def swaps(x: Tensor) -> Any:
     return x * table[0], table
 
 
+def numbers_from_before(x: Tensor) -> Any:
+    """Numbers of a list are used after others were assigned."""
+    counts, numbers = [1] * 20, (x[0].abs() * 4).long().clamp(0, 6).tolist()
+    for number in numbers:
+        counts[number] += 1
+    two, before = counts[2], counts[:5]
+    for number in numbers:
+        counts[number] *= 3
+    return x * two, before, counts
+
+
 def not_numbers_alone(x: Tensor) -> Any:
     """What is put in order otherwise is guarded."""
     sizes = (x[0].abs() * 2).long().tolist()
@@ -233,7 +244,7 @@ PROGRAMS: list[Callable[[Tensor], Any]] = [
     int_of_a_size, int_of_a_tensor, float_of_a_tensor, length, functions_of_math, items,
     among_others, loop, loop_that_counts, loop_back, nested_loops, rows_that_leave, cached_shapes,
     greatest_and_least, in_order, best_by_keys, in_order_by_keys, looked_up_by_numbers,
-    rounds_in_order, counts_of_many, swaps,
+    rounds_in_order, counts_of_many, swaps, numbers_from_before,
 ]  # fmt: skip
 
 
@@ -285,7 +296,7 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "program", [*PROGRAMS[-6:], stores_in_rounds], ids=lambda one: one.__name__
+    "program", [*PROGRAMS[-7:], stores_in_rounds], ids=lambda one: one.__name__
 )
 def test_lists_and_orders_are_those_of_eager(program: Callable[[Tensor], Any], mode: str) -> None:
     bended: Any = bt.BendedModule(program)
