@@ -146,7 +146,7 @@ def _parts_of_function(function: types.FunctionType) -> KeyParts | None:
     if function.__kwdefaults__ or not _is_straight(code):
         return None
     names: dict[str, Any] = {}
-    builtins: Any = function.__builtins__
+    builtins: Any = getattr(function, "__builtins__")  # noqa: B009
     for step in single_steps(code):
         if step.name == "LOAD_GLOBAL":
             space = function.__globals__
