@@ -1,7 +1,6 @@
 """Functions of Python that give a number of numpy's in one call, and of Python in the next.
 
-Other programs with arrays are in `tests/registry/arrays.py`. An interjection that sees all nodes is
-not called where `max` gives a number of Python, so these are not in the registry.
+Other programs with arrays are in `tests/registry/arrays.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor
 
 import bendtrace as bt
 from bendtrace.python.operands import can_exchange_operands
+from tests.modes.test_inserted import Seeing
 from tests.past_joins import past_joins, resumed_anywhere
 
 
@@ -60,3 +60,15 @@ def test_it_does_what_eager_does(program: Callable[[Tensor], Tensor], mode: str)
     with MODES[mode]():
         assert all(torch.equal(bended(x), program(x)) for x in inputs)
     assert not (can_exchange_operands() and bended.stats.live)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_node_has_one_name_whatever_it_gives(program: Callable[[Tensor], Tensor]) -> None:
+    bended: Any = bt.BendedModule(program)
+    handle = bended.interject(lambda node: True, Seeing(), allow_none=True)
+    for x in torch.randn(40, 4, generator=torch.Generator().manual_seed(0)):
+        assert torch.equal(bended(x), program(x))
+    found = (bt.node_selector.find(lambda node: True, trace) for trace in bended.traces)
+    nodes = {node.path for listed in found for node in listed}
+    assert nodes == set(handle.report().paths)
+    assert len(bended.traces) > 2

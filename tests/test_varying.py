@@ -8,6 +8,7 @@ import operator
 import random
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.python.results import can_exchange, exchange, is_computation
+from bendtrace.python.key_functions import parts_of_key
+from bendtrace.python.results import can_exchange, exchange, is_computation, with_item
 from bendtrace.record import varying
+from tests.modes.test_inserted import Seeing
+from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import bits
 
 pytestmark = pytest.mark.skipif(
@@ -151,6 +155,83 @@ def in_order(x: Tensor) -> Any:
     return x * last - first, table, sorted([last, first, -0.0, 0.0]), max([lengths[1], lengths[2]])
 
 
+SCALE = 2
+
+
+def best_by_keys(x: Tensor) -> Any:
+    means = x.mean(0).tolist()
+    best = max(range(3), key=lambda at: means[at])
+    table = {2 * at: mean for at, mean in enumerate(means)}
+    named = min(table, key=table.get), max(table.items(), key=operator.itemgetter(1))
+    nearest = min(means, key=lambda mean, to=means[0]: abs(mean - to - 0.1))
+    return x * best, named, nearest
+
+
+def in_order_by_keys(x: Tensor) -> Any:
+    means, lengths = x.mean(0).tolist(), (x[0].abs() * 9).long().tolist()
+    order = sorted(range(3), key=means.__getitem__, reverse=True)
+    by_both = sorted(lengths, key=lambda n: (n % 3, -n * SCALE))
+    return x * order[0], order, by_both, sorted(means, key=math.floor)
+
+
+def looked_up_by_numbers(x: Tensor) -> Any:
+    """The key function asks for the number of an item itself."""
+    sizes, counts = (x.abs() * 2).long().clamp(0, 4)[:1].tolist()[0], [0] * 5
+    for size in sizes:
+        counts[size] += 1
+    weights = {at: (3 * at) % 5 for at in range(5)}
+    most = max(sizes, key=lambda size: (counts[size], size))
+    return x * most, sorted(sizes, key=weights.get), sorted(sizes, key=counts.__getitem__)
+
+
+def rounds_in_order(x: Tensor) -> Tensor:
+    means, h = x.mean(0).tolist(), x[0] * 0
+    for at in sorted(range(3), key=lambda at: -means[at]):
+        h = torch.tanh(h * 0.5 + x[:, at].sum() * h[at])
+    return h
+
+
+def counts_of_many(x: Tensor) -> Any:
+    counts, sums, numbers = [0] * 300, [0.0] * 40, x.mean(0).tolist()
+    for at, number in enumerate((x[0].abs() * 20).long().clamp(0, 39).tolist()):
+        counts[number * 7 + 1] += 1
+        sums[-number - 1] += numbers[at]
+        counts[0] = number
+        counts[at] = 5
+    return x * counts[0], counts, sum(sums), max(sums), sorted(counts[:9])
+
+
+def stores_in_rounds(x: Tensor) -> Any:
+    numbers, counts = (x[:, 0].abs() * 9).long().clamp(0, 99).tolist(), [0] * 100
+    for at in range(3):
+        counts[numbers[at % len(numbers)]] += at
+        if x[at % len(x), 1] > 0:
+            x = x * 2
+    return x, counts
+
+
+def swaps(x: Tensor) -> Any:
+    """Items are added and removed as well."""
+    table, added = [*range(9)], (x[0].abs() * 4).long().clamp(0, 8).tolist()
+    for number in added:
+        table[number], table[0] = table[0], table[number]
+        table.append(table[number])
+        del table[-2:]
+        table.extend((number, 1))
+    return x * table[0], table
+
+
+def numbers_from_before(x: Tensor) -> Any:
+    """Numbers of a list are used after others were assigned."""
+    counts, numbers = [1] * 20, (x[0].abs() * 4).long().clamp(0, 6).tolist()
+    for number in numbers:
+        counts[number] += 1
+    two, before = counts[2], counts[:5]
+    for number in numbers:
+        counts[number] *= 3
+    return x * two, before, counts
+
+
 def not_numbers_alone(x: Tensor) -> Any:
     """What is put in order otherwise is guarded."""
     sizes = (x[0].abs() * 2).long().tolist()
@@ -162,7 +243,8 @@ def not_numbers_alone(x: Tensor) -> Any:
 PROGRAMS: list[Callable[[Tensor], Any]] = [
     int_of_a_size, int_of_a_tensor, float_of_a_tensor, length, functions_of_math, items,
     among_others, loop, loop_that_counts, loop_back, nested_loops, rows_that_leave, cached_shapes,
-    greatest_and_least, in_order,
+    greatest_and_least, in_order, best_by_keys, in_order_by_keys, looked_up_by_numbers,
+    rounds_in_order, counts_of_many, swaps, numbers_from_before,
 ]  # fmt: skip
 
 
@@ -203,6 +285,104 @@ def test_what_else_is_put_in_order_is_right() -> None:
 def in_order_of_means(x: Tensor) -> Any:
     means = x.mean(0).tolist()
     return sorted(means), max(means), min(means)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "joined": past_joins, "resumed": lambda: resumed_anywhere(3, most=4),
+    "observed": nullcontext,
+}  # fmt: skip
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "program", [*PROGRAMS[-7:], stores_in_rounds], ids=lambda one: one.__name__
+)
+def test_lists_and_orders_are_those_of_eager(program: Callable[[Tensor], Any], mode: str) -> None:
+    bended: Any = bt.BendedModule(program)
+    if mode == "observed":
+        bended.interject(lambda node: True, Seeing(), allow_none=True)
+    with MODES[mode]():
+        for x in inputs(60, seed=2):
+            assert bits(bended(x.clone())) == bits(program(x.clone()))
+    assert bended.stats.live == 0
+
+
+def test_ties_and_nan_are_put_in_order_as_in_eager() -> None:
+    def program(x: Tensor) -> Any:
+        numbers = x.tolist()
+        return [choose(range(6), key=numbers.__getitem__) for choose in (max, min, sorted)], sorted(
+            range(6), key=lambda at: numbers[at], reverse=True
+        )
+
+    bended, generator = bt.BendedModule(program), torch.Generator().manual_seed(0)
+    for number in range(80):
+        x = torch.randn(6, generator=generator).round()
+        x[number % 6] = (float("nan"), 0.0, -0.0, float("inf"))[number % 4]
+        assert bended(x) == program(x)
+    assert bended.stats.traces < 12
+
+
+def test_key_functions_that_do_more_are_called_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def noted(at: int) -> float:
+        seen.append(at)
+        return -at
+
+    def program(x: Tensor) -> Any:
+        numbers, layers = x.tolist(), [torch.relu, torch.tanh]
+        pairs = [(number, at) for at, number in enumerate(numbers)]
+        found = max(numbers, key=lambda n: n if n > 0 else -n), max(pairs, key=lambda p: p[0])
+        by_scale = min(range(3), key=lambda at: numbers[at] ** SCALE)
+        return x * found[0], found[1] in pairs, min(layers[:2], key=lambda f: numbers[0]), by_scale
+
+    bended, generator = bt.BendedModule(program), torch.Generator().manual_seed(0)
+    for number in range(60):
+        if number == 40:
+            monkeypatch.setitem(globals(), "SCALE", 1)
+        x = torch.randn(3, generator=generator)
+        assert torch.equal(bended(x)[0], program(x)[0])
+        assert bended(x)[1:] == program(x)[1:]
+    calls = bt.BendedModule(lambda x: x * max(x.tolist(), key=noted))
+    x = torch.randn(3)
+    assert torch.equal(calls(x), x * min(x.tolist()))
+    assert parts_of_key(noted) is None
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_items_outside_of_a_list_that_forward_makes(catches: bool) -> None:
+    def program(x: Tensor) -> Any:
+        counts, missed = [0] * 12, 0
+        for number in (x[0].abs() * 9).long().tolist():
+            try:
+                counts[number] += 1
+            except IndexError as error:
+                if not catches:
+                    raise
+                missed += len(str(error))
+        return x * missed, counts, max(range(12), key=lambda at: counts[at] / (counts[0] - 1))
+
+    bended = bt.BendedModule(program)
+    for x in inputs(60):
+        assert outcome(bended, x) == outcome(program, x)
+
+
+def test_a_run_stores_as_often_as_it_can_record_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varying, "_MOST_STORED", 700)
+    bended = bt.BendedModule(counts_of_many)
+    for x in inputs(30):
+        assert bits(bended(x.clone())) == bits(counts_of_many(x.clone()))
+
+
+def test_a_store_in_a_long_list_is_one_op() -> None:
+    bended = bt.BendedModule(counts_of_many)
+    for x in inputs(20):
+        bended(x)
+    tape = bended._trees.latest.find(("x",), (x,)).recording.tape  # type: ignore[union-attr]
+    assert sum(op.target is with_item for op in tape.ops) == 6
+    assert len(tape.ops) < 100 + sum(op.target is operator.getitem for op in tape.ops)
 
 
 def _flat(value: Any) -> list[Any]:

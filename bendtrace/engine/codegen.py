@@ -23,6 +23,7 @@ from bendtrace.engine.source import (
     define,
     gives_nothing,
 )
+from bendtrace.python.results import GIVING_LISTS, with_item
 from bendtrace.tape.blocks import Block, Portion
 from bendtrace.tape.captured import (
     Access,
@@ -302,6 +303,11 @@ class RunWriter:
 
     def _carry_out(self, op: Op) -> None:
         source, direct = self.source, self._direct.get(op.index)
+        if self._owns_list(op):
+            items, key, value = map(source.value, op.args)
+            source.line(f"{items}[{key}] = {value}", op.index)
+            source.line(f"v{op.index} = {items}")
+            return
         call = source.call(op) if direct is None else source.direct(direct)
         statement = call if gives_nothing(op) else f"v{op.index} = {call}"
         if op.index not in self.schedule.catchable:
@@ -314,6 +320,19 @@ class RunWriter:
         source.line("except Exception as error:")
         source.line(f"    v{op.index} = error.with_traceback(None)")
         source.line(f"    r{op.index} = {raised}(error)")
+
+    def _owns_list(self, op: Op) -> bool:
+        """Return whether an op may change the list that it is given: nothing has it from then on.
+
+        Otherwise it copies the list, however long that is.
+        """
+        if op.target is not with_item or type(op.args[0]) is not Ref:
+            return False
+        base, schedule = op.args[0].index, self.schedule
+        if schedule.splices or base in schedule.available or op.index in schedule.catchable:
+            return False
+        is_dying = base in self._dying.get(2 * op.index + 1, ())
+        return is_dying and self.tape.ops[base].target in GIVING_LISTS
 
     def _depart_unless(self, number: int, guard: Guard) -> None:
         failed, now = guard.failure(self.source), guard.outcome

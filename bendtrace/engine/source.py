@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bendtrace.engine.cache_growth import tensor_places
 from bendtrace.engine.guard_kinds import asks_for_slices
+from bendtrace.python.results import item_of
 from bendtrace.tape.captured import (
     UNSET,
     Access,
@@ -284,7 +285,8 @@ class GeneratedSource:
             return f"({self.value(args[0])} {INFIX[target]} {self.value(args[1])})"
         if op.kind is OpKind.CALL and monkeypatches():  # what follows would be looked up by name
             return self._called(target, args, op.kwargs)
-        if target is operator.getitem or (target is Tensor.__getitem__ and not op.kwargs):
+        is_item = target is operator.getitem or target is item_of
+        if is_item or (target is Tensor.__getitem__ and not op.kwargs):
             return f"{self.value(args[0])}[{self.value(args[1])}]"
         if target is Tensor.__setitem__ and type(args[0]) is Ref:
             return f"{self.value(args[0])}[{self.value(args[1])}] = {self.value(args[2])}"

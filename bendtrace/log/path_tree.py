@@ -158,7 +158,11 @@ class Builder:
         else:
             kind, type_, made = "other", type_name(value), Pass(number)
         group = type_ if kind in ("container", "other") else kind
+        if role == "op" and kind == "number":
+            group = "tensor"  # an op on arrays may give either, and insertions know it by one name
         child = self.node(parent, (key, group), label, kind, type_, role)
+        if child.kind == "number" and kind == "tensor":
+            child.kind, child.type = kind, type_
         child.passes.append(made)
         if made.index is not None:
             self.paths.setdefault(made.index, child.path)

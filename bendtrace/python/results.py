@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -440,9 +440,9 @@ def item_of(container: Any, key: Any) -> Any:
     return container[key]
 
 
-def item_among(key: Any, in_list: bool, *items: Any) -> Any:
-    """Return an item of a list or tuple that has some items."""
-    return ([*items] if in_list else items)[key]
+def item_among(key: Any, *items: Any) -> Any:
+    """Return an item of a tuple that has some items."""
+    return items[key]
 
 
 def set_item(container: Any, key: Any, value: Any) -> None:
@@ -450,14 +450,43 @@ def set_item(container: Any, key: Any, value: Any) -> None:
     container[key] = value
 
 
-def stored(value: Any, before: Any, key: int, position: int, count: int) -> Any:
-    """Return an item of a list of some length behind an assignment to one of its items."""
-    return value if key % count == position else before
+# Functions that make a list of numbers, and leave what they receive as it is.
 
 
-def in_order(position: int, *numbers: Any) -> Any:
-    """Return the number at some position among numbers that are put in order."""
-    return sorted(numbers)[position]
+def list_of(*items: Any) -> list[Any]:
+    """Return a list of some items."""
+    return [*items]
+
+
+def with_item(items: list[Any], key: Any, value: Any) -> list[Any]:
+    """Return a list behind an assignment to one of its items."""
+    changed = [*items]
+    changed[key] = value
+    return changed
+
+
+def with_changes(
+    items: list[Any], count: int, positions: Sequence[int], values: Sequence[Any]
+) -> list[Any]:
+    """Return a list of some length that has other items at some positions."""
+    changed = items[:count]
+    changed += [None] * (count - len(changed))
+    for position, value in zip(positions, values, strict=True):
+        changed[position] = value
+    return changed
+
+
+def in_order(items: list[Any], reverse: bool) -> list[Any]:
+    """Return numbers that are put in order."""
+    return sorted(items, reverse=reverse)
+
+
+def items_at(items: list[Any], positions: list[int]) -> list[Any]:
+    """Return the items at some positions."""
+    return [items[position] for position in positions]
+
+
+GIVING_LISTS: frozenset[Any] = frozenset({in_order, items_at, list_of, with_item, with_changes})
 
 
 # Builtins that keep nothing and read nothing but what they receive.

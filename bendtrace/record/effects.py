@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.python.results import in_order, stored
+from bendtrace.python.results import in_order, items_at, list_of, with_changes
 from bendtrace.python.sites import TORCH
 from bendtrace.tape.tape import Op, OpKind, Tape, refs_in
 from bendtrace.watch.code_facts import codes_in
@@ -33,7 +33,7 @@ HARMLESS = frozenset(
     {
         operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
         abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-        str, repr, format, max, min, in_order, stored,
+        str, repr, format, max, min, in_order, items_at, list_of, with_changes,
     }
 )  # fmt: skip
 

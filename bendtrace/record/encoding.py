@@ -51,11 +51,31 @@ from bendtrace.tape.structure import (
     refill_dict,
     with_attributes,
 )
+from bendtrace.tape.tape import Ref
 from bendtrace.watch.collectives import is_wiring
 from bendtrace.watch.functions import OPERATORS, tells_sizes_from_tuples
 
 if TYPE_CHECKING:
     from bendtrace.record.values import RunValues
+
+
+class ListOperand:
+    """A list of numbers that an op gives, as an operand of other ops.
+
+    Args:
+        numbers: the plain numbers in it.
+        ref: the op.
+
+    Attributes:
+        numbers: as given.
+        ref: as given.
+    """
+
+    __slots__ = ("numbers", "ref")
+
+    def __init__(self, numbers: list[Any], ref: Ref) -> None:
+        self.numbers: list[Any] = numbers
+        self.ref: Ref = ref
 
 
 class Memo(collections.UserDict[Any, Any]):
@@ -136,6 +156,8 @@ class Encoder:
             if value._origin is not self._values.origin:  # of a run around this one
                 return value._value, value._value
             return self._values.scalar_ref(value), value._value
+        if kind is ListOperand:
+            return value.ref, value.numbers
         if kind is tuple or kind is list or kind is torch.Size:
             recorded, use = self.arguments(value)
             if use is not value:

@@ -14,17 +14,16 @@ from typing import Any
 import torch
 
 from bendtrace.python import stacks
-from bendtrace.python.results import is_awaited
 from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
-from bendtrace.record.encoding import Encoder
+from bendtrace.record.encoding import Encoder, ListOperand, scalars_in
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.texts import Texts, goes_to_screen
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Varying
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
-from bendtrace.tape.tape import FunctionUse, Guard, OpKind, Raised, Ref, Use, refs_in, use_by
+from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Raised, Ref, Use, refs_in, use_by
 from bendtrace.tape.watchers import Inserter, current_watcher
 
 
@@ -119,24 +118,27 @@ class NumberRecorder:
                 script = self._writer.script
                 # In a script it raises what the replay has raised, and asks nothing.
                 is_asked = is_asked or (script is not None and script.is_active)
-                for operand in () if is_asked else operands:
-                    if type(operand) in TRACED:
-                        self.consume(operand, use_by(getattr(function, "__name__", "arithmetic")))
+                if not is_asked:
+                    self._consume_all(function, operands)
         if traced is None:
             return result
         frame = outside_scalars()
-        encoded, _ = self._encoder.arguments(operands)
-        counters = self._writer.tape.counters
-        is_counter = counters.issuperset(ref.index for ref in refs_in(encoded)) and counters
-        if self._inserter is not None and not is_counter:  # which is no node
-            self._inserter.scalar(function, frame)
-        op = self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
+        op = self._emit(function, operands, frame)
         op.meta = result
         return self._values.trace_number(traced, result, Ref(op.index), frame)
 
     def _is_answered(self) -> bool:
         """Return whether a call computes with its numbers, whose result is traced already."""
-        return self.varying is not None and is_awaited(outside_scalars())
+        return self.varying is not None and self.varying.is_answered(outside_scalars())
+
+    def _consume_all(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
+        """Guard the numbers in operands."""
+        for scalar in scalars_in(operands):
+            self.consume(scalar, use_by(getattr(function, "__name__", "arithmetic")))
+        for operand in operands:
+            if type(operand) is ListOperand:
+                frame, numbers = outside_scalars(), [*operand.numbers]
+                self._writer.guard(ValueGuard, operand.ref.index, numbers, Use.LIST, frame)
 
     def _compute(
         self, function: Callable[..., Any], operands: tuple[Any, ...], is_seen: bool
@@ -147,7 +149,41 @@ class NumberRecorder:
             found = script.result_of(function, [ref.index for ref in refs_in(encoded)])
             if found is not None:
                 return found[0]
-        return function(*map(plain, operands))
+        return function(*map(_usable, operands))
+
+    def list_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> ListOperand:
+        """Record a computation that gives a list of numbers, each of which is an element of it.
+
+        Args:
+            function: the computation.
+            operands: what it is given: numbers, lists of numbers, and `ListOperand`s.
+        """
+        script, numbers = self._writer.script, None
+        is_asked = self._ask_error(function, operands)
+        if script is None or not script.is_active:
+            try:
+                numbers = function(*map(_usable, operands))
+            except Exception:
+                if not is_asked:
+                    self._consume_all(function, operands)
+                raise
+        op = self._emit(function, operands, outside_scalars())
+        if op.index in self._writer.errors:
+            raise self._writer.errors[op.index]
+        if numbers is None:
+            numbers = self._writer.handed.get(op.index)
+        if numbers is None:  # in a script that carries out again what it has no values of
+            numbers = function(*map(_usable, operands))
+        op.meta, self._writer.tape.outlines[op.index] = tuple(numbers), [*numbers]
+        return ListOperand([*numbers], Ref(op.index))
+
+    def _emit(self, function: Callable[..., Any], operands: tuple[Any, ...], frame: Any) -> Op:
+        encoded, _ = self._encoder.arguments(operands)
+        counters = self._writer.tape.counters
+        is_counter = counters.issuperset(ref.index for ref in refs_in(encoded)) and counters
+        if self._inserter is not None and not is_counter:  # which is no node
+            self._inserter.scalar(function, frame)
+        return self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
 
     def _ask_error(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> bool:
         """Guard what arithmetic raises, where the model might go on after that.
@@ -162,7 +198,7 @@ class NumberRecorder:
         found = None
         if script is not None and script.is_active:
             found = script.result_of(error_of, [ref.index for ref in refs_in(encoded)])
-        raised = error_of(function, *map(plain, operands)) if found is None else found[0]
+        raised = error_of(function, *map(_usable, operands)) if found is None else found[0]
         op = self._writer.emit(OpKind.SCALAR, error_of, (function, *encoded), {}, frame)
         op.meta = raised
         self._writer.guard(ValueGuard, op.index, raised, Use.RESULT, frame)
@@ -212,6 +248,18 @@ class NumberRecorder:
         op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
         op.meta = text
         return self._texts.mark(op.index, text)
+
+
+def _usable(operand: Any) -> Any:
+    """Return an operand with plain numbers in it, without guards."""
+    kind = type(operand)
+    if kind is ListOperand:
+        return operand.numbers
+    if kind is list or kind is tuple:
+        return kind(map(_usable, operand))
+    if kind is dict:
+        return {key: _usable(item) for key, item in operand.items()}
+    return plain(operand)
 
 
 def error_of(function: Callable[..., Any], *operands: Any) -> Raised | None:

@@ -15,7 +15,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -157,7 +157,7 @@ class Recorder(RecordingMode):
         )
         self._varying = Varying(
             frozenset() if lifting is None else lifting.places,
-            self._writer, self._values, self._numbers.arithmetic,
+            self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op,
         )  # fmt: skip
         self._numbers.varying = self._varying
         if lifting is not None:
@@ -704,6 +704,10 @@ class Recorder(RecordingMode):
         """Note again what runs."""
         self._states.instruction = None
         self._code_monitor.enter()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is noted of the code that runs: it is the tracer's."""
+        return self._code_monitor.pause()
 
     # What an inserter can do
 

@@ -751,11 +751,17 @@ def _are_repeated(values: Iterable[Any]) -> bool:
 
 def _is_of_python(value: Any) -> bool:
     """Return whether an object has a class defined in Python, and is no container."""
-    return _is_class(type(value)) and not isinstance(value, _CONTAINERS)
+    kind = type(value)
+    is_class = _TRACED_ARE_CLASSES if kind in TRACED else _is_class(kind)
+    return is_class and not isinstance(value, _CONTAINERS)
 
 
 def _is_class(kind: type) -> bool:
     return is_heap_type(kind) and can_build(kind)
+
+
+# Asked for each number of a long list, at each question of `sorted`.
+_TRACED_ARE_CLASSES = any(map(_is_class, TRACED))
 
 
 def _is_single(value: Any) -> bool:

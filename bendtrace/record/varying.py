@@ -14,7 +14,8 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter as Votes
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType
 from typing import Any, TypeAlias
 
@@ -23,8 +24,10 @@ from torch import Tensor
 
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import assign, counters_at, local_in, single_steps
+from bendtrace.python.key_functions import KeyOrder, parts_of_key
 from bendtrace.python.results import (
     COMPUTING,
+    GIVING_LISTS,
     call_after,
     can_exchange,
     exchange,
@@ -33,12 +36,15 @@ from bendtrace.python.results import (
     is_computation,
     item_among,
     item_of,
+    items_at,
+    list_of,
     set_item,
-    stored,
+    with_changes,
+    with_item,
 )
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.python.usage import code_compares_identity
-from bendtrace.record.encoding import without_traced
+from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
@@ -46,7 +52,6 @@ from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
-    TracedFloat,
     TracedInt,
     TracedScalar,
     plain,
@@ -95,6 +100,7 @@ class Varying:
         writer: records ops.
         values: makes traced scalars.
         arithmetic: records what is computed with traced scalars.
+        list_op: records a computation that gives a list of numbers.
 
     Attributes:
         places: as given.
@@ -106,17 +112,21 @@ class Varying:
         writer: TapeWriter,
         values: RunValues,
         arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
+        list_op: Callable[[Callable[..., Any], tuple[Any, ...]], ListOperand],
     ) -> None:
         self.places: frozenset[Place] = places
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
-        self._writer, self._values, self._arithmetic = writer, values, arithmetic
+        self._writer, self._values = writer, values
+        self._arithmetic, self._list_op = arithmetic, list_op
         self._recorder: Any = values.origin
         self._is_busy = not can_exchange()
         self._rounds: list[tuple[Place, Rounds]] = []
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
         self._of_numpy: set[Place] = set()  # where numpy computes a number
+        self._stored = 0  # how many items of lists were made traced scalars
+        self._key_code: CodeType | None = None  # of the key function of the call that is awaited
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
@@ -126,7 +136,7 @@ class Varying:
             scalar: the traced scalar.
         """
         frame, callee = _asking_frames()
-        if is_awaited(frame):
+        if self.is_answered(frame):
             return True  # the same call asks for another number, or again
         place = self._place(frame, use)
         if place is None and (use is not Use.NUMPY or self._is_busy):
@@ -140,19 +150,24 @@ class Varying:
         try:
             if place is None:
                 return _makes_array(function) and self._make_array(function, given, named, frame)
-            if named and use is not Use.NUMPY:
+            is_order = use is not Use.NUMPY and _puts_in_order(function)
+            if named and use is not Use.NUMPY and not is_order:
                 return False
             if place not in self.places and type(function) is not functools._lru_cache_wrapper:
                 return False
             result: Any
             if function is set_item:
-                result = self._store(given, frame)
+                with self._recorder.unwatched():
+                    result = self._store(given, frame)
             elif function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._compute_uncached(function, given)
+            elif is_order:
+                with self._recorder.unwatched():
+                    result = self._in_order(function, given, named)
             elif use is Use.BOOL:
-                result = self._in_order(function, given)
+                return False
             elif use is Use.NUMPY:
                 result = self._by_numpy(function, given, named, frame, place)
                 if result is None:
@@ -160,7 +175,8 @@ class Varying:
             elif function is len and type(scalar) is TracedInt:
                 result = scalar  # that of a container of the state
             elif function is item_of and _has_item(*given):
-                result = self._item(*given)
+                with self._recorder.unwatched():
+                    result = self._item(*given)
             elif function in COMPUTING and all(type(one) in _NUMBERS for one in given):
                 result = self._arithmetic(function, given)
             else:
@@ -171,6 +187,13 @@ class Varying:
         if function is set_item:
             return bool(result)
         return result is not None and exchange(frame, result, self._end_exchange)
+
+    def is_answered(self, frame: FrameType) -> bool:
+        """Return whether what code asks is for a result that is traced already."""
+        if is_awaited(frame):
+            return True
+        is_key = self._key_code is not None and frame.f_code is self._key_code
+        return is_key and frame.f_back is not None and is_awaited(frame.f_back)
 
     def answers_of(self, op: Op, value: Any, use: Use | FunctionUse, frame: FrameType) -> bool:
         """Return whether the number of a tensor is asked for something that stays traced.
@@ -257,49 +280,138 @@ class Varying:
         tells = needs_plain_numbers(code, frame.f_globals) or code_compares_identity(code)
         return None if tells else place
 
-    def _in_order(self, function: Any, given: tuple[Any, ...]) -> Any:
-        """Return the greatest or least of some numbers, or all of them in order."""
-        if not any(function is one for one in (max, min, sorted)):
+    def _in_order(self, function: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Return the greatest or least of some items, or all of them in order."""
+        if not _puts_in_order(function) or not named.keys() <= {"key", "reverse", "default"}:
+            return None
+        reverse, key, are_pairs = named.get("reverse", False), named.get("key"), False
+        if type(reverse) is not bool:
             return None
         if function is sorted or len(given) == 1:
-            if len(given) != 1 or type(given[0]) not in (list, tuple):
+            if len(given) != 1 or type(given[0]) not in _REPEATABLE:
                 return None
+            are_pairs = type(given[0]) is type({}.items())  # which it makes as they are asked for
             given = tuple(given[0])
-        kinds = {*map(type, given)}
-        is_alike = any(map(kinds.issubset, ({int, TracedInt}, {float, TracedFloat})))
-        if not (is_alike and len(given) <= _MOST_SORTED):
+        if not 0 < len(given) <= _MOST_ITEMS:
             return None
+        if key is None and _is_of_one_kind(given):
+            items = self._list([*given])
+            if function is sorted:
+                return self._scalars(self._list_op(in_order, (items, reverse)))
+            return self._arithmetic(function, (items,))
+        columns = [*zip(*given, strict=True)] if are_pairs else [given]
+        parts = parts_of_key(key) if all(map(_is_of_one_kind, columns)) else None
+        if parts is None or not all(map(self._can_be_read, parts.operands)):
+            return None
+        order = KeyOrder(function, parts.key, reverse)
+        operands = (self._operand([*given]), *map(self._operand, parts.operands))
+        self._key_code = parts.code
         if function is sorted:
-            return [self._arithmetic(in_order, (at, *given)) for at in range(len(given))]
-        return self._arithmetic(function, given)
+            positions = self._list_op(order, operands)
+            found = [
+                self._scalars(self._list_op(items_at, (self._list([*column]), positions)))
+                for column in columns
+            ]
+            return [*zip(*found, strict=True)] if are_pairs else found[0]
+        position = self._arithmetic(order, operands)
+        picked = [self._arithmetic(item_of, (self._list([*one]), position)) for one in columns]
+        return tuple(picked) if are_pairs else picked[0]
+
+    def _can_be_read(self, value: Any, depth: int = 4) -> bool:
+        """Return whether a value holds numbers, and nothing that is not known as it is."""
+        kind = type(value)
+        if kind in TRACED:
+            return value._origin is self._recorder
+        if kind is list or kind is tuple:
+            inside = value
+        elif kind is dict and self._values.environment.find(value) is None:
+            inside = value.values()
+            if not all(type(key) in _PLAIN for key in value):
+                return False
+        else:
+            return kind in _PLAIN
+        is_short = depth > 0 and len(inside) <= _MOST_ITEMS
+        return is_short and all(self._can_be_read(item, depth - 1) for item in inside)
+
+    def _operand(self, value: Any) -> Any:
+        """Return a value as an operand, with what ops give in place of lists."""
+        kind = type(value)
+        if kind is list and _is_of_one_kind(value):
+            return self._list(value)
+        if kind is list or kind is tuple:
+            return kind(map(self._operand, value))
+        return {k: self._operand(v) for k, v in value.items()} if kind is dict else value
 
     def _store(self, given: tuple[Any, ...], frame: FrameType) -> bool:
         """Let each item of a list of numbers depend on the key that one is assigned by."""
         container, key, value = given
         if type(container) is not list or type(key) is not TracedInt:
             return False
-        if len(container) > _MOST_STORED or self._values.environment.find(container) is not None:
+        if len(container) > _MOST_ITEMS or self._values.environment.find(container) is not None:
             return False
-        kinds, count = {*map(type, map(plain, (value, *container)))}, len(container)
-        if kinds not in _OF_NUMBERS or not (key >= -count and key < count):
+        self._stored += len(container)
+        if self._stored > _MOST_STORED or not _is_of_one_kind((value, *container)):
             return False
-        items = [
-            self._arithmetic(stored, (value, before, key, position, count))
-            for position, before in enumerate(container)
-        ]
+        found = self._list_op(with_item, (self._list(container), key, value))
 
         def ended(gave: bool) -> None:
-            container[:] = items if gave else container
+            if gave:
+                container[:] = self._scalars(found)
             self._end_exchange(gave)
 
         return call_after(frame, ended)
 
     def _item(self, container: Any, key: Any) -> Any:
         """Return an item of a container of numbers, by a number that varies."""
-        kind = type(container)
-        if kind is dict or TRACED.isdisjoint(map(type, container)):
+        if type(container) is list:
+            return self._arithmetic(item_of, (self._list(container), key))
+        if type(container) is dict or TRACED.isdisjoint(map(type, container)):
             return self._arithmetic(item_of, (container, key))
-        return self._arithmetic(item_among, (key, kind is list, *container))
+        return self._arithmetic(item_among, (key, *container))
+
+    def _list(self, items: list[Any]) -> list[Any] | ListOperand:
+        """Return a list of numbers as an operand: what an op gives, unless all are plain.
+
+        Of a list that an op gave, few items may have changed since.
+        """
+        if TRACED.isdisjoint(map(type, items)):
+            return items
+        sources = [*map(self._element_of, items)]
+        votes = Votes(
+            index for at, (index, key) in enumerate(sources) if index is not None and key == at
+        )
+        base, count = max(votes.items(), key=lambda pair: pair[1], default=(None, 0))
+        if base is None or 2 * count < len(items):
+            return self._list_op(list_of, tuple(items))
+        numbers = [*self._writer.tape.outlines[base]]
+        changed = [at for at, source in enumerate(sources) if source != (base, at)]
+        whole = ListOperand(numbers, Ref(base))
+        if not changed and len(numbers) == len(items):
+            return whole
+        others = [items[at] for at in changed]
+        return self._list_op(with_changes, (whole, len(items), (*changed,), others))
+
+    def _element_of(self, number: Any) -> tuple[int | None, Any]:
+        """Return the op that gives a list with a number in it, and its position there."""
+        if type(number) not in TRACED or number._origin is not self._recorder:
+            return None, None
+        source, tape = number._source, self._writer.tape
+        if type(source) is Ref:
+            op = tape.ops[source.index]
+            if op.target is not operator.getitem or type(op.args[0]) is not Ref:
+                return None, None
+            source = op.args[0], (op.args[1],)
+        ref, path = source
+        is_list = len(path) == 1 and tape.ops[ref.index].target in GIVING_LISTS
+        return (ref.index, path[0]) if is_list else (None, None)
+
+    def _scalars(self, found: ListOperand) -> list[Any]:
+        """Return the numbers of a list that an op gives, traced."""
+        kind = TRACED_AS[type(found.numbers[0])] if found.numbers else None
+        return [
+            self._values.scalar(kind, number, (found.ref, (at,)))
+            for at, number in enumerate(found.numbers)
+        ]
 
     def _end_exchange(self, gave: bool) -> None:
         if not gave:
@@ -439,11 +551,16 @@ def _rounds(tape: Tape, index: int) -> bool:
 
 _ROUNDING = frozenset({int, round, math.floor, math.ceil, math.trunc})
 _NUMBERS = TRACED | {int, float}
-_MOST_SORTED = 64
 _FEW_ROUNDS = 4
-_MOST_STORED = 16
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
+_MOST_STORED = 1 << 17  # a recording takes some 30 us for each
+_LARGEST = 1 << 63  # from where on torch has no such whole numbers
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+# What gives the same items however often it is gone through.
+_REPEATABLE = frozenset(
+    {list, tuple, range, dict, *(type(getattr({}, name)()) for name in ("keys", "values", "items"))}
+)
 _ASKING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
 
 
@@ -486,6 +603,19 @@ def _call_of(
         given, named = [*function.args, *given], {**function.keywords, **named}
         function = function.func
     return function, tuple(given), named
+
+
+def _puts_in_order(function: Any) -> bool:
+    return any(function is one for one in (max, min, sorted))
+
+
+def _is_of_one_kind(values: Sequence[Any]) -> bool:
+    """Return whether values are numbers of one type, which can be traced."""
+    numbers = [*map(plain, values)]
+    kinds = {*map(type, numbers)}
+    if kinds == {int}:
+        return bool(-_LARGEST <= min(numbers) and max(numbers) < _LARGEST)
+    return kinds == {float}
 
 
 def _makes_array(function: Any) -> bool:
