@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.engine.program import Program
 from bendtrace.errors import InputError, TraceLimitWarning
 from tests.pictures import apart
 from tests.promise import bits
@@ -639,3 +640,33 @@ def test_threads_lose_no_count() -> None:
     for thread in threads:
         thread.join()
     assert [program.runs for program in bended.tree.programs] == [2 + 3 * 600]
+
+
+def test_what_served_of_late_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counts(nn.Module):
+        steps = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            x = x + 1 if x.sum() > 0 else x - 1
+            return x if self.steps % 3 else -x
+
+    asked: list[Program] = []
+
+    def admits(program: Program, arguments: tuple[Any, ...]) -> bool:
+        asked.append(program)
+        return admits_truly(program, arguments)
+
+    admits_truly = Program.admits
+    model = Counts()
+    eager = copy.deepcopy(model)
+    bended = called(model, *(numbers(float(value)) for value in range(-30, 30)))
+    for value in range(-30, 30):
+        eager(numbers(float(value)))
+    recorded = bended.stats.traces
+    assert recorded > 4
+    monkeypatch.setattr(Program, "admits", admits)
+    for value in range(-15, 15):
+        assert bits(bended(numbers(float(value)))) == bits(eager(numbers(float(value))))
+    assert bended.stats.traces == recorded
+    assert len(asked) <= 60

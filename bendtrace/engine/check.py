@@ -458,11 +458,11 @@ class CheckWriter:
             if part.parent is not None:
                 hollow.setdefault(part.parent.index, []).append(part)
         source.begin(f"{name}(now, A)")
-        source.line(f"was = {name}_seen[0]")
+        source.line(f"was, others = {name}_seen[0], False")
         for number, (holder, parts) in enumerate(versioned):
             source.line(f"if now[{number}] != was[{number}]:")
             source.indent = 2
-            source.line("pass")
+            source.line("others = True" if self._sameness.may_tie(holder) else "pass")
             if holder.kind is CaptureKind.DICT and holder not in self._ignored:
                 questions.ask(source, holder)
                 self._ask_for_order(source, holder)
@@ -478,7 +478,7 @@ class CheckWriter:
                 wrong = questions.note(f"{part.label} is not a {part.type.__name__}", part)
                 source.line(f"if type({source.reach(part)}) is not {exact}: return {wrong}")
             source.indent = 1
-        source.line("return distinct(A)")
+        source.line("return distinct(A) if others else None")
 
     def _ask_for_tables(self, source: GeneratedSource, part: Captured) -> None:
         """Ask whether a module has the very dicts that were walked."""
@@ -970,6 +970,20 @@ class AliasGuards:
         self._kept_parts = [
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
+
+    def may_tie(self, holder: Captured) -> bool:
+        """Return whether another value in a fixed thing may be one that the model holds already."""
+        return bool(self._arrays) or holder in self._holders
+
+    @functools.cached_property
+    def _holders(self) -> set[Captured]:
+        """The fixed things that hold, maybe in others, what has to be distinct."""
+        found = set()
+        for part in self._kept_parts:
+            while part.parent is not None:
+                part = part.parent
+            found.add(part)
+        return found
 
     def write_distinct(self, source: GeneratedSource) -> None:
         """Write `distinct(A)`: whether the things that the model holds are still as many.
