@@ -59,12 +59,13 @@ class SplicedGate:
         Raises:
             Interrupted: the gate has raised an error, or returned another kind of value.
         """
-        now, gate = of_call(), self._gate
-        plan, passes, current = now["plan"], now["passes"], now["attempt"]
+        call, gate = of_call(), self._gate
+        plan, passes, current = call.plan, call.passes, call.attempt
+        assert plan is not None
         _, _, selects, entry = plan.called_at.get(id(gate)) or gate.called_by(plan)
-        if entry is None or current.answers or now.get("is_repeated"):
+        if entry is None or current.answers or call.is_repeated:
             return self._slowly(value, tensor_kind(value))
-        if selects and not gate.is_due(entry, now):
+        if selects and not gate.is_due(entry, call):
             gate.begin(passes)
             return value
         test = self._latest
