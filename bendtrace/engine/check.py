@@ -46,6 +46,7 @@ from bendtrace.tape.captured import (
     slot_of,
 )
 from bendtrace.tape.structure import cached_results, entries_of, is_heap_type
+from bendtrace.watch.monkeypatches import PATCHED, Monkeypatches, monkeypatches
 from bendtrace.watch.provenance import is_installed_module
 from bendtrace.watch.writes import overlap
 
@@ -58,6 +59,10 @@ class CheckWriter:
         analysis: its guards, sorted.
         ignored: parts that are not checked, because the run is going to be live anyway.
         ties: whether it is asked in any case that no argument is something the model holds.
+        patches: what has to stand in for functions of torch; None if that is asked elsewhere.
+
+    Attributes:
+        asks_for_patches: whether the check asks for these. One reading of words costs less than two.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class CheckWriter:
         analysis: Analysis,
         ignored: frozenset[Captured] = frozenset(),
         ties: bool = False,
+        patches: Monkeypatches | None = None,
     ) -> None:
         self._recording = recording
         self._analysis = analysis
@@ -91,7 +97,9 @@ class CheckWriter:
             environment.watched_objects and not environment.leaves_watched_objects
         )
         self._end_of_model = 0  # of the words that are versions of the model's own dicts
+        self._patches = patches
         self._words = self._word_reader()
+        self.asks_for_patches: bool = patches is not None and self._words is not None
 
     @property
     def checks(self) -> list[Check]:
@@ -124,6 +132,10 @@ class CheckWriter:
             self._ask_for_model(source)
             if self._asks_for_world:
                 self._ask_for_world(source, "same")
+            if self.asks_for_patches:
+                source.names.update(monkeypatches=monkeypatches, patches=self._patches)
+                others = self._questions.note("something else stands in for functions of torch")
+                source.line(f"if monkeypatches() != patches: return {others}")
             source.line("return None")
         source.begin("check(A)")
         if self._words is not None:
@@ -177,6 +189,8 @@ class CheckWriter:
                     words.add_content(part.parent.value, part.value)
             if self._asks_for_world:
                 environment.watched_objects.add_to(words)
+            for table in PATCHED if self._patches is not None else ():
+                words.add_version(table)
             return words.reader()
         except Unreadable:
             return None

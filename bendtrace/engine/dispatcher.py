@@ -246,7 +246,8 @@ class Dispatcher:
             ):
                 self.stats.live += 1
                 return runner.call(args, kwargs, self.latest_run)
-        names, arguments = self.named_arguments(args, kwargs, plan)
+        sees_form = plan is not None and plan.sees_inputs
+        names, arguments = self._signature.named_arguments(args, kwargs, sees_form)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found
             if plain_program is None and self._signature.notice_changes():

@@ -47,7 +47,7 @@ class Floor:
 
     @property
     def has_waited(self) -> bool:
-        """Whether the call that is being served is the first after a wait."""
+        """True during the first call after a wait."""
         return self._waited == self.replays
 
     def count_path(self) -> None:

@@ -329,7 +329,7 @@ _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
 class CallState:
-    """What gates know of one call of the model.
+    """The state of one call of the model that gates share.
 
     Args:
         plan: the insertions; None outside of calls.
