@@ -62,7 +62,7 @@ class CheckWriter:
         patches: what has to stand in for functions of torch; None if that is asked elsewhere.
 
     Attributes:
-        asks_for_patches: whether the check asks for these. One reading of words costs less than two.
+        asks_for_patches: whether the check asks for these. One reading costs less than two.
     """
 
     def __init__(
