@@ -119,7 +119,10 @@ def served(floor: Floor, calls: list[bool]) -> list[str]:
         if floor.take_call():
             told.append("model")
             continue
-        floor.count_path(is_known)
+        if is_known:
+            floor.replays += 1
+        else:
+            floor.count_path()
         told.append("known" if is_known else "unknown")
     return told
 

@@ -17,6 +17,7 @@ import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
 from bendtrace.insert import spliced_gate
 from bendtrace.insert.gates import Attempt
+from bendtrace.insert.spliced_gate import KindTest, tensor_kind
 from bendtrace.insert.splicer import has_gates
 from bendtrace.record import scopes
 from bendtrace.record.recorder import Recording
@@ -1277,3 +1278,47 @@ def test_what_an_insertion_of_the_first_call_changes_is_not_taken_for_the_models
     handle.remove()
     for x in INPUTS[:3]:
         assert outcome(bended, own, x) == outcome(eager, eager, x)
+
+
+def tensors_of_kinds() -> list[Any]:
+    """Return tensors that differ from one another in one thing, and what is no tensor."""
+    base, leaf = torch.zeros(3, 4), torch.ones(3, 4, requires_grad=True)
+    marked = torch.zeros(3, 4)
+    marked.note = "own"  # type: ignore[attr-defined]
+    imaginary = torch.zeros(3, 4, dtype=torch.complex64).conj().imag
+    with torch.inference_mode():
+        inferred = torch.zeros(3, 4)
+    with torch.no_grad():
+        unseen = leaf.view(3, 4)
+    return [
+        base, torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(4, 3).t(), base.double(), leaf,
+        leaf * 2, (leaf * 2).view(3, 4), leaf.view(3, 4), unseen, base.view(3, 4), base.detach(),
+        torch.zeros(5, 4)[2:], torch.empty(0).set_(torch.zeros(14).untyped_storage(), 2, (3, 4)),
+        marked, nn.Parameter(base), nn.Parameter(base, requires_grad=False), inferred, imaginary,
+        imaginary + 0, torch.zeros(3, 4, dtype=torch.complex64),
+        torch.zeros(3, 4, dtype=torch.complex64).conj(), torch.zeros(3, 4, device="meta"),
+        base.to_sparse(), base.to_sparse_csr(), torch._efficientzerotensor((3, 4)),
+        torch.nested.nested_tensor([torch.zeros(4), torch.zeros(2)]),
+        torch.nested.nested_tensor([torch.zeros(4)] * 3, layout=torch.jagged), 1.0, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype stage|beta state)")
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("has_guards", [True, False])
+def test_tensors_are_of_the_same_kind_as_another(
+    mode: Callable[[], Any], has_guards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_guards:
+        monkeypatch.setattr(spliced_gate, "_guards", None)
+    with mode():
+        tensors, alike = tensors_of_kinds(), 0
+        for one in tensors:
+            if (kind := tensor_kind(one)) is None:
+                continue
+            test = KindTest(one, kind)
+            for other in tensors:
+                assert test.is_alike(other) <= (tensor_kind(other) == kind), (one, other)
+                alike += test.is_alike(other)
+                assert other is not one or test.is_alike(other)
+    assert alike > len(tensors) - 8

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
+from bendtrace.engine.program import Program
 from bendtrace.errors import InputError, TraceLimitWarning
 from tests.pictures import apart
 from tests.promise import bits
@@ -639,3 +640,31 @@ def test_threads_lose_no_count() -> None:
     for thread in threads:
         thread.join()
     assert [program.runs for program in bended.tree.programs] == [2 + 3 * 600]
+
+
+def test_what_served_of_late_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Modes(nn.Module):
+        mode = ""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if x.sum() > 0 and self.mode in "ace" else x - 1
+
+    asked: list[Program] = []
+    admits_truly = Program.admits
+
+    def admits(program: Program, arguments: tuple[Any, ...]) -> bool:
+        asked.append(program)
+        return admits_truly(program, arguments)
+
+    model = Modes()
+    bended, x = bt.BendedModule(model), numbers(1.0)
+    for mode in "abcdefab":
+        model.mode = mode
+        assert bits(bended(x)) == bits(model(x))
+    traces = bended.stats.traces
+    monkeypatch.setattr(Program, "admits", admits)
+    for mode in "ab" * 5:
+        model.mode = mode
+        assert bits(bended(x)) == bits(model(x))
+    assert bended.stats.traces == traces
+    assert len(asked) == 20

@@ -8,14 +8,23 @@ import operator
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress, count
 from typing import Any
 
 from torch import Tensor
 
 from bendtrace.engine.guard_kinds import Analysis, GuardKind, tested_ops
 from bendtrace.engine.source import GeneratedSource, define, dependencies_of, fails
-from bendtrace.python.versions import Reader, TableEntries, Unreadable, Words, offsets, version_of
+from bendtrace.python.versions import (
+    WORD,
+    Reader,
+    TableEntries,
+    Unreadable,
+    Words,
+    offsets,
+    other_words,
+    version_of,
+)
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     COPIED,
@@ -37,6 +46,7 @@ from bendtrace.tape.captured import (
     slot_of,
 )
 from bendtrace.tape.structure import cached_results, entries_of, is_heap_type
+from bendtrace.watch.monkeypatches import PATCHED, Monkeypatches, monkeypatches
 from bendtrace.watch.provenance import is_installed_module
 from bendtrace.watch.writes import overlap
 
@@ -49,6 +59,10 @@ class CheckWriter:
         analysis: its guards, sorted.
         ignored: parts that are not checked, because the run is going to be live anyway.
         ties: whether it is asked in any case that no argument is something the model holds.
+        patches: what has to stand in for functions of torch; None if that is asked elsewhere.
+
+    Attributes:
+        asks_for_patches: whether the check asks for these. One reading costs less than two.
     """
 
     def __init__(
@@ -57,6 +71,7 @@ class CheckWriter:
         analysis: Analysis,
         ignored: frozenset[Captured] = frozenset(),
         ties: bool = False,
+        patches: Monkeypatches | None = None,
     ) -> None:
         self._recording = recording
         self._analysis = analysis
@@ -82,7 +97,9 @@ class CheckWriter:
             environment.watched_objects and not environment.leaves_watched_objects
         )
         self._end_of_model = 0  # of the words that are versions of the model's own dicts
+        self._patches = patches
         self._words = self._word_reader()
+        self.asks_for_patches: bool = patches is not None and self._words is not None
 
     @property
     def checks(self) -> list[Check]:
@@ -94,7 +111,8 @@ class CheckWriter:
         source, environment = GeneratedSource(), self._recording.environment
         source.names.update(
             version=version_of, chain=chain.from_iterable, getitem=operator.getitem,
-            is_=operator.is_,
+            is_=operator.is_, ne=operator.ne, compress=compress, count=count,
+            other_words=other_words,
         )  # fmt: skip
         self._sameness.write_distinct(source)
         self._write_comparison(source, "model", self._classes.of_model)
@@ -110,13 +128,14 @@ class CheckWriter:
             source.line(f"if any(unhooked): return {self._questions.note(_OTHER_HOOKS)}")
         source.line("return None")
         if self._words is not None:
-            source.begin("ask_attributes(A)")
-            self._ask_for_attributes(source)
-            source.line("return None")
             source.begin("ask(A)")
             self._ask_for_model(source)
             if self._asks_for_world:
                 self._ask_for_world(source, "same")
+            if self.asks_for_patches:
+                source.names.update(monkeypatches=monkeypatches, patches=self._patches)
+                others = self._questions.note("something else stands in for functions of torch")
+                source.line(f"if monkeypatches() != patches: return {others}")
             source.line("return None")
         source.begin("check(A)")
         if self._words is not None:
@@ -151,6 +170,8 @@ class CheckWriter:
                 if (module := classes.module_of.get(id(part.value))) is not None:
                     words.add_attributes(module.value, part.value)
             self._end_of_model = words.end_of_versions
+            if self._end_of_model != WORD * len(classes.of_model):  # in their order
+                raise Unreadable
             for table in self._empty:
                 words.add_empty(table)
             for part in environment.parts:
@@ -168,6 +189,8 @@ class CheckWriter:
                     words.add_content(part.parent.value, part.value)
             if self._asks_for_world:
                 environment.watched_objects.add_to(words)
+            for table in PATCHED if self._patches is not None else ():
+                words.add_version(table)
             return words.reader()
         except Unreadable:
             return None
@@ -186,7 +209,7 @@ class CheckWriter:
         source.line("if read == was: pass")
         # Only attributes have been assigned, as a model that counts its calls does in each.
         source.line(f"elif was is not None and read[{end}:] == was[{end}:]:")
-        source.line("    number = ask_attributes(A)")
+        source.line(f"    number = model(other_words(read[:{end}], was[:{end}]), A)")
         source.line("    if number is not None: return number")
         source.line("    words[0] = read")
         source.line("else:")
@@ -221,7 +244,8 @@ class CheckWriter:
         """Ask whether one of some dicts was written to."""
         source.line(f"now = list({now})")
         source.line(f"if now != {name}_seen[0]:")
-        source.line(f"    number = {name}(now, A)")
+        places = f"compress(count(), map(ne, now, {name}_seen[0]))"
+        source.line(f"    number = {name}({places}, A)")
         source.line("    if number is not None: return number")
         source.line(f"    {name}_seen[0] = now")
 
@@ -358,8 +382,7 @@ class CheckWriter:
         source.names["same_keys"] = same_keys
         now = source.part(part)
         if part.hidden:
-            now = f"filter(shown_{part.index}, {now})"
-            source.names[f"shown_{part.index}"] = functools.partial(_is_shown, part.hidden)
+            now = f"[key for key in {now} if key not in {source.bound(part.hidden)}]"
         keys = source.bound(tuple(child.key for child in children))
         source.line(f"if not same_keys({now}, {keys}): return {moved}")
 
@@ -457,12 +480,11 @@ class CheckWriter:
         for part in classes.hollow:
             if part.parent is not None:
                 hollow.setdefault(part.parent.index, []).append(part)
-        source.begin(f"{name}(now, A)")
-        source.line(f"was = {name}_seen[0]")
+        ties = set()
         for number, (holder, parts) in enumerate(versioned):
-            source.line(f"if now[{number}] != was[{number}]:")
-            source.indent = 2
-            source.line("pass")
+            source.begin(f"{name}_{number}(A)")
+            if self._sameness.may_tie(holder):
+                ties.add(number)
             if holder.kind is CaptureKind.DICT and holder not in self._ignored:
                 questions.ask(source, holder)
                 self._ask_for_order(source, holder)
@@ -477,8 +499,17 @@ class CheckWriter:
                 exact = source.constant(part.type)
                 wrong = questions.note(f"{part.label} is not a {part.type.__name__}", part)
                 source.line(f"if type({source.reach(part)}) is not {exact}: return {wrong}")
-            source.indent = 1
-        source.line("return distinct(A)")
+            source.line("return None")
+        source.indent = 0
+        functions = "".join(f"{name}_{number}, " for number in range(len(versioned)))
+        source.line(f"{name}_each, {name}_ties = ({functions}), {source.bound(ties)}")
+        source.begin(f"{name}(places, A)")
+        source.line("others = False")
+        source.line("for place in places:")
+        source.line(f"    number = {name}_each[place](A)")
+        source.line("    if number is not None: return number")
+        source.line(f"    others = others or place in {name}_ties")
+        source.line("return distinct(A) if others else None")
 
     def _ask_for_tables(self, source: GeneratedSource, part: Captured) -> None:
         """Ask whether a module has the very dicts that were walked."""
@@ -490,17 +521,15 @@ class CheckWriter:
             f"the attributes of {module.label}, or its tables, were replaced", part
         )
         source.names["consists_of"] = _consists_of
-        given = f"{source.bound(module.value)}, {source.part(part)}, {source.bound(tables)}"
+        names, held = [name for name, _ in tables], [table for _, table in tables]
+        given = f"{source.bound(module.value)}, {source.part(part)}"
+        given = f"{given}, {source.bound(names)}, {source.bound(held)}"
         source.line(f"if not consists_of({given}): return {other}")
 
 
 # What is exchanged in a function that is edited in place, as notebooks do when they reload.
 _WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OTHER_HOOKS = "the modules have other hooks"
-
-
-def _is_shown(hidden: frozenset[str], key: Any) -> bool:
-    return key not in hidden
 
 
 def _has_more(
@@ -545,11 +574,10 @@ def _same_cache_entries(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
 
 
 def _consists_of(
-    module: Any, attributes: dict[str, Any], tables: tuple[tuple[str, Any], ...]
+    module: Any, attributes: dict[str, Any], names: list[str], tables: list[Any]
 ) -> bool:
-    if vars(module) is not attributes:
-        return False
-    return all(attributes.get(name) is table for name, table in tables)
+    found = map(attributes.get, names)
+    return vars(module) is attributes and all(map(operator.is_, found, tables))
 
 
 def _hook_items(hooks: dict[Any, Any]) -> tuple[Any, ...]:
@@ -970,6 +998,20 @@ class AliasGuards:
         self._kept_parts = [
             part for part in several if not part.is_argument and part.access is not Access.FIXED
         ]
+
+    def may_tie(self, holder: Captured) -> bool:
+        """Return whether another value in a fixed thing may be one that the model holds already."""
+        return bool(self._arrays) or holder in self._holders
+
+    @functools.cached_property
+    def _holders(self) -> set[Captured]:
+        """The fixed things that hold, maybe in others, what has to be distinct."""
+        found = set()
+        for part in self._kept_parts:
+            while part.parent is not None:
+                part = part.parent
+            found.add(part)
+        return found
 
     def write_distinct(self, source: GeneratedSource) -> None:
         """Write `distinct(A)`: whether the things that the model holds are still as many.

@@ -246,7 +246,8 @@ class Dispatcher:
             ):
                 self.stats.live += 1
                 return runner.call(args, kwargs, self.latest_run)
-        names, arguments = self.named_arguments(args, kwargs, plan)
+        sees_form = plan is not None and plan.sees_inputs
+        names, arguments = self._signature.named_arguments(args, kwargs, sees_form)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found
             if plain_program is None and self._signature.notice_changes():
@@ -264,7 +265,7 @@ class Dispatcher:
             guess = self.speculation.guess(names, arguments, inserted)
             if guess.recording is not None:
                 if plan is None:
-                    self.floor.count_path(True)
+                    self.floor.replays += 1
                 return self._guessed(guess)
         program = tree.find(names, arguments)
         if program is not None and program.ignored:
@@ -288,7 +289,7 @@ class Dispatcher:
                     self.stats.live += 1
                     return runner.call(args, kwargs, plain.recording)
         if program is None:
-            floor.count_path(False)
+            floor.count_path()
             try:
                 return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
             except Uninitialized as error:  # of modules that are not registered in the model
@@ -297,7 +298,7 @@ class Dispatcher:
             return self._initialize(args, kwargs)
         if program.live_only:
             if tree.looks_again(program):
-                floor.count_path(False)
+                floor.count_path()
                 call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
             tree.ran_live(program)
@@ -328,8 +329,7 @@ class Dispatcher:
                 audit.compare(result.recording, result.output)
             if plan is not None:
                 plan.ran(result.recording)
-            if floor.is_counting:
-                floor.count_path(True)
+            floor.replays += 1
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
@@ -377,7 +377,7 @@ class Dispatcher:
         assert call.plan is not None
         gates.attempt().receives(call.args, call.kwargs)
         if program is None:
-            self._floor_of(call.plan).count_path(False)
+            self._floor_of(call.plan).count_path()
             return self._record_new(call)
         if program.wants_lifting and call.tree.lifts:
             return self._record_lifted(call, program)
@@ -387,8 +387,7 @@ class Dispatcher:
             self.stats.replays += 1
             self.latest_run = result.recording
             call.plan.ran(result.recording)
-            if (floor := self._floor_of(call.plan)).is_counting:
-                floor.count_path(True)
+            self._trees.floor(call.plan).replays += 1
             return result.output
         with nullcontext() if result.computed is not None else gates.again():
             return self._resume(call, program, result)
@@ -656,7 +655,7 @@ class Dispatcher:
             divergence.drop()
             with self.calls:
                 return call_itself(self._model, call.args, dict(call.kwargs))
-        self._floor_of(call.plan).count_path(False)
+        self._floor_of(call.plan).count_path()
         mismatch = explain.explain_divergence(
             divergence.recording, divergence.number, divergence.outcome
         )

@@ -19,16 +19,16 @@ class Floor:
 
     Attributes:
         unknown: calls along unknown paths so far.
+        replays: calls along known paths so far.
         calls_to_wait: calls until paths are tried again; 0 while they are followed.
-        is_counting: whether a call along a known path makes a difference.
-        has_waited: whether the call that is being served is the first after a wait.
     """
 
     def __init__(self) -> None:
         self.unknown: int = 0
+        self.replays: int = 0  # a number, since it costs each call something to count it
         self.calls_to_wait: int = 0
-        self.is_counting: bool = False
-        self.has_waited: bool = False
+        self._paid = 0  # for so many of the replays, both accounts were paid
+        self._waited: int | None = None  # how many there were at the end of a wait, until a call
         self._paths = _Account(100.0, 0.005, tuple(1 << n for n in range(9, 17)), 2.0, 1)
         self._lives = _Account(16.0, 0.25, (2, 4, 8, 16, 30, 31, 32, 29), 1.0, 4)
         self._empty: _Account | None = None
@@ -40,35 +40,36 @@ class Floor:
         self.calls_to_wait -= 1
         if not self.calls_to_wait:
             assert self._empty is not None
+            self._earn()
             self._empty.begin_trial()
-            self.has_waited = True
+            self._waited = self.replays
         return True
 
-    def count_path(self, is_replay: bool) -> None:
-        """Count a call that was served along a path, or led down an unknown one.
+    @property
+    def has_waited(self) -> bool:
+        """True during the first call after a wait."""
+        return self._waited == self.replays
 
-        Args:
-            is_replay: whether the path was known.
-        """
-        self.has_waited = False
-        if is_replay:
-            self._paths.earn()
-            self._lives.earn()
-            self.is_counting = not (self._paths.is_full and self._lives.is_full)
-            return
+    def count_path(self) -> None:
+        """Count a call that led down an unknown path."""
         self.unknown += 1
         self._pay(self._paths)
 
     def count_live(self) -> None:
         """Count a call that had to run live."""
-        self.has_waited = False
         self._pay(self._lives)
 
     def _pay(self, account: _Account) -> None:
-        self.is_counting = True
+        self._waited = None
+        self._earn()
         wait = account.pay()
         if wait > self.calls_to_wait:
             self.calls_to_wait, self._empty = wait, account
+
+    def _earn(self) -> None:
+        replays, self._paid = self.replays - self._paid, self.replays
+        self._paths.earn(replays)
+        self._lives.earn(replays)
 
     @property
     def reason(self) -> str | None:
@@ -102,18 +103,13 @@ class _Account:
         self._last = last
         self._next = 0
 
-    @property
-    def is_full(self) -> bool:
-        """True if it holds as much as at first."""
-        return self._left >= self._free
-
     def begin_trial(self) -> None:
         """Begin to pay again after a wait."""
         self._left = self._trial
 
-    def earn(self) -> None:
-        """Add what a call along a known path saves."""
-        self._left = min(self._left + self._earned, self._free)
+    def earn(self, calls: int) -> None:
+        """Add what calls along known paths save."""
+        self._left = min(self._left + calls * self._earned, self._free)
         if self._left > self._trial + 1:  # the waits before count no more
             self._next = 0
 

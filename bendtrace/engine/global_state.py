@@ -49,11 +49,14 @@ class GlobalState(NamedTuple):
         dtype, settings = torch.get_default_dtype(), current_settings()
         return cls(current_context(), dtype, modes, hooked, fast, settings, monkeypatches())
 
-    def is_current(self) -> bool:
+    def is_current(self, but_patches: bool = False) -> bool:
         """Return whether the state is the same now: `self == GlobalState.current()`, at less cost.
 
         Asked for at each call, and mostly by code that the processor has long forgotten: what
         counts is how much code that is.
+
+        Args:
+            but_patches: whether somebody else asks for the functions that were replaced.
         """
         context, dtype, modes, hooked, fast, settings, others = self
         if context.autocast or modes or any_autocast() or function_modes():
@@ -71,7 +74,7 @@ class GlobalState(NamedTuple):
             )
             is hooked
             and _mha._is_fastpath_enabled is fast
-            and ((now := monkeypatches()) is others or now == others)
+            and (but_patches or (now := monkeypatches()) is others or now == others)
         )
 
     def difference(self) -> str | None:

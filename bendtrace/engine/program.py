@@ -148,7 +148,9 @@ class Program:
         self.recording = recording
         self.global_state = global_state
         self.analysis: Analysis = Analysis(recording.tape)
-        writer = CheckWriter(recording, self.analysis, ignored, ties)
+        patches = global_state.monkeypatches
+        writer = CheckWriter(recording, self.analysis, ignored, ties, patches)
+        self._asks_for_patches = writer.asks_for_patches
         self.check_code: Code = Code(writer.write(), "check")
         self.checks: list[Check] = writer.checks
         self._check = self.check_code.function
@@ -236,7 +238,7 @@ class Program:
 
     def admits(self, arguments: tuple[Any, ...]) -> bool:
         """Return whether all input guards hold."""
-        if not self.global_state.is_current():
+        if not self.global_state.is_current(self._asks_for_patches):
             return False
         try:
             return self._check(arguments) is None
@@ -265,6 +267,7 @@ class Program:
         first: bool = False,
         compiled: bool = False,
         splicer: ExitWriter | None = None,
+        since: tuple[Divergence, Exit] | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay, along known paths as far as they go.
 
@@ -273,13 +276,24 @@ class Program:
             first: whether to go no other way than the first run did.
             compiled: whether to use what is compiled of segments.
             splicer: gives code in which values are passed through something; None for plain code.
+            since: where an earlier walk of the same call ended, and where it goes on, since the
+                answer is known by now.
 
         Raises:
             Exception: what an op raises where the model has no handler for it: the model
                 itself would have raised the same at the same point.
             Unfit: something cannot be spliced in.
         """
-        return self._agreed(arguments, first, compiled, splicer=splicer)
+        model = self.recording.environment.function
+        if not needs_agreement(model, self.recording.tape):
+            return self._walk(arguments, first, compiled, since, splicer)
+        with joint_call(model, goes_on=since is not None) as joint:
+            result = self._walk(arguments, first, compiled, since, splicer, joint)
+            if joint is not None and isinstance(result, FinishedReplay):
+                joint.ends(result.output)
+            elif joint is not None:
+                joint.leaves(result)
+            return result
 
     def go_on(
         self,
@@ -298,27 +312,7 @@ class Program:
                 splicer(exit)
             except Unfit:
                 return divergence
-        return self._agreed(arguments, since=(divergence, exit), splicer=splicer)
-
-    def _agreed(
-        self,
-        arguments: tuple[Any, ...],
-        first: bool = False,
-        compiled: bool = False,
-        since: tuple[Divergence, Exit] | None = None,
-        splicer: ExitWriter | None = None,
-    ) -> FinishedReplay | Divergence:
-        """Replay, in agreement with other ranks where they communicate in it (see `_walk`)."""
-        model = self.recording.environment.function
-        if not needs_agreement(model, self.recording.tape):
-            return self._walk(arguments, first, compiled, since, splicer)
-        with joint_call(model, goes_on=since is not None) as joint:
-            result = self._walk(arguments, first, compiled, since, splicer, joint)
-            if joint is not None and isinstance(result, FinishedReplay):
-                joint.ends(result.output)
-            elif joint is not None:
-                joint.leaves(result)
-            return result
+        return self.run(arguments, since=(divergence, exit), splicer=splicer)
 
     def _walk(
         self,
@@ -335,8 +329,7 @@ class Program:
             arguments: the bound arguments in order.
             first: whether to go no other way than the first run did.
             compiled: whether to use what is compiled of segments.
-            since: where an earlier walk of the same call ended, and where it goes on, since the
-                answer is known by now.
+            since: see `run`.
             splicer: see `run`.
             joint: makes ranks agree on what they do.
         """
@@ -615,7 +608,7 @@ def _exit_code(exit: Exit) -> Code | None:
         return None
 
 
-ENDS.add(Program._agreed.__code__)
+ENDS.add(Program.run.__code__)
 
 
 # Errors that ops of generated code raise.

@@ -112,8 +112,8 @@ class TraceTree:
         self.failures: Counter[Failure] = Counter()
         self._culprit = culprit
         self._programs: dict[tuple[str, ...], tuple[Program, ...]] = {}
-        # What served arguments of a kind before: where to look first, nothing more.
-        self._served: dict[tuple[Any, ...], Program] = {}
+        # What served arguments of a kind before, the latest first: where to look first, no more.
+        self._served: dict[tuple[Any, ...], tuple[Program, ...]] = {}
         self._indices: dict[tuple[str, ...], ProgramIndex] = {}
         # What was another one when a program, or a value, did not fit any more.
         self._outdated: dict[tuple[tuple[str, ...], str], set[Any]] = {}
@@ -140,16 +140,17 @@ class TraceTree:
                     return program
             return None
         kind = names, *map(_argument_kind, arguments)
-        served = self._served.get(kind)
-        if served is not None and served.admits(arguments):
-            return served
-        for program in self._indices[names].candidates(arguments):
-            if program is not served and program.admits(arguments):
-                if len(self._served) >= _MOST_KINDS:
-                    self._served.clear()
-                self._served[kind] = program
-                return program
-        return None
+        served = self._served.get(kind, ())
+        found = next((program for program in served if program.admits(arguments)), None)
+        if found is None:
+            others = (p for p in self._indices[names].candidates(arguments) if p not in served)
+            found = next((program for program in others if program.admits(arguments)), None)
+        if found is not None and not (served and found is served[0]):
+            if len(self._served) >= _MOST_KINDS:
+                self._served.clear()
+            before = [program for program in served if program is not found]
+            self._served[kind] = (found, *before[: _FEW - 1])
+        return found
 
     def add(
         self,

@@ -328,22 +328,49 @@ def _why_not(returned: _Returned) -> str:
 _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
-class _CallContext(threading.local):
-    plan: InsertionPlan | None = None
+class CallState:
+    """The state of one call of the model that gates share.
 
-    def __init__(self) -> None:
+    Args:
+        plan: the insertions; None outside of calls.
+        outer: the state of the code around the call.
+
+    Attributes:
+        kept: the store of interjections (see `of_this_run`).
+        reshaped: the insertions that have changed a shape or dtype, with how.
+        passes: how often gates were passed, by node and role.
+        attempt: what gates have returned so far.
+        is_repeated: whether the backward pass does a checkpointed block again.
+        containers: the changes to containers that the insertions of the running gate made.
+        through: the managers of gradients, by node and pass.
+        error: what an insertion has raised first.
+        models_own: what the node itself has raised, inside of a gate.
+    """
+
+    __slots__ = (
+        "attempt", "containers", "error", "is_repeated", "kept", "models_own", "passes", "plan",
+        "reshaped", "through",
+    )  # fmt: skip
+
+    def __init__(self, plan: InsertionPlan | None, outer: CallState | None = None) -> None:
+        self.plan: InsertionPlan | None = plan
         self.through: dict[tuple[str, int], _Watching] = {}
         self.error: Exception | None = None
-        self.models_own: Exception | None = None  # raised by the node itself, inside of a gate
+        self.models_own: Exception | None = None
         self.kept: dict[Any, Any] = {}
-        self.reshaped: dict[str, None] = {}  # the insertions, by slot, in this call of the model
-        self.passes: dict[tuple[str, str], int] = {}  # by node and role, in this call
+        self.reshaped: dict[str, None] = {}
+        self.passes: dict[tuple[str, str], int] = {}
         self.attempt: Attempt = Attempt()
-        self.is_repeated = False  # whether the backward pass does a checkpointed block again
-        self.containers = Containers()  # those of the running gate
+        self.is_repeated: bool = outer is not None and outer.is_repeated
+        self.containers: Containers = Containers() if outer is None else outer.containers
 
 
-_local = _CallContext()
+class _CurrentCall(threading.local):
+    def __init__(self) -> None:
+        self.call: CallState = CallState(None)
+
+
+_local = _CurrentCall()
 
 
 def applying(plan: InsertionPlan) -> AbstractContextManager[None]:
@@ -364,12 +391,8 @@ class _RunningPlan:
         self._plan = plan
 
     def __enter__(self) -> None:
-        now = vars(_local)
-        self._before = now.copy()
-        now.update(
-            plan=self._plan, through={}, error=None, kept={}, reshaped={}, passes={},
-            attempt=Attempt(),
-        )  # fmt: skip
+        self._before = before = _local.call
+        _local.call = CallState(self._plan, before)
 
     def __exit__(
         self,
@@ -377,13 +400,11 @@ class _RunningPlan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        now = vars(_local)
-        noted, reshaped = now["error"], now["reshaped"]
+        noted, reshaped = _local.call.error, _local.call.reshaped
         # Python's operators say of a TypeError inside of them that they do not fit their operands.
         is_hidden = isinstance(noted, TypeError) and type(error) is TypeError and error is not noted
         raised = noted if error is None or is_hidden else error
-        now.update(self._before)
-        now["plan"], now["models_own"] = self._before.get("plan"), None
+        _local.call = self._before
         if not isinstance(raised, Exception):
             return
         for note in reshaped:
@@ -395,20 +416,18 @@ class _RunningPlan:
 
 def _insertions_of_block() -> Callable[[], AbstractContextManager[None]]:
     """Return what makes gates do again what they do from now on in the call."""
-    plan, kept, passes = _local.plan, dict(_local.kept), dict(_local.passes)
+    state = _local.call
+    plan, kept, passes = state.plan, dict(state.kept), dict(state.passes)
 
     @contextmanager
     def repeated() -> Iterator[None]:
-        now = vars(_local)
-        before = now.copy()
-        now.update(
-            plan=plan, through={}, error=None, kept=dict(kept), reshaped={}, passes=dict(passes),
-            attempt=Attempt(), is_repeated=True, containers=Containers(),
-        )  # fmt: skip
+        before = _local.call
+        _local.call = now = CallState(plan)
+        now.kept, now.passes, now.is_repeated = dict(kept), dict(passes), True
         try:
             yield
         finally:
-            now.update(before)
+            _local.call = before
 
     return repeated
 
@@ -452,33 +471,33 @@ def again() -> Iterator[None]:
     Raises:
         InterjectionError: what was returned before is gone, or was changed since.
     """
-    current = _local.attempt
+    current = _local.call.attempt
     current.begin_again()
-    _local.passes = {}
+    _local.call.passes = {}
     try:
         yield
     finally:
         current.answers = {}
 
 
-def of_call() -> dict[str, Any]:
+def of_call() -> CallState:
     """Return what gates know of the call that runs on this thread."""
-    return vars(_local)
+    return _local.call
 
 
 def attempt() -> Attempt:
     """Return what the gates of the call have returned so far."""
-    return _local.attempt
+    return _local.call.attempt
 
 
 def gate_passes(gate: Gate) -> int:
     """Return how often the call has passed a gate so far."""
-    return _local.passes.get((gate.at.path, gate.role), 0)
+    return _local.call.passes.get((gate.at.path, gate.role), 0)
 
 
 def take_back(gate: Gate) -> None:
     """Have the latest pass of a gate be done again by the model's Python."""
-    _local.passes[gate._key] -= 1
+    _local.call.passes[gate._key] -= 1
 
 
 def _note_reshaped(entry: LocatedInsertion, at: NodePass, old: Any, new: Any) -> None:
@@ -498,34 +517,34 @@ def _note_reshaped(entry: LocatedInsertion, at: NodePass, old: Any, new: Any) ->
                 for t in (before, after)
             )
             where = at.path or "the whole model"
-            _local.reshaped[f"`{name}`{source} at `{where}` turned {was} into {now}"] = None
+            _local.call.reshaped[f"`{name}`{source} at `{where}` turned {was} into {now}"] = None
 
 
 def noted(error: Exception) -> Exception:
     """Remember an error, so that the call raises it even if the model catches it."""
-    _local.error = _local.error or error
+    _local.call.error = _local.call.error or error
     return error
 
 
 def raise_caught() -> None:
     """Raise what something inserted has raised in this call, if the model has caught it."""
-    if _local.error is not None:
-        raise _local.error
+    if _local.call.error is not None:
+        raise _local.call.error
 
 
 def is_repeated() -> bool:
     """Return whether the backward pass does a checkpointed block again."""
-    return _local.is_repeated
+    return _local.call.is_repeated
 
 
 def of_this_run() -> dict[Any, Any]:
     """Return the store that interjections use during one call of the model on this thread."""
-    return _local.kept
+    return _local.call.kept
 
 
 def exchange_store(store: dict[Any, Any]) -> dict[Any, Any]:
     """Have interjections use another store; return the one so far."""
-    before, _local.kept = _local.kept, store
+    before, _local.call.kept = _local.call.kept, store
     return before
 
 
@@ -604,24 +623,24 @@ class Gate:
             The tensors and numbers to continue with; if there are lists or dicts, followed by a
             flag that says whether to update these in place.
         """
-        outer, _local.containers = _local.containers, Containers()
-        answers = _local.attempt.answers
+        outer, _local.call.containers = _local.call.containers, Containers()
+        answers = _local.call.attempt.answers
         at = self._next_pass()
         if answers and (at.path, at.number) in answers:
             given = answers.pop((at.path, at.number))
-            _local.containers = outer
+            _local.call.containers = outer
             if isinstance(given, Exception):
                 raise given
             return values[0] if given is None else given
         entries = self._entries(at.number)
         try:
             given = self._through(values, at, entries)
-            in_place = _local.containers.are_kept and not _local.containers.others
+            in_place = _local.call.containers.are_kept and not _local.call.containers.others
         except Exception as error:
             self.failed(error, entries)
             raise
         finally:
-            _local.containers = outer
+            _local.call.containers = outer
         if not self.tells_in_place:
             return given
         return (*(given if isinstance(given, tuple) else (given,)), in_place)
@@ -629,7 +648,7 @@ class Gate:
     @staticmethod
     def failed(error: Exception, entries: Sequence[LocatedInsertion]) -> None:
         """Note an error that an insertion has raised, or the node itself."""
-        if error is not _local.models_own:
+        if error is not _local.call.models_own:
             noted(error)
         for entry in entries:
             entry.insertion.failed()
@@ -640,8 +659,8 @@ class Gate:
 
     def _next_pass(self) -> NodePass:
         """Return the pass that begins, and count it."""
-        passes, number = _local.passes, self.at.number
-        if self.counts and _local.plan is not None:
+        passes, number = _local.call.passes, self.at.number
+        if self.counts and _local.call.plan is not None:
             number = passes.get(self._key, 0)
         passes[self._key] = number + 1
         return self._passes.get(number) or self._pass(number)
@@ -657,14 +676,14 @@ class Gate:
 
     def _entries(self, number: int) -> tuple[LocatedInsertion, ...]:
         """Return the insertions that are called in a pass, in the order in which they were made."""
-        plan = _local.plan or self._plan()
+        plan = _local.call.plan or self._plan()
         if plan is None:
             raise InterjectionError(
                 f"the insertion at {self.at.path or '<root>'} that was recorded is gone",
                 self.at.path,
             )
         entries = self.entries_in(plan, number)
-        return _silent_entries(entries) if _local.is_repeated else entries
+        return _silent_entries(entries) if _local.call.is_repeated else entries
 
     def entries_in(self, plan: InsertionPlan, number: int) -> tuple[LocatedInsertion, ...]:
         """Return the insertions of a plan that are called in a pass, in order."""
@@ -719,19 +738,19 @@ class AfterGate(Gate):
 
     def __call__(self, *values: Any) -> Any:
         """Call the insertions (see `Gate`)."""
-        now = vars(_local)
-        plan: InsertionPlan | None = now.get("plan") if self.counts else None
+        call = _local.call
+        plan = call.plan if self.counts else None
         called = None
         if plan is not None:
             called = plan.called_at.get(id(self)) or self.called_by(plan)
-        if called is None or called[3] is None or now["attempt"].answers or now.get("is_repeated"):
-            if not self._is_simple or now["attempt"].answers:
+        if called is None or called[3] is None or call.attempt.answers or call.is_repeated:
+            if not self._is_simple or call.attempt.answers:
                 return super().__call__(*values)
             return self._exchange_all(values[0])
         # The usual case: one insertion, and no containers.
         value, entry = values[0], called[3]
-        is_due = not called[2] or self.is_due(entry, now)
-        at = self.begin(now["passes"])
+        is_due = not called[2] or self.is_due(entry, call)
+        at = self.begin(call.passes)
         if not is_due:
             return value
         try:
@@ -758,10 +777,10 @@ class AfterGate(Gate):
             called = plan.called_at[id(self)] = (*called[:3], called[1][0])
         return called
 
-    def is_due(self, entry: LocatedInsertion, now: Mapping[str, Any]) -> bool:
+    def is_due(self, entry: LocatedInsertion, call: CallState) -> bool:
         """Return whether an insertion is called in the pass that comes next (see `of_call`)."""
-        total = now["plan"].totals.get(self.at.path)
-        return entry.insertion.passes.admits(now["passes"].get(self._key, 0), total)
+        total = None if call.plan is None else call.plan.totals.get(self.at.path)
+        return entry.insertion.passes.admits(call.passes.get(self._key, 0), total)
 
     def begin(self, passes: dict[tuple[str, str], int]) -> NodePass:
         """Return the pass that begins, and count it."""
@@ -776,7 +795,7 @@ class AfterGate(Gate):
         found = list(values[: self._count])
         through: _Watching = (None, None)
         if self._has_receivers:
-            through = _local.through.pop((at.path, at.number), through)
+            through = _local.call.through.pop((at.path, at.number), through)
         of_hooks, of_others = through if torch.is_grad_enabled() else (None, None)
         if of_others is not None:
             _exchange_tensors(found, of_others.leave)
@@ -851,7 +870,9 @@ class AfterGate(Gate):
         value = assemble(shape, found)
         result = entry.what.after(at, inputs, value)
         if type(shape) is ContainerShape:
-            result = _local.containers.settle((shape,), (value,), (result,), found, at, entry)[0]
+            result = _local.call.containers.settle((shape,), (value,), (result,), found, at, entry)[
+                0
+            ]
         if result is not None:
             collect_returned(shape, result, found, at, entry)
         entry.insertion.fired(at, changed(entry, at, before, found, versions))
@@ -959,12 +980,14 @@ class BeforeGate(Gate):
                 )
         if entry.slot in self.places:
             if type(shape) is ContainerShape:
-                results = _local.containers.settle((shape,), (value,), (result,), found, at, entry)
+                results = _local.call.containers.settle(
+                    (shape,), (value,), (result,), found, at, entry
+                )
                 result = results[0]
         elif result is None:
-            result, _local.containers.are_kept = value, True
+            result, _local.call.containers.are_kept = value, True
         else:  # the tuple of arguments and the dict of keywords are new in each call
-            _local.containers.settle(
+            _local.call.containers.settle(
                 (*shape.items[0].items, *shape.items[1].items), (*value[0], *value[1].values()),
                 (*result[0], *result[1].values()), found, at, entry,
             )  # fmt: skip
@@ -1036,7 +1059,7 @@ class EntryGate(Gate):
                 )
                 tensors = gradients.enter()
             watching.append(gradients)
-        _local.through[at.path, at.number] = (watching[0], watching[1])
+        _local.call.through[at.path, at.number] = (watching[0], watching[1])
         return tensors
 
 
@@ -1124,7 +1147,7 @@ class InsteadGate(Gate):
         try:
             return called(*args, **kwargs)
         except Exception as error:
-            _local.models_own = error  # for which the model may have a handler
+            _local.call.models_own = error  # for which the model may have a handler
             raise
 
     def _around(

@@ -50,6 +50,8 @@ class SplicedGate:
         self._splicer = splicer
         self._is_part = is_part
         self._place = place
+        self._tests: dict[Any, KindTest] = {}  # by the shape
+        self._latest: KindTest | None = None
 
     def __call__(self, value: Any) -> Any:
         """Pass a value through.
@@ -57,37 +59,40 @@ class SplicedGate:
         Raises:
             Interrupted: the gate has raised an error, or returned another kind of value.
         """
-        now, gate = of_call(), self._gate
-        plan, passes, current = now["plan"], now["passes"], now["attempt"]
+        call, gate = of_call(), self._gate
+        plan, passes, current = call.plan, call.passes, call.attempt
+        assert plan is not None
         _, _, selects, entry = plan.called_at.get(id(gate)) or gate.called_by(plan)
-        if entry is None or current.answers or now.get("is_repeated"):
+        if entry is None or current.answers or call.is_repeated:
             return self._slowly(value, tensor_kind(value))
-        if selects and not gate.is_due(entry, now):
+        if selects and not gate.is_due(entry, call):
             gate.begin(passes)
             return value
-        kind = tensor_kind(value)
-        if kind is None or kind[0]:  # a tensor of inference mode has no version to compare
-            return self._slowly(value, kind)
+        test = self._latest
+        if test is None or not test.is_alike(value):
+            test = self._latest = self._test_of(value)
+            if test is None:
+                return self._slowly(value, tensor_kind(value))
+        kind = test.kind
         # The usual case: what `AfterGate` does, in a third of the instructions.
         at, version = gate.begin(passes), value._version
         try:
             given = entry.what.after(at, NO_INPUTS, value)
             if value._version == version:
                 if given is None or given is value:
-                    if tensor_kind(value) == kind:
+                    if test.is_alike(value):
                         entry.insertion.fired(at, False)
                         current.note_unchanged(self._path, at.number)
                         return value
                 elif (
-                    type(given) is Tensor
-                    and sys.getrefcount(given) <= REFERENCES_OF_LOCAL
-                    and tensor_kind(given) == kind
+                    sys.getrefcount(given) <= REFERENCES_OF_LOCAL
+                    and test.is_alike(given)
                     and not entry.what.observes
-                    and self._path in entry.insertion._tally.changes
+                    and self._path in (tally := entry.insertion._tally).changes
                 ):
                     keeps, writes = self._splicer.keeps, self._splicer.writes
-                    if not writes or not (keeps or is_shared(given)):
-                        entry.insertion._tally.noted.append((at, True, 1))
+                    if not writes or not (keeps or _is_even_shared(given)):
+                        tally.noted.append((at, True, 1))
                         current.note(self._path, at.number, given, keeps, writes, given._version)
                         return given
             given = gate.exchanged_for(entry, value, given, at, version)
@@ -97,6 +102,20 @@ class SplicedGate:
             raise Interrupted(*self._place) from None
         is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
         return self._weighed(value, given, is_referenced, at.number, kind, version)
+
+    def _test_of(self, value: Any) -> KindTest | None:
+        """Return a test for what is like a value; None if too little is known of that."""
+        if type(value) is not Tensor or value.is_nested:
+            return None
+        test = self._tests.get(value.shape)
+        if test is None or not test.is_alike(value):
+            kind = tensor_kind(value)
+            if kind is None or kind[0]:  # a tensor of inference mode has no version to compare
+                return None
+            if len(self._tests) >= _MOST_SHAPES:
+                self._tests.clear()
+            test = self._tests[value.shape] = KindTest(value, kind)
+        return test
 
     def _slowly(self, value: Any, kind: tuple[Any, ...] | None) -> Any:
         if is_repeated():
@@ -203,13 +222,53 @@ _form = operator.attrgetter("dtype", "device", "shape")
 _history = operator.attrgetter("requires_grad", "is_leaf")
 
 
+class KindTest:
+    """Tests whether other tensors are of the kind of one.
+
+    Args:
+        tensor: the tensor.
+        kind: its kind.
+    """
+
+    __slots__ = ("_guards", "_has_history", "kind")
+
+    def __init__(self, tensor: Tensor, kind: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self._has_history: bool = requires_grad(tensor)
+        self._guards: Callable[[Any], bool] | None = None
+        # A guard of torch.compile compares in one step what takes ten to ask for: all of the kind
+        # but the offset, own attributes, and what is said of views and of leaves.
+        is_usual = tensor._base is None and not tensor.storage_offset()
+        if _guards is not None and is_usual and not (self._has_history and tensor.is_leaf):
+            made = _guards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guards = made.check
+
+    def is_alike(self, value: Any) -> bool:
+        """Return whether a value is a tensor of the kind."""
+        if self._guards is None:
+            return tensor_kind(value) == self.kind
+        return (
+            type(value) is Tensor
+            and not value.is_nested  # which the guard would end the process for
+            and self._guards(value)
+            and value._base is None
+            and not (value.storage_offset() or value.__dict__)
+            and not (self._has_history and value.is_leaf)
+        )
+
+
+# Seen in torch 2.13 to 2.15; it takes the mode of the thread into account that it was made in.
+_guards: Any = internal("torch._C._dynamo.guards.TensorGuards", None)
+_MOST_SHAPES = 64  # for which tests are kept
+
+
 def is_shared(tensor: Tensor) -> bool:
     """Return whether other tensors may have the same memory."""
-    return is_uneven(tensor) or tensor._is_view() or _storage_uses(tensor) > _ONE
+    return is_uneven(tensor) or _is_even_shared(tensor)
 
 
-def _storage_uses(tensor: Tensor) -> int:
-    return _uses(tensor.untyped_storage()._cdata)
+def _is_even_shared(tensor: Tensor) -> bool:
+    return tensor._is_view() or _uses(tensor.untyped_storage()._cdata) > _ONE
 
 
 # `sys.getrefcount` counts Python's references only, and a view has a storage object of its own over
@@ -218,4 +277,4 @@ _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (
 # What it says of memory that one tensor has: asking makes a storage object, which counts as well
 # (2 in torch 2.13), so the number is measured.
 _probe = torch.empty(1, device="cpu")
-_ONE = _storage_uses(_probe)
+_ONE = _uses(_probe.untyped_storage()._cdata)

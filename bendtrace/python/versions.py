@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, contains, getitem, is_
 from typing import Any, NamedTuple
@@ -196,7 +196,7 @@ def _cell_key(cell: types.CellType) -> Any:
 # one by one. CPython 3.13 has no version of a dict in its memory that each write changes, and 3.14
 # none at all: there, torch is asked for the versions, which takes some 0.1 us a dict.
 
-_WORD = 8
+WORD = 8
 _HEADER = object.__basicsize__
 _HAS_DICT_BEFORE = 1 << 4  # of classes whose objects have their dict before them (since 3.11)
 
@@ -266,7 +266,7 @@ class Words:
     @property
     def end_of_versions(self) -> int:
         """Where the versions that were added so far end, in the bytes that a reader reads."""
-        return _WORD * (len(self._changing) + len(self._asked))
+        return WORD * (len(self._changing) + len(self._asked))
 
     def add_version(self, table: Mapping[Any, Any]) -> None:
         """Add that nothing was written to a dict, or to the namespace of a class."""
@@ -358,15 +358,31 @@ def _reader_of_words(addresses: list[int]) -> Callable[[], bytes]:
     numpy: Any = sys.modules["numpy"]
     first, last = min(addresses), max(addresses)
     # All memory in between is described, and only the words at the places are ever read.
-    between = (ctypes.c_uint64 * ((last - first) // _WORD + 1)).from_address(first)
+    between = (ctypes.c_uint64 * ((last - first) // WORD + 1)).from_address(first)
     take = numpy.frombuffer(between, dtype=numpy.uint64).take
-    places = numpy.array([(address - first) // _WORD for address in addresses], numpy.intp)
+    places = numpy.array([(address - first) // WORD for address in addresses], numpy.intp)
 
     def read() -> bytes:
         words: bytes = take(places).tobytes()
         return words
 
     return read
+
+
+def other_words(now: bytes, before: bytes) -> Iterator[int]:
+    """Yield the places of the words that differ.
+
+    Example:
+        >>> list(other_words(bytes(24), bytes(8) + b"x" * 16))
+        [1, 2]
+    """
+    left = int.from_bytes(now, "little") ^ int.from_bytes(before, "little")
+    place = 0
+    while left:
+        skipped = ((left & -left).bit_length() - 1) // (8 * WORD)
+        place += skipped + 1
+        left >>= 8 * WORD * (skipped + 1)
+        yield place - 1
 
 
 class TableEntries:
@@ -454,7 +470,7 @@ def reader_of_versions(tables: Iterable[Mapping[Any, Any]]) -> Reader | None:
 @functools.cache
 def offsets() -> Offsets | None:
     """Look for where this Python has the words of objects; None if they are not to be read."""
-    if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != _WORD:
+    if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != WORD:
         return None
     if not TELLS_CHANGES or (hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled()):
         return None
@@ -467,7 +483,7 @@ def offsets() -> Offsets | None:
 def _find_offsets() -> Offsets:
     things = [_Thing() for _ in range(3)]
     tables = [vars(thing) for thing in things]
-    within = range(_HEADER, dict.__basicsize__, _WORD)
+    within = range(_HEADER, dict.__basicsize__, WORD)
 
     def is_version(offset: int) -> bool:
         def word(table: dict[Any, Any]) -> int:
@@ -484,7 +500,7 @@ def _find_offsets() -> Offsets:
         ordered({1: 1, 2: 2}),
     ]
     attributes = _find_offset(
-        range(-4 * _WORD, _Thing.__basicsize__, _WORD),
+        range(-4 * WORD, _Thing.__basicsize__, WORD),
         lambda at: [_word(id(thing) + at) for thing in things] == [*map(id, tables)],
     )
     other: dict[str, Any] = {}
@@ -493,7 +509,7 @@ def _find_offsets() -> Offsets:
         raise Unreadable
     return Offsets(
         kind=_find_offset(
-            range(0, _HEADER, _WORD),
+            range(0, _HEADER, WORD),
             lambda at: all(_word(id(one) + at) == id(type(one)) for one in (things[0], other, at)),
         ),
         attributes=attributes,
@@ -511,7 +527,7 @@ def _of_cells() -> int:
     values = [object(), object()]
     cells = [types.CellType(value) for value in values]
     offset = _find_offset(
-        range(_HEADER, types.CellType.__basicsize__, _WORD),
+        range(_HEADER, types.CellType.__basicsize__, WORD),
         lambda at: [_word(id(cell) + at) for cell in cells] == [*map(id, values)],
     )
     cells[0].cell_contents = values[1]  # the word has to follow what is written
@@ -531,7 +547,7 @@ def _of_classes() -> int:
     # its version, stays the same.
     classes = (One, Derived, _Thing)
     offset = _find_offset(
-        range(_HEADER, _size_of(type), _WORD),
+        range(_HEADER, _size_of(type), WORD),
         lambda at: all(_word(id(cls) + at) == id(cls.__mro__) for cls in classes),
     )
     before = Derived.__mro__
@@ -551,7 +567,7 @@ def _of_functions() -> tuple[int, ...]:
         def matches(offset: int) -> bool:
             return all(_word(id(f) + offset) == id(getattr(f, name)) for f in (one, other))
 
-        return _find_offset(range(_HEADER, types.FunctionType.__basicsize__, _WORD), matches)
+        return _find_offset(range(_HEADER, types.FunctionType.__basicsize__, WORD), matches)
 
     names = ("__code__", "__defaults__", "__kwdefaults__")
     found = tuple(map(at, names))

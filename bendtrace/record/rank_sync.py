@@ -104,6 +104,8 @@ def ask(model: Any, group: RankGroup) -> Callable[[], None]:
 
 def has_other_ranks() -> bool:
     """Return whether other processes take part, which repeated work here may leave waiting."""
+    if not _distributed or torch.distributed.distributed_c10d._world.default_pg is None:
+        return False  # by far less code than the next question, which calls would notice
     return _is_running() and torch.distributed.get_world_size() > 1
 
 

@@ -60,7 +60,7 @@ class Signature:
         self._called = getattr(called, "__func__", called)
         self.sees_forms: bool = _sees_forms(function)
         self._forms: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
-        self._arranged: dict[tuple[int | str, ...], _Arrangement] = {}
+        self._arranged: dict[int | tuple[int | str, ...], _Arrangement] = {}
         try:
             parameters = list(inspect.signature(called).parameters.values())
         except (TypeError, ValueError):  # a builtin: positions have no names
@@ -129,9 +129,10 @@ class Signature:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[str, ...], tuple[Any, ...]]:
         """Return names and values of the arguments, in the order of `bind`."""
-        arranged = self._arranged.get((len(args), *kwargs))
+        form: int | tuple[int | str, ...] = (len(args), *kwargs) if kwargs else len(args)
+        arranged = self._arranged.get(form)
         if arranged is None:
-            arranged = self._arranged[len(args), *kwargs] = self._arrangement(args, kwargs)
+            arranged = self._arranged[form] = self._arrangement(args, kwargs)
         names, pick = arranged
         values = (*args, *kwargs.values()) if kwargs else args
         return names, values if pick is None else pick(values)

@@ -214,11 +214,9 @@ class Hold:
         block: the checkpointed block that the call is in (see `blocks.py`).
     """
 
-    __slots__ = ("_is_active", "block")
-
-    def __init__(self) -> None:
-        self._is_active = False
-        self.block: Any = None
+    # Of the class until they are set: most calls of a small model need neither.
+    _is_active = False
+    block: Any = None
 
     def take(self) -> None:
         """Keep the cache until `release`."""
@@ -228,8 +226,8 @@ class Hold:
 
     def release(self) -> None:
         """Let go of all."""
-        block, self.block = self.block, None
-        if block is not None:
+        if (block := self.block) is not None:
+            self.block = None
             block.give_up()
         self.release_casts()
 

@@ -131,7 +131,8 @@ def _functions_in(table: Any) -> dict[str, Any]:
 
 
 _SPACES = tuple(_spaces())
-_TABLES = [space.table for space in _SPACES]
+# The namespaces whose functions may be replaced.
+PATCHED: list[dict[str, Any]] = [space.table for space in _SPACES]
 _ORIGINALS = frozenset(id(value) for space in _SPACES for value in space.functions.values())
 
 
@@ -140,7 +141,7 @@ def _content_of(table: dict[str, Any]) -> list[Any]:
 
 
 # What is written to any of them is found out most quickly so.
-_READER = reader_of_versions(_TABLES)
+_READER = reader_of_versions(PATCHED)
 _unchanged: tuple[bytes, Monkeypatches] = b"", ()  # what it read last, and what stood in then
 
 # Where there are no versions, all functions would be gone through at each call.
@@ -171,7 +172,7 @@ def monkeypatches() -> Monkeypatches:
 
 def _by_stamps() -> Monkeypatches:
     global _seen
-    now, (before, found, every) = list(map(_stamp_of, _TABLES)), _seen
+    now, (before, found, every) = list(map(_stamp_of, PATCHED)), _seen
     if now != before:
         found = [
             earlier if stamp == last else space.patches()
