@@ -573,9 +573,14 @@ def _install() -> None:
             # What a class inherits is not among its own.
             entry.ours.__wrapped__ = getattr(entry.owner, entry.name) if now is _ABSENT else now
         if entry.ours is not GONE:
-            _put(entry, entry.ours)
+            setattr(entry.owner, entry.name, entry.ours)
         elif now is not _ABSENT:
             delattr(entry.owner, entry.name)
+        if entry.name == "__getitem__" and isinstance(now, types.FunctionType):
+            # CPython 3.13 gives a class a thousand versions. What is written to it after that does
+            # not reach an instruction `x[key]` that has remembered a function, as long as this one
+            # is of the same version; all that is written to a function gives it another one.
+            now.__defaults__ = now.__defaults__
 
 
 def _uninstall() -> None:
@@ -587,22 +592,14 @@ def _uninstall() -> None:
         if current is entry.ours and value is _ABSENT:
             delattr(entry.owner, entry.name)
         elif current is entry.ours:
-            _put(entry, value)
+            setattr(entry.owner, entry.name, value)
         elif getattr(current, "__wrapped__", None) is entry.ours:
             # torch._dynamo wraps manual_seed when it is imported, and that was during the run.
-            _put(entry, disable_dynamo(entry.original))
+            setattr(entry.owner, entry.name, disable_dynamo(entry.original))
+        if entry.name == "__getitem__" and isinstance(current, types.FunctionType):
+            current.__defaults__ = current.__defaults__  # see `_install`
     _before.clear()
     _leave_compiled_code_alone()
-
-
-def _put(entry: _EntryPoint, value: Any) -> None:
-    before = vars(entry.owner).get(entry.name)
-    setattr(entry.owner, entry.name, value)
-    if entry.name == "__getitem__" and isinstance(before, types.FunctionType):
-        # CPython 3.13 gives a class a thousand versions. What is written to it after that does not
-        # reach an instruction `x[key]` that has remembered a function, as long as this one is of
-        # the same version; all that is written to a function gives it another one.
-        before.__defaults__ = before.__defaults__
 
 
 _lock = threading.Lock()
