@@ -68,13 +68,13 @@ def _needed_option(item: pytest.Item, drawn: set[str]) -> str | None:
 
 
 def _turn(case: str, day: str) -> bool:
-    """Return whether a day is the one of six in turn at which a case runs."""
+    """Return whether a day is the one of nine in turn at which a case runs."""
     number = int.from_bytes(hashlib.sha256(case.encode()).digest()[:8])
-    return (number + datetime.date.fromisoformat(day).toordinal()) % 6 == 0
+    return (number + datetime.date.fromisoformat(day).toordinal()) % 9 == 0
 
 
 def _of_today(needed: list[tuple[pytest.Item, str | None]], day: str) -> set[str]:
-    """Return the cases of `--more`: of tests with many, a sixth each day."""
+    """Return the cases of `--more`: of tests with many, a ninth each day."""
     cases = [item.nodeid for item, option in needed if option == "--more"]
     counts = Counter(case.partition("[")[0] for case in cases)
     return {c for c in cases if counts[c.partition("[")[0]] <= _MANY or _turn(c, day)}
