@@ -351,6 +351,7 @@ def test_key_functions_that_do_more_are_called_as_in_eager(monkeypatch: pytest.M
     assert len(seen) == 3
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("catches", [False, True])
 def test_items_outside_of_a_list_that_forward_makes(catches: bool) -> None:
     def program(x: Tensor) -> Any:
@@ -369,6 +370,7 @@ def test_items_outside_of_a_list_that_forward_makes(catches: bool) -> None:
         assert outcome(bended, x) == outcome(program, x)
 
 
+@pytest.mark.more
 def test_a_run_stores_as_often_as_it_can_record_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varying, "_MOST_STORED", 700)
     bended = bt.BendedModule(counts_of_many)
@@ -619,6 +621,7 @@ def test_programs_side_by_side_ask_each_in_their_own_way(seed: int) -> None:
         assert torch.equal(bended(x), model(x))
 
 
+@pytest.mark.more
 def test_items_that_are_not_there_and_items_that_change() -> None:
     """An item that is missing is an error of the model, which may catch it."""
     rates = [*RATES[:12]]
