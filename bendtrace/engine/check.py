@@ -59,7 +59,7 @@ class CheckWriter:
         analysis: its guards, sorted.
         ignored: parts that are not checked, because the run is going to be live anyway.
         ties: whether it is asked in any case that no argument is something the model holds.
-        patches: what has to stand in for functions of torch; None if that is asked elsewhere.
+        patches: the replacements of functions of torch; None if they are compared elsewhere.
 
     Attributes:
         asks_for_patches: whether the check asks for these. One reading costs less than two.
