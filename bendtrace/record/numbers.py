@@ -72,7 +72,8 @@ class NumberRecorder:
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
         if self.varying is not None and self.varying.answers(use, scalar):
-            return scalar._value
+            # While a run follows a script, a number need not be among those that it is found in.
+            return True if self.varying.searches else scalar._value
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if use is Use.BOOL:
             self._writer.guard(TruthGuard, index, bool(value), use, outside_scalars())
