@@ -9,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -198,6 +198,11 @@ class TraceTree:
         Where there are many, the programs that guard them are dropped: the next run keeps the
         numbers traced. If that is of no use, these programs come back.
         """
+        self._add_inputs(
+            part.label
+            for part in recording.environment.parts
+            if part.label not in self._excluded and _is_keyed(part, recording.keyed)
+        )
         steady = recording.useless | recording.guarded
         if steady:
             self._steady |= steady
@@ -297,10 +302,7 @@ class TraceTree:
             with self._lock:
                 self._moved[part.label] += 1
                 if self._moved[part.label] == _MOVING:
-                    self._inputs |= {part.label}
-                    for key in [*self._outdated]:
-                        if f"{part.label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
-                            del self._outdated[key]
+                    self._add_inputs([part.label])
         # A container that is replaced is no input: its identity decides.
         replaced = (
             part.label
@@ -309,6 +311,13 @@ class TraceTree:
             and _read_part(part, arguments) is not part.value
         )
         self.exclude(frozenset(replaced))
+
+    def _add_inputs(self, labels: Iterable[str]) -> None:
+        for label in labels:
+            self._inputs |= {label}
+            for key in [*self._outdated]:
+                if f"{label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
+                    del self._outdated[key]
 
     def exclude(self, labels: frozenset[str]) -> None:
         """Let containers be guarded by their content again, and drop what took them for inputs."""
@@ -651,6 +660,16 @@ def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
         now = _read_part(part, arguments)
         return type(now) in _NUMBERS and not identical(now, part.value)
     return can_be_watched(part) and not has_content(part, _read_part(part, arguments))
+
+
+def _is_keyed(part: Captured, keyed: frozenset[str]) -> bool:
+    """Return whether a part is a dict with some label, or a number in a list with one."""
+    if part.label in keyed:
+        return can_be_watched(part)
+    holder = part.parent
+    return (
+        holder is not None and holder.label in keyed and _is_list_item(part) and holds_number(part)
+    )
 
 
 def _is_list_item(part: Captured) -> bool:

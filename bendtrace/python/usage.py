@@ -147,7 +147,7 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
                 flow.from_generator(offset, depth) if is_yielded else flow.after(offset, depth),
             )
         use = known[1]
-        if not all(map(functools.partial(_is_builtin, found.f_globals), use.names)):
+        if not all(map(functools.partial(_stands_for_builtin, found.f_globals), use.names)):
             return False
         if use.answer is not None:
             return use.answer
@@ -156,7 +156,7 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
     return False
 
 
-def _is_builtin(space: Mapping[str, Any], name: str) -> bool:
+def _stands_for_builtin(space: Mapping[str, Any], name: str) -> bool:
     return name not in space and vars(builtins).get(name) is _TESTING[name]
 
 

@@ -80,6 +80,7 @@ class Recording:
         places: where its numbers stay traced, as they differ between runs (`varying.py`).
         useless: of these, where that is of no use.
         guarded: of these, where numbers are guarded nevertheless.
+        keyed: the labels of lists and dicts in the state whose items it assigns by such numbers.
         views: what `view` has derived from the run.
     """
 
@@ -95,6 +96,7 @@ class Recording:
         "form",
         "guarded",
         "is_transient",
+        "keyed",
         "output_reads",
         "places",
         "result",
@@ -119,6 +121,7 @@ class Recording:
         self.places: frozenset[Place] = frozenset()
         self.useless: frozenset[Place] = frozenset()
         self.guarded: frozenset[Place] = frozenset()
+        self.keyed: frozenset[str] = frozenset()
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:

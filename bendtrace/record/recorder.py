@@ -249,6 +249,7 @@ class Recorder(RecordingMode):
             recording.places = self._varying.places
             recording.useless = frozenset(self._varying.useless())
             recording.guarded = frozenset(self._varying.guarded_places())
+            recording.keyed = frozenset(self._varying.keyed)
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)

@@ -81,8 +81,7 @@ def number_place(guard: Guard) -> Place | None:
         code, offset = guard.site.chain[0]
         if code.co_filename.startswith(TORCH) or tests_directly(code, offset):
             return None
-        is_asked_by_c = stacks.instruction_name(code, offset) in ("CALL", "CALL_KW", "CONTAINS_OP")
-        return (code, offset) if is_asked_by_c else None
+        return (code, offset) if stacks.instruction_name(code, offset) in _COMPARING else None
     if not isinstance(guard, ValueGuard) or guard.use not in _VARYING_USES:
         return None
     if type(guard.answer) not in (int, float):
@@ -90,8 +89,6 @@ def number_place(guard: Guard) -> Place | None:
     code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
     instruction = stacks.instruction_name(code, offset)
     if code.co_filename.startswith(TORCH) or instruction not in _ASKING:
-        return None
-    if instruction == "STORE_SUBSCR" and guard.use is not Use.INDEX:
         return None
     return code, offset
 
@@ -109,6 +106,7 @@ class Varying:
     Attributes:
         places: as given.
         searches: whether the call whose result is awaited fails if no comparison is true.
+        keyed: the labels of lists and dicts in the state whose items are assigned by such numbers.
     """
 
     def __init__(
@@ -121,6 +119,7 @@ class Varying:
     ) -> None:
         self.places: frozenset[Place] = places
         self.searches: bool = False
+        self.keyed: set[str] = set()
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
         self._writer, self._values = writer, values
@@ -379,9 +378,13 @@ class Varying:
         """
         container, key, *value = given
         is_number = type(key) is TracedInt or (type(key) is int and function is without_item)
+        part = self._values.environment.find(container)
+        if part is not None and not part.is_argument and function is with_item:
+            self.keyed.add(part.label)
         if type(container) is not list or not is_number:
             return False
-        if len(container) > _MOST_ITEMS or self._values.environment.find(container) is not None:
+        most = _MOST_ITEMS if part is None else _MOST_OF_STATE
+        if len(container) > most or not (part is None or part.label in self.keyed):
             return False
         self._stored += len(container)
         if self._stored > _MOST_STORED or not _is_of_one_kind((*value, *container)):
@@ -598,6 +601,7 @@ _ASKING_ITEMS: tuple[tuple[Any, int], ...] = (
 )  # fmt: skip
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
+_MOST_OF_STATE = 256  # which each replay reads, and writes again
 _MOST_STORED = 1 << 17  # a recording takes some 30 us for each
 _LARGEST = 1 << 63  # from where on torch has no such whole numbers
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -605,9 +609,8 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _REPEATABLE = frozenset(
     {list, tuple, range, dict, *(type(getattr({}, name)()) for name in ("keys", "values", "items"))}
 )
-_ASKING = frozenset(
-    {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "CONTAINS_OP", "STORE_SUBSCR"}
-)
+_ASKING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
+_COMPARING = frozenset({"CALL", "CALL_KW", "CONTAINS_OP"})  # items of lists, one after the other
 
 
 def _asking_frames() -> tuple[FrameType, FrameType]:
@@ -626,7 +629,7 @@ def _call_of(
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
     places = stacks.frame_layout()
     stack = None if places is None else stacks.read_frame(frame, callee, places)
-    if stack is None or stack.name not in _ASKING or stack.operands is None:
+    if stack is None or stack.name not in _ASKING | _COMPARING or stack.operands is None:
         return None
     if stack.name == "BINARY_SUBSCR":
         return item_of, tuple(stack.operands), {}
