@@ -35,7 +35,13 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
-from bendtrace.watch.containers import can_be_watched, has_content
+from bendtrace.watch.containers import (
+    caches_tensors,
+    can_be_watched,
+    has_content,
+    is_cache,
+)
+from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import name_of
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
@@ -88,8 +94,11 @@ class TraceTree:
         culprit: says what makes the model diverge so often, for the warning given when the
             limit is reached for the first time.
         joins: whether paths may join.
+        watches_caches: whether calls of a `functools.lru_cache` may be ops: nothing can be inserted
+            in them.
 
     Attributes:
+        watches_caches: as given.
         lifts: whether runs may begin to lift counters of loops.
         varying: the places where numbers differ from run to run.
     """
@@ -99,7 +108,9 @@ class TraceTree:
         limit: int | None = None,
         culprit: Callable[[TraceTree], str | None] | None = None,
         joins: bool = True,
+        watches_caches: bool = False,
     ) -> None:
+        self.watches_caches: bool = watches_caches
         self.limit = limit
         self._joins = joins
         self.forgotten: int = 0
@@ -122,6 +133,7 @@ class TraceTree:
         self._inputs: frozenset[str] = frozenset()  # the numbers and containers that are inputs
         self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
         self._moved: Counter[str] = Counter()  # how often each was another one in a new run
+        self._misses: dict[str, int] = {}  # of caches, when the latest run had ended
         self._needed: Counter[str] = Counter()  # how many runs needed it by value
         self._lock = threading.RLock()
 
@@ -183,6 +195,7 @@ class TraceTree:
             self._insert(names, program)
             self._notice(recording, program)
             self._count_needed(recording)
+            self.note_caches(recording.environment)
         self._keep_to_limit()
         return program
 
@@ -282,6 +295,7 @@ class TraceTree:
                     if not others[0].join(two):
                         others.append(Program(two, program.global_state, joins=False))
                     self._exchange(program, *others)
+            self.note_caches(recording.environment)
         self._keep_to_limit()
 
     def compare_numbers(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
@@ -311,6 +325,43 @@ class TraceTree:
             and _read_part(part, arguments) is not part.value
         )
         self.exclude(frozenset(replaced))
+
+    def note_caches(self, environment: Environment) -> None:
+        """Make inputs of caches that are filled again and again, and drop what looks into them.
+
+        Args:
+            environment: what the latest run could read.
+        """
+        caches = [
+            part
+            for part in environment.parts
+            if is_cache(part) and can_be_watched(part) and caches_tensors(part.value)
+        ]
+        if not (self.watches_caches and caches):
+            return
+        misses: Counter[str] = Counter()
+        for part in caches:
+            misses[part.label] += part.value.cache_info().misses
+        with self._lock:
+            changed = {
+                label for label in misses if self._misses.get(label, misses[label]) != misses[label]
+            }
+            self._misses.update(misses)
+            self._moved.update(changed)
+            often = {one for one in changed - self._excluded if self._moved[one] == _MOVING}
+            if not often:
+                return
+            self._add_inputs(often)
+            self._outdated.clear()  # a model with such a cache has received plain numbers so far
+            for names, listed in list(self._programs.items()):
+                looking = (
+                    one
+                    for one in listed
+                    if any(
+                        is_cache(p) and p.label in often for p in one.recording.environment.parts
+                    )
+                )
+                self._drop(names, *looking)
 
     def _add_inputs(self, labels: Iterable[str]) -> None:
         for label in labels:
@@ -659,7 +710,9 @@ def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
     if holds_number(part):
         now = _read_part(part, arguments)
         return type(now) in _NUMBERS and not identical(now, part.value)
-    return can_be_watched(part) and not has_content(part, _read_part(part, arguments))
+    if is_cache(part) or not can_be_watched(part):
+        return False  # (of a cache, its runs tell)
+    return not has_content(part, _read_part(part, arguments))
 
 
 def _is_keyed(part: Captured, keyed: frozenset[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import operator
 import types
@@ -330,7 +331,10 @@ class Finish:
         """Record what the run put into each `functools.lru_cache`."""
         kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
         outlive = {ref.index for ref in refs_in(kept)}
-        for reason in self.environment.identity_lookups():
+        for reason in (
+            *self.environment.identity_lookups(),
+            *self.environment.held_in_caches(),
+        ):
             self.block(reason)
         for reason, cache, was_empty in self.environment.misses():
             entries = entries_of(cache)
@@ -508,6 +512,8 @@ class Finish:
                 if isinstance(thing.__self__, type):
                     if not thing.__self__.__module__.startswith("torch."):
                         found += reachable_from(thing.__self__, _FUNCTION_METHODS).functions
+            elif isinstance(thing, functools._lru_cache_wrapper):
+                waiting.append(thing.__wrapped__)
             elif isinstance(thing, types.FunctionType):
                 found += reachable_from(thing).functions
         return found
@@ -531,6 +537,8 @@ class Finish:
                 waiting.append(thing.part.value)
             elif isinstance(thing, types.MethodType):
                 waiting.append(thing.__func__)
+            elif isinstance(thing, functools._lru_cache_wrapper):
+                waiting.append(thing.__wrapped__)
             elif isinstance(thing, types.FunctionType):
                 names |= reachable_from(thing).names
             if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):
