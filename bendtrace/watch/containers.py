@@ -79,7 +79,7 @@ def is_cache(part: Captured) -> bool:
 def caches_tensors(cache: Any) -> bool:
     """Return whether the results in a cache are tensors, also several, and plain values."""
     results = [result for _, result in entries_of(cache)]
-    return all(map(_is_value, results)) and any(map(_tensors_in, results))
+    return all(map(_is_value, results)) and any(map(_tensors_of_result, results))
 
 
 def has_content(part: Captured, now: Any) -> bool:
@@ -201,7 +201,7 @@ def _call_cache(self: Watching, *args: Any, **kwargs: Any) -> Any:
     if not watcher.holds(self) or not all(map(_is_part_of_key, (*args, *kwargs.values()))):
         return _report_unseen(self, "__call__", args, kwargs, frame)
     result = watcher.opaque_call(self.original, args, kwargs, frame)
-    if not _is_value(result) or any(map(watcher.holds, _tensors_in(result))):
+    if not _is_value(result) or any(map(watcher.holds, _tensors_of_result(result))):
         _report(self, "__call__", frame)
     return result
 
@@ -287,9 +287,9 @@ def _is_part_of_key(value: Any) -> bool:
     return kind in PLAIN_TYPES or kind in TRACED or isinstance(value, torch.nn.Module)
 
 
-def _tensors_in(result: Any) -> list[torch.Tensor]:
+def _tensors_of_result(result: Any) -> list[torch.Tensor]:
     if type(result) is tuple:
-        return [tensor for one in result for tensor in _tensors_in(one)]
+        return [tensor for one in result for tensor in _tensors_of_result(one)]
     return [result] if isinstance(result, torch.Tensor) else []
 
 

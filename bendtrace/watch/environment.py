@@ -216,7 +216,7 @@ class Environment(ScanResult):
 
     @property
     def watches_caches(self) -> bool:
-        """Whether calls of caches are ops of the run."""
+        """True if calls of caches are ops of the run."""
         return any(is_cache(part) for part, _ in self._containers_placed)
 
     def misused_containers(self) -> frozenset[str]:
