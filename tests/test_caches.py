@@ -18,8 +18,7 @@ from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import bits
 
 SCALES = {"scale": 1.0}
-NAMES = ("table", "weighted", "shifts")
-Kept = Callable[..., Any]
+NAMES = ("table", "weighted", "shifts", "counting", "seen")
 
 
 class Encodes(nn.Module):
@@ -38,7 +37,9 @@ class Encodes(nn.Module):
         return self.run(self, x)
 
 
-def _caches(size: int | None) -> tuple[Kept, Kept, Kept]:
+def _caches(size: int | None) -> tuple[Any, ...]:
+    seen = {"n": 0}
+
     @functools.lru_cache(maxsize=size)
     def table(n: int, scale: float = 1.0, *, device: Any = None) -> Tensor:
         return torch.arange(n, device=device).float().mul(scale).cos() * SCALES["scale"]
@@ -52,7 +53,12 @@ def _caches(size: int | None) -> tuple[Kept, Kept, Kept]:
         steps = table(shape[0])
         return (steps.outer(torch.ones(shape[1])), steps + 1) if kind == "outer" else (steps, steps)
 
-    return table, weighted, shifts
+    @functools.lru_cache(maxsize=size)
+    def counting(n: int) -> Tensor:
+        seen["n"] += 1
+        return torch.full((n,), float(seen["n"]))
+
+    return table, weighted, shifts, counting, seen
 
 
 def levels(self: Any, x: Tensor) -> Any:
@@ -120,6 +126,11 @@ def through_map(self: Any, x: Tensor) -> Any:
     return x + sum(one.sum() for one in map(self.table, (2, len(x))))
 
 
+def counts_what_it_computes(self: Any, x: Tensor) -> Any:
+    before = self.seen["n"]
+    return x * self.counting(len(x)).sum() + self.counting(2).sum() - before, self.seen["n"]
+
+
 def given_a_tensor(self: Any, x: Tensor) -> Any:
     return x * self.table(3, x.shape[0] > 4).sum() + (self.weighted(self, 2) * x[:2]).sum()
 
@@ -127,6 +138,7 @@ def given_a_tensor(self: Any, x: Tensor) -> Any:
 REPLAYED = [levels, lengths, computed_keys, several_tensors, with_weights, counted, written_to]
 OTHERS = [
     kept_elsewhere, failing, asking, clearing, past_the_cache, through_map, given_a_tensor,
+    counts_what_it_computes,
 ]  # fmt: skip
 
 
@@ -153,7 +165,8 @@ def outcome(call: Callable[..., Any], x: Tensor) -> Any:
 
 
 def _tensors(found: Any) -> Any:
-    return found if isinstance(found, tuple) else (found,)
+    found = found if isinstance(found, tuple) else (found,)
+    return [one for one in found if isinstance(one, Tensor)]
 
 
 def held(model: Any, other: Any) -> Any:
@@ -162,11 +175,13 @@ def held(model: Any, other: Any) -> Any:
         bits([mine[key] for key in sorted(mine.keys() & its.keys())])
         for mine, its in zip(_entries(model), _entries(other), strict=True)
     ]
-    return bits([model.count, model.last, model.fc.weight.grad]), entries
+    return bits(
+        [model.count, model.last, model.fc.weight.grad, getattr(model, NAMES[-1], None)]
+    ), entries
 
 
 def _entries(model: Any) -> Any:
-    caches = (getattr(model, name, None) for name in NAMES)
+    caches = (getattr(model, name, None) for name in NAMES[:-1])
     return [{_plain(key): one for key, one in entries_of(one)} if one else {} for one in caches]
 
 

@@ -237,6 +237,14 @@ def found_in_lists(x: Tensor) -> Any:
     return x * numbers.index(max(numbers)), numbers.count(numbers[4])
 
 
+def several_searches(x: Tensor) -> Any:
+    numbers = (x[0].abs() * 4).long().clamp(0, 6).repeat(3).tolist()
+    x = x * numbers.index(max(numbers))
+    counts = numbers.count(2), numbers.count(numbers[4]), numbers[1:].index(numbers[2])
+    numbers.remove(numbers[5])
+    return x + counts[1], counts, 3 in numbers, numbers
+
+
 def removed_from_lists(x: Tensor) -> Any:
     numbers = (x[0].abs() * 4).long().clamp(0, 6).repeat(3).tolist()
     is_among = numbers[0] not in numbers[1:3]
@@ -326,7 +334,7 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "program", [*PROGRAMS[-11:], stores_in_rounds], ids=lambda one: one.__name__
+    "program", [*PROGRAMS[-11:], stores_in_rounds, several_searches], ids=lambda one: one.__name__
 )
 def test_lists_and_orders_are_those_of_eager(program: Callable[[Tensor], Any], mode: str) -> None:
     bended: Any = bt.BendedModule(program)

@@ -352,7 +352,6 @@ class TraceTree:
             if not often:
                 return
             self._add_inputs(often)
-            self._outdated.clear()  # a model with such a cache has received plain numbers so far
             for names, listed in list(self._programs.items()):
                 looking = (
                     one
