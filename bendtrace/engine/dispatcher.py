@@ -542,8 +542,10 @@ class Dispatcher:
         program = call.tree.add(call.names, recording, global_state, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
-        self.stats.live += program.live_only
         self._mismatch = mismatch
+        if program.live_only:
+            self.stats.live += 1
+            self._floor_of(call.plan).count_vain()
         return self._remember(recording, program)
 
     def _passes(self, recording: Recording) -> bool:
@@ -675,7 +677,9 @@ class Dispatcher:
             call.tree.ran_live(program, divergence)
             return recording.result
         self.stats.traces += 1
-        self.stats.live += bool(recording.tape.blockers)
+        if recording.tape.blockers:
+            self.stats.live += 1
+            self._floor_of(call.plan).count_vain()
         call.tree.grow(program, recording, divergence)
         return self._remember(recording, program)
 
