@@ -103,14 +103,14 @@ class Tallies(nn.Module):
         return self.fc(x) * float(self.tally.max())
 
 
-@pytest.mark.parametrize("inserted", [False, True])
-def test_few_runs_are_recorded_in_vain(inserted: bool) -> None:
+@pytest.mark.parametrize("where", ["", "fc", "fc.linear"])
+def test_few_runs_are_recorded_in_vain(where: str) -> None:
     torch.manual_seed(0)
     model, same = Tallies(), Tallies()
     same.load_state_dict(model.state_dict())
     bended = bt.BendedModule(model)
-    if inserted:
-        bended.interject(model.fc, lambda value: value * 1.5)
+    if where:
+        bended.interject(where, lambda value: value * 1.5)
         same.fc.register_forward_hook(lambda module, inputs, output: output * 1.5)
     for number in range(300):
         x = torch.randn(number % 5 + 1, 4)

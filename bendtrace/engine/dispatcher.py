@@ -239,15 +239,15 @@ class Dispatcher:
         floor = self.floor
         if plan is not None:
             floor = self._trees.floor(plan)
-            if (
-                floor.calls_to_wait
-                and (runner := self._runner_of(plan)) is not None
-                and floor.take_call()
-            ):
+            if floor.take_call():
                 self.stats.live += 1
-                return runner.call(args, kwargs, self.latest_run)
-        sees_form = plan is not None and plan.sees_inputs
-        names, arguments = self._signature.named_arguments(args, kwargs, sees_form)
+                if (runner := self._runner_of(plan)) is not None:
+                    return runner.call(args, kwargs, self.latest_run)
+                names, arguments = self.named_arguments(args, kwargs, plan)
+                tree = self._trees.of(plan)
+                call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
+                return self._recorded(call).result
+        names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found
             if plain_program is None and self._signature.notice_changes():
