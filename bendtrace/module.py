@@ -21,10 +21,9 @@ from bendtrace.python.checks import listed, required_model
 from bendtrace.python.internals import disable_dynamo
 from bendtrace.python.lazy import LazyMethod, LazyModule
 from bendtrace.record.effects import Effects
-from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod
+from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod, call_itself
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.redirection import call_itself, redirect_calls
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.intercepts import opaque
 from bendtrace.watch.owners import named_modules
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from bendtrace.insert.where import Rows, Where
     from bendtrace.log import run as run_views
     from bendtrace.log.nodes import Text
+    from bendtrace.record import redirection
     from bendtrace.show import model_tree as outline_program
     from bendtrace.show import outline as outline_coverage
     from bendtrace.show import state_graph as outline_graph
@@ -91,6 +91,7 @@ else:
     knowledge = LazyModule("bendtrace.insert.resolver")
     registry = LazyModule("bendtrace.insert.registry")
     resume_point = LazyModule("bendtrace.insert.resume_point")
+    redirection = LazyModule("bendtrace.record.redirection")
     run_views = LazyModule("bendtrace.log.run")
     model_bends = LazyModule("bendtrace.insert.bending")
     stepping_run = LazyModule("bendtrace.debug.stepping")
@@ -656,7 +657,7 @@ class BendedModule(ModuleProxy[ModelT]):
                     position = inserter.PartPosition(model, name, self._knowledge.path_of(name))
                     if name and (unknown or inserter.may_apply_in(plan, module, position)):
                         part = functools.partial(self._call_part, module, position)
-                        stack.enter_context(redirect_calls(module, part))
+                        stack.enter_context(redirection.redirect_calls(module, part))
             yield
 
     def _call_part(

@@ -17,7 +17,7 @@ from bendtrace._trace import trace
 from bendtrace.errors import AuditError, InputError
 from bendtrace.python.compare import same_bits
 from bendtrace.record.finish import Recording
-from bendtrace.record.redirection import call_itself
+from bendtrace.record.module_proxy import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
 from bendtrace.watch.draws import RandomStates

@@ -36,7 +36,6 @@ from bendtrace.python.places import place_text
 from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place_at
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import running_code, user_code
-from bendtrace.record.rank_sync import alone
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.show.outline import Answers, is_standard, observed_sides
 from bendtrace.show.walks import (
@@ -49,6 +48,7 @@ from bendtrace.show.walks import (
 )
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.tape import ModuleCall, Use, argument_leaves
+from bendtrace.watch.collectives import alone
 
 # The domain of a search: which inputs may differ, and in which values and sizes.
 

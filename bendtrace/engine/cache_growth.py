@@ -21,7 +21,6 @@ from torch import Tensor
 
 from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.record.effects import Effects, makes_anew, sets_nothing
-from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     Access,
@@ -35,6 +34,7 @@ from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, refs_in
 from bendtrace.watch.functions import table_name
+from bendtrace.watch.rank_sync import has_other_ranks
 from bendtrace.watch.writes import works_in_place
 
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})

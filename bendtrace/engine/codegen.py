@@ -12,7 +12,7 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed, may_be_caught
 from bendtrace.engine.source import (
@@ -23,8 +23,8 @@ from bendtrace.engine.source import (
     define,
     gives_nothing,
 )
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import GIVING_LISTS, with_item
-from bendtrace.tape.blocks import Block, Portion
 from bendtrace.tape.captured import (
     Access,
     Added,
@@ -38,6 +38,11 @@ from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
 from bendtrace.watch.direct_calls import ENTRIES, EquivalentCall, cheapest, plain_values
+
+if TYPE_CHECKING:
+    from bendtrace.tape import blocks
+else:
+    blocks = LazyModule("bendtrace.tape.blocks")
 
 # Seen in 2.13 to 2.15; test_direct_calls notices.
 
@@ -53,7 +58,7 @@ def write_run(schedule: Schedule, direct: bool = False) -> Code:
     return RunWriter(schedule, direct).write()
 
 
-def write_portion(portion: Portion) -> Callable[..., None]:
+def write_portion(portion: blocks.Portion) -> Callable[..., None]:
     """Return a function that carries out a portion of a checkpointed block again."""
     source, passages, current = GeneratedSource(), list(portion.passages), None
     source.begin("again(E, switch)")
@@ -235,7 +240,7 @@ class RunWriter:
         source = self.source
         self._take_out(list(map(Ref, block.tensors)))
         tensors = "".join(f"v{index}, " for index in block.tensors)
-        source.names["Block"] = Block
+        source.names["Block"] = blocks.Block
         source.line(f"E.hold.block = Block({source.bound(block.settings)}, ({tensors}))")
         self._go_on_in(block)
 

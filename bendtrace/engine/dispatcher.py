@@ -21,17 +21,16 @@ from bendtrace.engine.source import Unfit
 from bendtrace.engine.stretches import Divergence, Exit, FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
-from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
-from bendtrace.record.rank_sync import has_other_ranks
+from bendtrace.record.module_proxy import call_itself
 from bendtrace.record.recorded_call import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.redirection import Calls, call_itself
 from bendtrace.record.varying import Lifting
-from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.captured import PLAIN_TYPES, is_uneven
 from bendtrace.watch.mode_queries import seeing_modes
+from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
     from bendtrace import _trace
@@ -60,6 +59,18 @@ else:
     state_access = LazyModule("bendtrace.insert.state_access")
     splicing = LazyModule("bendtrace.insert.splicer")
     outlines = LazyModule("bendtrace.show.model_tree")
+
+
+class Calls(threading.local):
+    """The number of calls of the model that the thread is in; a context that counts one more."""
+
+    depth: int = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class Examples:

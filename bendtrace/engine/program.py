@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bendtrace.engine.cache_growth import Holes
 from bendtrace.engine.check import Check, CheckWriter
@@ -34,12 +34,15 @@ from bendtrace.engine.stretches import (
     Stretch,
     Trip,
 )
-from bendtrace.record.rank_sync import ENDS, JointCall, joint_call, needs_agreement
 from bendtrace.record.recorder import Recording
 from bendtrace.record.varying import Counter, Lifting, Place
 from bendtrace.tape.captured import Captured, identical
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, RunState, Stop, Tape, counts, describe_raised
+from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
+
+if TYPE_CHECKING:
+    from bendtrace.watch import collectives
 
 # Following a run along the graph, so that it need not read the states that it comes to.
 
@@ -321,7 +324,7 @@ class Program:
         compiled: bool,
         since: tuple[Divergence, Exit] | None,
         splicer: ExitWriter | None,
-        joint: JointCall | None = None,
+        joint: collectives.JointCall | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay from state to state.
 

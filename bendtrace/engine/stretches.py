@@ -15,11 +15,11 @@ from bendtrace.engine.schedule import Schedule, may_be_caught
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
-from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, Stop
+from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
     from bendtrace.record import script as scripts

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import ExitWriter, Program
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
@@ -35,8 +36,12 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
-from bendtrace.watch.containers import can_be_watched, has_content
 from bendtrace.watch.functions import name_of
+
+if TYPE_CHECKING:
+    from bendtrace.watch import containers
+else:
+    containers = LazyModule("bendtrace.watch.containers")
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
 # come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
@@ -650,7 +655,9 @@ def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
     if holds_number(part):
         now = _read_part(part, arguments)
         return type(now) in _NUMBERS and not identical(now, part.value)
-    return can_be_watched(part) and not has_content(part, _read_part(part, arguments))
+    if not containers.can_be_watched(part):
+        return False
+    return not containers.has_content(part, _read_part(part, arguments))
 
 
 def _is_list_item(part: Captured) -> bool:

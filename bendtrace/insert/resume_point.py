@@ -57,7 +57,6 @@ from bendtrace.log.capture import aligned_copy
 from bendtrace.log.path_views import Node, Tree, find_node
 from bendtrace.python.checks import required_arguments
 from bendtrace.python.places import place_text
-from bendtrace.record.rank_sync import ENDS, joint_call, needs_agreement
 from bendtrace.record.recorder import Recording
 from bendtrace.record.script import Script, Section
 from bendtrace.tape.captured import Access, Captured, identical
@@ -65,6 +64,7 @@ from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, OpKind, Stop, TensorMeta, refs_in
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import is_gate
+from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
 
 
 @dataclass(eq=False)

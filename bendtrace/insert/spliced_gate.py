@@ -15,10 +15,9 @@ from bendtrace.engine.source import Interrupted, Unfit
 from bendtrace.insert.gates import AfterGate, attempt, gate_passes, is_repeated, of_call
 from bendtrace.insert.interjection import NO_INPUTS
 from bendtrace.insert.leaves import write_count
-from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import internal
 from bendtrace.record.scopes import REFERENCES_OF_LOCAL
-from bendtrace.tape.captured import is_leaf, requires_grad
+from bendtrace.tape.captured import is_leaf, is_uneven, requires_grad
 
 if TYPE_CHECKING:
     from bendtrace.insert.splicer import Splicer

@@ -34,20 +34,21 @@ from bendtrace.errors import NondeterminismError
 from bendtrace.python import operands, results, stacks
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, user_place
+from bendtrace.record.states import OperandProxy
 from bendtrace.tape.array_functions import (
     ArrayFunction,
+    address,
     array_of,
     content_of,
     is_content,
     is_in_memory,
-    is_ndarray,
     shares_unseen,
-    stands_for_number,
 )
-from bendtrace.tape.captured import PLAIN_TYPES, module_name_of
+from bendtrace.tape.captured import PLAIN_TYPES, is_ndarray, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import build_instance
+from bendtrace.tape.tape import stands_for_number
 from bendtrace.tape.watchers import call_silently
 from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
@@ -94,6 +95,7 @@ class Arrays:
         block: receives the reason why a run is live.
         asks_alive: raises where a resumed run has no content for an array.
         goes_astray: receives the error of a resumed run.
+        errors: numpy's handling of errors before the run.
 
     Attributes:
         has_lost: whether code that cannot be followed has received one of them.
@@ -106,6 +108,7 @@ class Arrays:
         block: Callable[[str], None],
         asks_alive: Callable[[Tensor], object],
         goes_astray: Callable[[NondeterminismError], object],
+        errors: dict[str, Any],
     ) -> None:
         self._recorder = recorder
         self._environment = environment
@@ -121,8 +124,7 @@ class Arrays:
         self._reason = ""
         self._codes: dict[CodeType, bool] = {}
         self._adopted = False
-        numpy: Any = sys.modules.get("numpy")
-        self._errors: dict[str, Any] = {} if numpy is None else numpy.geterr()
+        self._errors = errors
 
     # The beginning and the end
 
@@ -203,7 +205,7 @@ class Arrays:
                 if not is_ndarray(array) or tensor.is_meta:
                     continue
                 content = array_of(tensor)
-                if content is array or _begins_at(content) == _begins_at(array):
+                if content is array or address(content) == address(array):
                     continue
                 if sys.getrefcount(array) <= most:
                     continue
@@ -977,10 +979,6 @@ def _untraced(value: Any) -> Any:
     return plain(value)
 
 
-def _begins_at(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, sys.modules["numpy"].dtype) and not value.hasobject
 
@@ -1045,15 +1043,10 @@ _FUNCTIONS = frozenset(
 # What takes the place of operands, for one instruction.
 
 
-class ArrayCall:
+class ArrayCall(OperandProxy):
     """Takes the place of a function that is given arrays."""
 
-    __slots__ = ("arrays", "operand", "way")
-
-    def __init__(self, arrays: Arrays, function: Any, way: str) -> None:
-        self.arrays: Arrays = arrays
-        self.operand: Any = function
-        self.way: str = way
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, and do what the function does."""
@@ -1061,16 +1054,11 @@ class ArrayCall:
         return self.arrays.carry_out(function, args, kwargs, sys._getframe(1), self.way)
 
 
-class ArrayOperand:
+class ArrayOperand(OperandProxy):
     """Takes the place of an operand: of the left one, or of the only one."""
 
-    __slots__ = ("arrays", "operand", "way")
+    __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, arrays: Arrays, value: Any, way: str) -> None:
-        self.arrays: Arrays = arrays
-        self.operand: Any = value
-        self.way: str = way
 
     def __bool__(self) -> bool:
         return bool(self._do(bool, sys._getframe(1), (), _TRUTH))

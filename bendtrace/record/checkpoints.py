@@ -116,6 +116,10 @@ class CheckpointedBlock:
         self.has_gates: bool = False
         self.passing: tuple[int, int, int, Tensor] | None = None
 
+    def state_parts(self) -> CheckpointSettings:
+        """Return the values that a state consists of in which this is."""
+        return self.settings
+
     def __next__(self) -> None:
         with torch._C.DisableTorchFunction():
             if self._begin is None:

@@ -7,17 +7,17 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.utils import parametrize
 
 from bendtrace.python.internals import internal
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
 from bendtrace.python.results import is_computation
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.one_op import assigned_in
-from bendtrace.record.op_names import node_names
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.varying import Place
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
@@ -34,7 +34,6 @@ from bendtrace.tape.tape import (
     refs_in,
 )
 from bendtrace.watch.code_facts import codes_in, names_in
-from bendtrace.watch.collectives import JOINT
 from bendtrace.watch.draws import (
     generator_name,
     generator_state,
@@ -54,8 +53,14 @@ from bendtrace.watch.functions import is_gate as may_be_gate
 from bendtrace.watch.growing import access_name, is_read, note_added
 from bendtrace.watch.kinds import is_value
 from bendtrace.watch.provenance import is_finished
+from bendtrace.watch.rank_sync import JOINT
 from bendtrace.watch.reachability import reachable_from
 from bendtrace.watch.writes import overlap
+
+if TYPE_CHECKING:
+    from bendtrace.record import op_names
+else:
+    op_names = LazyModule("bendtrace.record.op_names")
 
 T = TypeVar("T")
 
@@ -159,7 +164,7 @@ def _plain_ops(recording: Recording) -> list[Op]:
 
 
 def _names_of_nodes(recording: Recording) -> list[str]:
-    return node_names(recording.tape)
+    return op_names.node_names(recording.tape)
 
 
 class Finish:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bendtrace.errors import InputError
-from bendtrace.record.rank_sync import ENDS, joint_recording
 from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.self_test import look_once
 from bendtrace.record.varying import Lifting
@@ -22,6 +21,7 @@ from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.mode_queries import seeing_modes, without
 from bendtrace.watch.owners import states_of
+from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
     from bendtrace.record.script import Script

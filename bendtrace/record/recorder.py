@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from bendtrace.python.bytecode import assign
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
 from bendtrace.python.usage import only_tests
-from bendtrace.record.arrays import Arrays
-from bendtrace.record.checkpoints import Checkpoints
 from bendtrace.record.encoding import (
     Encoder,
     holds,
@@ -42,11 +41,9 @@ from bendtrace.record.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks
 from bendtrace.record.finish import Finish, Recording, failing_op
 from bendtrace.record.numbers import NumberRecorder, plain_in
 from bendtrace.record.one_op import ReachableContainers
-from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.scopes import Scopes
 from bendtrace.record.states import StateReader
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.texts import Texts, goes_to_screen
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.record.varying import Lifting, Varying
 from bendtrace.tape.captured import Captured, CaptureKind
@@ -65,6 +62,7 @@ from bendtrace.tape.tape import (
     meta_of,
 )
 from bendtrace.tape.watchers import Inserter, Observer, StopRun, call_silently, set_around
+from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import CodeMonitor, new_code_monitor
 from bendtrace.watch.functions import (
@@ -88,11 +86,20 @@ from bendtrace.watch.functions import (
 from bendtrace.watch.intercepts import INTERCEPT_CODES, reporting_to
 from bendtrace.watch.mode_queries import RecordingMode, is_active, run_under_modes
 from bendtrace.watch.monkeypatches import may_be_patched, original_of
+from bendtrace.watch.rank_sync import has_other_ranks
 from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.watch.writes import SharedArrays, may_share
 
 if TYPE_CHECKING:
+    from bendtrace.record import arrays, checkpoints, texts
+    from bendtrace.record.arrays import Arrays
+    from bendtrace.record.checkpoints import Checkpoints
     from bendtrace.record.script import Script
+    from bendtrace.record.texts import Texts
+else:
+    arrays = LazyModule("bendtrace.record.arrays")
+    checkpoints = LazyModule("bendtrace.record.checkpoints")
+    texts = LazyModule("bendtrace.record.texts")
 
 __all__ = ["Recorder", "Recording"]
 
@@ -144,17 +151,14 @@ class Recorder(RecordingMode):
         self._encoder = Encoder(self._values)
         self._code_monitor = new_code_monitor(self._wants_inside)
         self._within = False  # in one op, during which the mode stays switched on
-        self._texts = Texts(self._writer, self._as_one)
         outermost = Recorder._outcome.__code__
         reads_states = reads_states or has_other_ranks()  # which cannot begin again by itself
         self._states = StateReader(
-            self._writer, self._values, environment, outermost, reads_states, inserter, self._texts
+            self._writer, self._values, environment, outermost, reads_states, inserter
         )
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
-        self._numbers = NumberRecorder(
-            self._writer, self._values, self._encoder, self._texts, inserter
-        )
+        self._numbers = NumberRecorder(self._writer, self._values, self._encoder, inserter)
         self._varying = Varying(
             frozenset() if lifting is None else lifting.places,
             self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op,
@@ -180,23 +184,17 @@ class Recorder(RecordingMode):
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
         self.numpy: Callable[..., Any] = self._numbers.numpy
-        self.printed: Callable[..., Any] = self._texts.printed
-        self.guard_text: Callable[[str], str] = self._texts.guard_text
         self.module_call: Callable[..., Any] = scopes.call
-        self._checkpoints = Checkpoints(
-            self._writer,
-            environment.changes_so_far,
-            lambda: inserter is not None and inserter.exchanges_state,
-        )
-        self.checkpointed: Callable[..., Any] = self._checkpoints.block
-        self.note_replacement: Callable[..., None] = self._checkpoints.note_replacement
+        self._checkpoints: Checkpoints | None = None
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
         self._arrays = SharedArrays(self.tape, environment.find)
-        self.contents: Arrays = Arrays(
-            self, environment, self.tape.block, self._values.ref, self._writer.go_astray
-        )
-        self._values.tensor_of_array = self.contents.tensor_of
+        self._contents: Arrays | None = None
+        # As they are before the run, which may change them: the streams, and how numpy handles
+        # errors.
+        self._streams = {name: getattr(sys, name) for name in _STREAMS}
+        numpy: Any = sys.modules.get("numpy")
+        self._numpys_errors: dict[str, Any] = {} if numpy is None else numpy.geterr()
         if inserter is not None:
             inserter.begins(self)
 
@@ -208,7 +206,7 @@ class Recorder(RecordingMode):
         The steps stand in this order:
 
         - `Finish` is made first: it notes the random states, seeds and modes before the run.
-        - Arrays get their content back (`contents.end`) before `Finish` looks for changes.
+        - Arrays get their content back (`Arrays.end`) before `Finish` looks for changes.
         - The observer is asked about the writes that the output shows before `close` forgets them.
         - The recorder is inactive from then on: what cleaning up reads is not the model's reading.
         - `clean` makes the known changes plain, and then `make_plain` all other traced scalars. It
@@ -241,7 +239,8 @@ class Recorder(RecordingMode):
                     output = self._outcome(args, kwargs)
                 finally:
                     self._code_monitor.end()
-            self.contents.end()
+            if self._contents is not None:
+                self._contents.end()
             self._arrays.finish()
             recording, changes = finish.recording(output, self._code_monitor)
             recording.error, self._error = self._error, None
@@ -265,7 +264,8 @@ class Recorder(RecordingMode):
         finally:
             self.active = False
             self._values.retire()
-            self.contents.close()
+            if self._contents is not None:
+                self._contents.close()
             self._fast_path = self._aside = None
             # A cycle of recorder and encoder must not keep the caller's objects alive.
             self._writer.close()
@@ -390,8 +390,10 @@ class Recorder(RecordingMode):
             op.meta = value
             if self._varying.answers_of(op, value, use, frame):
                 return value
-            if use is Use.FORMAT and (self._texts.printing or goes_to_screen(users_frame(frame))):
-                return self._texts.mark(op.index, value)
+            if use is Use.FORMAT and (
+                self.texts.printing or texts.goes_to_screen(users_frame(frame))
+            ):
+                return self.texts.mark(op.index, value)
             self._writer.guard(
                 TruthGuard if use is Use.BOOL else ValueGuard, op.index, value, use, frame
             )
@@ -598,7 +600,9 @@ class Recorder(RecordingMode):
         frame: FrameType,
     ) -> Any:
         """Draw random numbers (see `watchers.Watcher`)."""
-        if self.contents.draws_array(function, args, kwargs, frame):
+        if draws.numpys_generator(function, args) is not None and self.contents.draws_array(
+            function, args, kwargs, frame
+        ):
             return self.contents.call(function, args, kwargs, frame)
         return self.opaque_call(function, args, kwargs, frame)
 
@@ -663,7 +667,55 @@ class Recorder(RecordingMode):
         """Record calls of the classes of old that code has taken under other names."""
         self.contents.follow_classes(frame)
 
+    # Texts, and blocks that the backward pass runs again: most runs have none
+
+    @functools.cached_property
+    def texts(self) -> Texts:
+        """The texts of values that the run formats."""
+        return texts.Texts(self._writer, self._as_one, self._streams)
+
+    def printed(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
+    ) -> None:
+        """Print to the screen (see `watchers.Watcher`)."""
+        self.texts.printed(function, args, kwargs, frame)
+
+    def guard_text(self, text: str) -> str:
+        """Guard the values in a text (see `watchers.Watcher`)."""
+        return self.texts.guard_text(text)
+
+    def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
+        """Return a generator that follows a block (see `watchers.Watcher`)."""
+        if self._checkpoints is None:
+            inserter = self._inserter
+            self._checkpoints = checkpoints.Checkpoints(
+                self._writer,
+                self.environment.changes_so_far,
+                lambda: inserter is not None and inserter.exchanges_state,
+            )
+        return self._checkpoints.block(function, *settings, **kwargs)
+
     # What is done with arrays (see `arrays.py`)
+
+    @property
+    def contents(self) -> Arrays:
+        """The arrays of the run whose content comes from tensors; most runs have none."""
+        if self._contents is None:
+            self._contents = arrays.Arrays(
+                self,
+                self.environment,
+                self.tape.block,
+                self._values.ref,
+                self._writer.go_astray,
+                self._numpys_errors,
+            )
+            self._values.tensor_of_array = self._contents.tensor_of
+        return self._contents
+
+    @property
+    def has_lost_arrays(self) -> bool:
+        """Return whether code that cannot be followed has received an array of these."""
+        return self._contents is not None and self._contents.has_lost
 
     def array_op(
         self,
@@ -722,7 +774,8 @@ class Recorder(RecordingMode):
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         """Record a call on the tape that is not the model's own (see `watchers.Stage`)."""
-        self._checkpoints.note_gate()
+        if self._checkpoints is not None:
+            self._checkpoints.note_gate()
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
             self._writer.writes.watch_memory()
@@ -739,7 +792,7 @@ class Recorder(RecordingMode):
     @property
     def is_in_block(self) -> bool:
         """Return whether the run is in a block that is run again (see `watchers.Stage`)."""
-        return self._checkpoints.current is not None
+        return self._checkpoints is not None and self._checkpoints.current is not None
 
     @property
     def follows_script(self) -> bool:
@@ -762,7 +815,8 @@ class Recorder(RecordingMode):
             )
             if ref is None or not is_sole:
                 return None
-            self._checkpoints.passes(ref.index, value)
+            if self._checkpoints is not None:
+                self._checkpoints.passes(ref.index, value)
             self._code_monitor.leave(answers=True)
             try:
                 given = call_silently(function, (value,), {})
@@ -772,6 +826,11 @@ class Recorder(RecordingMode):
             self._within = outer
         with torch._C.DisableTorchFunction():
             return given if self._values.exchange(value, given, ref) else None
+
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
+        """Note the gate that has let a function replace a result (see `watchers.Stage`)."""
+        if self._checkpoints is not None:
+            self._checkpoints.note_replacement(gate)
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
         """Guard that the model holds no tensor like this (see `watchers.Stage`)."""
@@ -850,6 +909,7 @@ class Recorder(RecordingMode):
 BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
 _PLAIN_CLASSES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _ITEMS = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+_STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
 )  # fmt: skip

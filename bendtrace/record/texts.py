@@ -23,18 +23,14 @@ import torch
 from bendtrace.python.sites import outside_scalars, place_at
 from bendtrace.python.statements import FUNCTIONS, SourceFile, source_file
 from bendtrace.record.tape_writer import TapeWriter
+from bendtrace.record.values import MARK
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import OpKind, Ref, Use
 
-_MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
-_MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
-
-
-def has_marks(text: str) -> bool:
-    """Return whether a text has marks in place of values."""
-    return "\ue0b7" in text
+_MARK = f"{MARK}{{}}\ue0b8"  # characters for private use, which nothing else has
+_MARKS = re.compile(f"{MARK}([0-9]+)\ue0b8")
 
 
 class Texts:
@@ -43,18 +39,21 @@ class Texts:
     Args:
         writer: records what is printed.
         as_one: carries out a recorded op: op, function, arguments, keyword arguments, frame.
+        streams: the streams before the run, by their name in `sys`.
 
     Attributes:
         given: the op that returned each text, with the text.
         printing: whether values are being formatted for the screen only.
     """
 
-    def __init__(self, writer: TapeWriter, as_one: Callable[..., Any]) -> None:
+    def __init__(
+        self, writer: TapeWriter, as_one: Callable[..., Any], streams: dict[str, Any]
+    ) -> None:
         self._writer = writer
         self._as_one = as_one
         self.given: list[tuple[int, str]] = []
         self.printing: bool = False
-        self._streams = {name: getattr(sys, name) for name in _STREAMS}
+        self._streams = streams
 
     def mark(self, index: int, text: str) -> str:
         """Return the mark for the text that an op returned."""
@@ -138,7 +137,6 @@ def shows(
     print(*parts, sep="", end="", file=to[stream], flush=flush)
 
 
-_STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 shows.__name__ = shows.__qualname__ = "print"
 shows.gives_nothing = True  # type: ignore[attr-defined]
 

@@ -17,7 +17,6 @@ from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
 from bendtrace.python.usage import code_compares_identity, only_tests
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
-from bendtrace.tape.array_functions import stands_for_number, works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     attributes_of,
@@ -57,6 +56,7 @@ from bendtrace.tape.tape import (
     meta_of,
     ref_to,
     refs_in,
+    stands_for_number,
 )
 from bendtrace.tape.watchers import Observer
 from bendtrace.watch.environment import Environment
@@ -70,6 +70,7 @@ from bendtrace.watch.functions import (
     is_loose,
     is_torchs_function,
     may_vary,
+    works_on_arrays,
 )
 from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
@@ -627,5 +628,7 @@ def structure_of(value: Any) -> tuple[Any, ...]:
 
 
 _ITER_CODE: Any = internal("torch.Tensor.__iter__.__code__", None)
+# The first character of what stands for a value in a text (see `texts.py`).
+MARK = "\ue0b7"
 # What a result is looked at with before the model receives it.
 LOOKS: frozenset[Any] = frozenset({operator.is_, tuple, structure_of})

@@ -17,14 +17,14 @@ import sys
 from collections import Counter as Votes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import assign, counters_at, local_in, single_steps
-from bendtrace.python.key_functions import KeyOrder, parts_of_key
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import (
     COMPUTING,
     GIVING_LISTS,
@@ -59,6 +59,11 @@ from bendtrace.tape.scalars import (
 )
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.provenance import is_finished
+
+if TYPE_CHECKING:
+    from bendtrace.python import key_functions
+else:
+    key_functions = LazyModule("bendtrace.python.key_functions")
 
 Place: TypeAlias = tuple[CodeType, int]
 
@@ -300,10 +305,10 @@ class Varying:
                 return self._scalars(self._list_op(in_order, (items, reverse)))
             return self._arithmetic(function, (items,))
         columns = [*zip(*given, strict=True)] if are_pairs else [given]
-        parts = parts_of_key(key) if all(map(_is_of_one_kind, columns)) else None
+        parts = key_functions.parts_of_key(key) if all(map(_is_of_one_kind, columns)) else None
         if parts is None or not all(map(self._can_be_read, parts.operands)):
             return None
-        order = KeyOrder(function, parts.key, reverse)
+        order = key_functions.KeyOrder(function, parts.key, reverse)
         operands = (self._operand([*given]), *map(self._operand, parts.operands))
         self._key_code = parts.code
         if function is sorted:
@@ -445,7 +450,7 @@ class Varying:
         Also those whose numbers come to code that cannot be followed.
         """
         tape = self._writer.tape
-        if self._recorder.contents.has_lost:
+        if self._recorder.has_lost_arrays:
             yield from self._of_numpy
         for place, rounds in self._rounds:
             states = [tape.states[number].key for number in rounds.asked if number in tape.states]
@@ -530,6 +535,10 @@ class Rounds:
         self.step: int = step
         self._guards = guards
         self.asked: list[int] = []
+
+    def state_parts(self) -> tuple[Any, ...]:
+        """Return the values that a state consists of in which these are."""
+        return self.at, self.end, self.step
 
     def __iter__(self) -> Rounds:
         return self

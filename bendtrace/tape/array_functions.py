@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bendtrace.tape.captured import is_ndarray
 from bendtrace.tape.structure import build_instance
+from bendtrace.tape.tape import ARRAY
 
-_NAME = "array (bendtrace)"  # of the attribute: no code assigns one of that name
-_SHARED = "shared (bendtrace)"  # likewise, of those in the memory of a tensor of the model's
+_SHARED = "shared (bendtrace)"  # of those in the memory of a tensor of the model's; see `ARRAY`
 
 
 def array_of(tensor: Tensor) -> Any:
     """Return the array, or number of numpy's, that a tensor stands for."""
-    array = vars(tensor).get(_NAME)
+    array = vars(tensor).get(ARRAY)
     if array is None or not is_ndarray(array):
         # Something inserted has given another tensor, or written to this one.
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
@@ -32,31 +33,9 @@ def array_of(tensor: Tensor) -> Any:
     return array
 
 
-def works_on_arrays(function: Any) -> bool:
-    """Return whether a function is given, or gives, tensors that stand for arrays."""
-    return function is content_of or isinstance(function, ArrayFunction)
-
-
-def carries_array(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for an array."""
-    return _NAME in vars(tensor)
-
-
-def stands_for_number(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for a number of numpy's, which is no array."""
-    array = vars(tensor).get(_NAME)
-    return array is not None and not is_ndarray(array)
-
-
 def make_stand_for_number(tensor: Tensor) -> None:
     """Have a tensor without content stand for a number of numpy's."""
-    vars(tensor)[_NAME] = "number"
-
-
-def is_ndarray(value: Any) -> bool:
-    """Return whether a value is an array of numpy's own class, without importing numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
+    vars(tensor)[ARRAY] = "number"
 
 
 def is_content(value: Any) -> bool:
@@ -79,8 +58,11 @@ class ArrayFunction:
     Attributes:
         function: as given.
         is_written: whether it writes to its first argument, or to `out`.
+        works_on_arrays: that it does (see `functions.works_on_arrays`).
         __name__: as given; with the ending of torch's where it writes to its first argument.
     """
+
+    works_on_arrays = True
 
     def __init__(
         self,
@@ -119,7 +101,7 @@ class ArrayFunction:
     def _open(self, value: Any, given: list[tuple[Tensor, Any]]) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
-            if self._given_tensors and _NAME not in vars(value):
+            if self._given_tensors and ARRAY not in vars(value):
                 return value
             array = array_of(value)
             given.append((value, array))
@@ -151,13 +133,14 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the tensor that stands for the array of `tensor.numpy()`."""
     array: Any = Tensor.numpy(tensor, *args, **kwargs)
     plain = tensor.detach()
-    if plain.data_ptr() != array_address(array) or plain.device.type != "cpu":
+    if plain.data_ptr() != address(array) or plain.device.type != "cpu":
         return _arrays_to_tensors(array, [])
-    vars(plain).update({_NAME: array, _SHARED: True})
+    vars(plain).update({ARRAY: array, _SHARED: True})
     return plain
 
 
 content_of.__name__ = "numpy"
+content_of.works_on_arrays = True  # type: ignore[attr-defined]
 
 
 def _arrays_to_tensors(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
@@ -183,7 +166,7 @@ def _standing_for(array: Any, given: list[tuple[Tensor, Any]]) -> Any:
             if before is array:
                 return other
         tensor = _view(array, given)
-    vars(tensor)[_NAME] = array
+    vars(tensor)[ARRAY] = array
     return tensor
 
 
@@ -196,9 +179,9 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
         for other, _ in given:
             first = other.data_ptr() - other.storage_offset() * size
             end = first + other.untyped_storage().nbytes()
-            away = array_address(array) - first
+            away = address(array) - first
             if (
-                first <= array_address(array) < end
+                first <= address(array) < end
                 and str(other.dtype) == _dtype_name(array)
                 and (is_in_memory(other) and away % size == 0)
             ):
@@ -217,7 +200,7 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
 def is_in_memory(tensor: Tensor) -> bool:
     """Return whether a tensor that stands for an array is in the memory of the array."""
     array = array_of(tensor)
-    return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == array_address(array))
+    return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == address(array))
 
 
 def _in_memory_of(given: list[tuple[Tensor, Any]], tensor: Tensor) -> Tensor:
@@ -238,13 +221,13 @@ def shares_unseen(tensor: Tensor, given: list[Tensor]) -> bool:
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     return any(
         is_ndarray(array := array_of(other))
-        and first <= array_address(array) < end
+        and first <= address(array) < end
         and other.untyped_storage().data_ptr() != first
         for other in given
     )
 
 
-def array_address(array: Any) -> int:
+def address(array: Any) -> int:
     """Return the address of the first element of an array."""
     return int(array.__array_interface__["data"][0])
 
@@ -257,12 +240,12 @@ def _dtypes() -> frozenset[Any]:
     """Return the types of numpy that torch has as well."""
     if not _torch_dtypes:
         numpy = sys.modules["numpy"]
-        _torch_dtypes.append(frozenset(map(numpy.dtype, _NAMES)))
+        _torch_dtypes.append(frozenset(map(numpy.dtype, ARRAYS)))
     return _torch_dtypes[0]
 
 
 _torch_dtypes: list[frozenset[Any]] = []
-_NAMES = (
+ARRAYS = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16",
     "float32", "float64", "complex64", "complex128",
 )  # fmt: skip

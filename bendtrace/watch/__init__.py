@@ -45,7 +45,7 @@ from then on.
 What the ranks of a process group do together is intercepted as well: `collectives.py` knows which
 functions are collectives and how tensors are spread, and records what DDP and FSDP2 do around a
 forward as ops. Before each collective of the model, and at the end of a call, the ranks tell each
-other what they are about to do (`record/rank_sync.py`), through the store by which they found
+other what they are about to do (`rank_sync.py`), through the store by which they found
 each other (`collectives.py`), in live, traced and replayed runs alike. `distributed.py` is the
 public part.
 """

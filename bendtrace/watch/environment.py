@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.usage import code_compares_identity, hands_over
 from bendtrace.python.versions import Depends
 from bendtrace.tape.captured import (
@@ -38,7 +39,6 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import cached_results, entries_of, key_parts
 from bendtrace.watch.code_facts import codes_in, other_names_in
-from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watched_container
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
 from bendtrace.watch.findings import LookupPlaces, ScanResult
 from bendtrace.watch.growing import (
@@ -55,6 +55,11 @@ from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.watch.provenance import is_finished, is_installed_file
 from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
+
+if TYPE_CHECKING:
+    from bendtrace.watch import containers
+else:
+    containers = LazyModule("bendtrace.watch.containers")
 
 
 class Environment(ScanResult):
@@ -99,7 +104,7 @@ class Environment(ScanResult):
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
         self._placed: list[tuple[Captured, Any]] = []
-        self._containers_placed: list[tuple[Captured, Watching]] = []
+        self._containers_placed: list[tuple[Captured, containers.Watching]] = []
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # Neither a run around this one nor the class of a tensor may see what is asked here: it is
@@ -118,14 +123,14 @@ class Environment(ScanResult):
         if not self.is_repeated:
             plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
             self._scan(arguments, plain_numbers)
-        if containers := self._containers(inputs):
+        if watched := self._containers(inputs):
             self.is_repeated = False
-            self._scan(arguments, self.plain_numbers, None, containers)
+            self._scan(arguments, self.plain_numbers, None, watched)
         for part in self.parts:
             if part.kind is CaptureKind.ALIAS:
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
-                stand_in: Any = watched_container(part.value)
+                stand_in: Any = containers.watched_container(part.value)
                 self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
@@ -142,7 +147,9 @@ class Environment(ScanResult):
         Code that asks for exact types would see what takes their place, and so might code that does
         not name them. Code that tests identities might find a tensor in two places.
         """
-        found = [part for part in self.parts if part.label in labels and can_be_watched(part)]
+        found = [
+            part for part in self.parts if part.label in labels and containers.can_be_watched(part)
+        ]
         if not found or self.plain_numbers or self.tells_numbers or self.computes:
             return {}
         if self._compares_tensors() or not self.names.isdisjoint(READING):
@@ -155,7 +162,7 @@ class Environment(ScanResult):
             for part in found
             if id(part.value) not in named
             and access_name(part) not in read
-            and is_watchable(part.value)
+            and containers.is_watchable(part.value)
             and is_known_to_user_only(part, owners, self)
             and not self._is_handed_over(
                 part, (code for one in self.functions for code in codes_in(one.__code__))
@@ -201,12 +208,12 @@ class Environment(ScanResult):
         arguments: dict[str, Any],
         plain_numbers: bool,
         growing: dict[int, Any] | None = None,
-        containers: dict[int, Any] | None = None,
+        watched: dict[int, Any] | None = None,
     ) -> None:
         scan = self._begin(arguments, plain_numbers)
         self.growing: dict[int, Any] = growing or {}
-        self.watched_containers: dict[int, Any] = containers or {}
-        is_repeatable = scan.is_untouched and not containers
+        self.watched_containers: dict[int, Any] = watched or {}
+        is_repeatable = scan.is_untouched and not watched
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
@@ -214,10 +221,10 @@ class Environment(ScanResult):
             return
         found = growing_in(self) if growing is None else growing
         if growing is None and found:
-            self._scan(arguments, plain_numbers, found, containers)
+            self._scan(arguments, plain_numbers, found, watched)
             return
         if growing and growing_in(self).keys() != growing.keys():
-            self._scan(arguments, plain_numbers, {}, containers)
+            self._scan(arguments, plain_numbers, {}, watched)
             return
         self.places = LookupPlaces(self.parts, self.content_of)
         self.contents = self.places.read()

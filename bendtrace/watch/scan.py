@@ -57,7 +57,6 @@ from bendtrace.tape.structure import (
     read_partial,
 )
 from bendtrace.watch.code_facts import ASKING, facts_in, names_in, other_names_in, undetectable_in
-from bendtrace.watch.collectives import gather_locations, hidden_of, is_joint_hook
 from bendtrace.watch.draws import is_host_generator
 from bendtrace.watch.executed import functions_of_runs, is_steady_type
 from bendtrace.watch.findings import (
@@ -98,6 +97,7 @@ from bendtrace.watch.provenance import (
     is_users_class,
     is_users_module,
 )
+from bendtrace.watch.rank_sync import gather_locations, hidden_of, is_joint_hook
 from bendtrace.watch.reachability import (
     DESCRIBED,
     Reachable,
