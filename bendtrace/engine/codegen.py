@@ -23,8 +23,8 @@ from bendtrace.engine.source import (
     define,
     gives_nothing,
 )
+from bendtrace.python.computations import GIVING_LISTS, with_item
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.results import GIVING_LISTS, with_item
 from bendtrace.tape.captured import (
     Access,
     Added,

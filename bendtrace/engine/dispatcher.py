@@ -27,7 +27,6 @@ from bendtrace.python.places import full_place_text
 from bendtrace.record.module_proxy import call_itself
 from bendtrace.record.recorded_call import Signature, Uninitialized, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import PLAIN_TYPES, is_uneven
 from bendtrace.watch.mode_queries import seeing_modes
 from bendtrace.watch.rank_sync import has_other_ranks
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from bendtrace.log import nodes
     from bendtrace.log.nodes import Registry
     from bendtrace.record.script import Script
+    from bendtrace.record.varying import Lifting
     from bendtrace.show import model_tree as outlines
 else:
     _trace = LazyModule("bendtrace._trace")

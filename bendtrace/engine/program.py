@@ -34,15 +34,19 @@ from bendtrace.engine.stretches import (
     Stretch,
     Trip,
 )
+from bendtrace.python.lazy import LazyModule
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Counter, Lifting, Place
 from bendtrace.tape.captured import Captured, identical
 from bendtrace.tape.contexts import Hold
+from bendtrace.tape.guards import Place
 from bendtrace.tape.tape import AfterOp, Guard, RunState, Stop, Tape, counts, describe_raised
 from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
 
 if TYPE_CHECKING:
+    from bendtrace.record import varying
     from bendtrace.watch import collectives
+else:
+    varying = LazyModule("bendtrace.record.varying")
 
 # Following a run along the graph, so that it need not read the states that it comes to.
 
@@ -169,7 +173,7 @@ class Program:
         self._pieces = 0  # how many there were before the latest run
         self._changes = 0  # of the paths
         self._recordings: tuple[int, list[Recording]] | None = None
-        self.excluded: frozenset[Counter] = frozenset()  # those that are not
+        self.excluded: frozenset[varying.Counter] = frozenset()  # those that are not
         self.places: frozenset[Place] = recording.places  # where numbers stay traced in its runs
         if self.live_only:
             return
@@ -186,7 +190,7 @@ class Program:
         """Return whether the next call is to be recorded with the counters of its loops lifted."""
         return self._pieces >= self.lifts_at and not self.is_lifted
 
-    def lifting(self, counters: bool = False) -> Lifting | None:
+    def lifting(self, counters: bool = False) -> varying.Lifting | None:
         """Return the lifting of numbers in the runs so far; None if there is none.
 
         Args:
@@ -196,7 +200,7 @@ class Program:
         if not (counters or self.is_lifted or self.places or inputs):
             return None
         excluded = self.excluded if counters or self.is_lifted else None
-        return Lifting(excluded, inputs=inputs, places=self.places)
+        return varying.Lifting(excluded, inputs=inputs, places=self.places)
 
     def traces_numbers_unlike(self, other: Program) -> bool:
         """Return whether runs of two programs guard, and trace, different numbers.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bendtrace.engine.cache_growth import tensor_places
 from bendtrace.engine.guard_kinds import asks_for_slices
-from bendtrace.python.results import item_of
+from bendtrace.python.computations import item_of
 from bendtrace.tape.captured import (
     UNSET,
     Access,

@@ -20,10 +20,8 @@ from bendtrace.engine.program import ExitWriter, Program
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
 from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Lifting, Place, number_place, required_numbers
 from bendtrace.tape.captured import (
     PLAIN_TENSORS,
     PLAIN_TYPES,
@@ -34,14 +32,18 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
 )
-from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.guards import Place, TruthGuard, ValueGuard, number_place
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
 from bendtrace.watch.functions import name_of
 
 if TYPE_CHECKING:
+    from bendtrace.python import results
+    from bendtrace.record import varying
     from bendtrace.watch import containers
 else:
     containers = LazyModule("bendtrace.watch.containers")
+    results = LazyModule("bendtrace.python.results")
+    varying = LazyModule("bendtrace.record.varying")
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
 # come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
@@ -191,11 +193,11 @@ class TraceTree:
         self._keep_to_limit()
         return program
 
-    def lifting(self) -> Lifting | None:
+    def lifting(self) -> varying.Lifting | None:
         """Return the lifting of numbers in a run of a new program; None if there is none."""
         if not (self._inputs or self.varying):
             return None
-        return Lifting(None, inputs=self._inputs, places=self.varying)
+        return varying.Lifting(None, inputs=self._inputs, places=self.varying)
 
     def _notice(self, recording: Recording, program: Program) -> None:
         """Note which numbers a run has asked for, and where.
@@ -233,7 +235,7 @@ class TraceTree:
                 seen.update(guard.answer for guard in guards)
             if len(seen) >= _VARYING:
                 new.add(place)
-        if new - self.varying and can_exchange() and self._joins:
+        if new - self.varying and results.can_exchange() and self._joins:
             self.varying |= new
             for names, listed in list(self._programs.items()):
                 asking = [one for one in listed if one.graph is not None and _asks_at(one, new)]
@@ -329,14 +331,16 @@ class TraceTree:
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
+        if not recording.tape.counters:  # among which the numbers in the state are
+            return
         guards = (one for one in recording.tape.guards if number_place(one) not in self.varying)
-        for label in required_numbers(recording.tape, guards):
+        for label in varying.required_numbers(recording.tape, guards):
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
                 self._excluded |= {label}
                 self._inputs -= {label}
 
-    def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
+    def lift(self, program: Program, recording: Recording, lifting: varying.Lifting) -> None:
         """Restart a program with a run in which the counters of loops are lifted.
 
         Args:

@@ -49,7 +49,8 @@ from bendtrace.python.internals import TorchDispatchMode, internal, pytree
 from bendtrace.python.results import can_exchange
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Counter, Lifting, Place
+from bendtrace.record.varying import Counter, Lifting
+from bendtrace.tape.guards import Place
 
 __all__ = [
     "Exported",

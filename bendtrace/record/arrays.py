@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.python import operands, results, stacks
+from bendtrace.python.computations import COMPUTING
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, user_place
 from bendtrace.record.states import OperandProxy
@@ -901,7 +902,7 @@ _BUILTINS: dict[Any, str] = {
     **dict.fromkeys((isinstance, type), _CLASS),
     **dict.fromkeys((int, float, complex, abs, round, divmod, pow, any, all), _READ),
     **dict.fromkeys(CHOOSING, _READ),
-    **dict.fromkeys(results.COMPUTING, _READ),
+    **dict.fromkeys(COMPUTING, _READ),
 }  # fmt: skip
 _METHODS = frozenset(
     {

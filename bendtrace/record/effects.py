@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.python.results import in_order, items_at, list_of, with_changes
+from bendtrace.python.computations import in_order, items_at, list_of, with_changes
 from bendtrace.python.sites import TORCH
 from bendtrace.tape.tape import Op, OpKind, Tape, refs_in
 from bendtrace.watch.code_facts import codes_in

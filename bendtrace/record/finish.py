@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.utils import parametrize
 
+from bendtrace.python.computations import is_computation
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
-from bendtrace.python.results import is_computation
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.one_op import assigned_in
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.varying import Place
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.guards import Place
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
 from bendtrace.tape.tape import (

@@ -20,7 +20,6 @@ from bendtrace.record.effects import HARMLESS
 from bendtrace.record.encoding import Encoder, ListOperand, scalars_in
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
-from bendtrace.record.varying import Varying
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Raised, Ref, Use, refs_in, use_by
@@ -44,7 +43,6 @@ class NumberRecorder:
     Attributes:
         answers: returns the answer to a question, given its guard and the value; None where the
             value is the answer.
-        varying: keeps numbers traced that differ between runs; None where none does.
         compares: whether the interpreter leaves the operands of a comparison on the stack while it
             asks for the truth of its result.
         compared: the identities of the values that were compared last.
@@ -65,7 +63,6 @@ class NumberRecorder:
         self.answers: Callable[[Guard, Any], Any] | None = None
         self._thread = get_ident()
         places = stacks.frame_layout()
-        self.varying: Varying | None = None
         self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()
 
@@ -73,7 +70,8 @@ class NumberRecorder:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
-        if self.varying is not None and self.varying.answers(use, scalar):
+        varying = self._recorder.varying_asked(use)
+        if varying is not None and varying.answers(use, scalar):
             return scalar._value
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if use is Use.BOOL:
@@ -131,7 +129,8 @@ class NumberRecorder:
 
     def _is_answered(self) -> bool:
         """Return whether a call computes with its numbers, whose result is traced already."""
-        return self.varying is not None and self.varying.is_answered(outside_scalars())
+        varying = self._recorder.varying
+        return varying is not None and varying.is_answered(outside_scalars())
 
     def _consume_all(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
         """Guard the numbers in operands."""
@@ -231,12 +230,10 @@ class NumberRecorder:
         """Call a function of numpy on traced scalars (see `scalars.Origin`)."""
         frame = outside_scalars()
         is_seen = get_ident() == self._thread and current_watcher() is self._recorder
-        if is_seen and self.varying is not None:
+        if is_seen and (varying := self._recorder.varying) is not None:
             arrays = self._recorder.contents
             if arrays.takes(function, args, kwargs, frame):
-                found = self.varying.computes(
-                    frame, lambda: arrays.call(function, args, kwargs, frame)
-                )
+                found = varying.computes(frame, lambda: arrays.call(function, args, kwargs, frame))
                 if found is not None:
                     return found[0]
         return function(*plain_for_numpy(args), **plain_for_numpy(kwargs))

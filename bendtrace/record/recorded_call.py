@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from bendtrace.errors import InputError
 from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.self_test import look_once
-from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.watch.environment import Environment
@@ -25,6 +24,7 @@ from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
     from bendtrace.record.script import Script
+    from bendtrace.record.varying import Lifting
 
 
 class Uninitialized(InputError):

@@ -45,11 +45,11 @@ from bendtrace.record.scopes import Scopes
 from bendtrace.record.states import StateReader
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
-from bendtrace.record.varying import Lifting, Varying
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.tape import (
+    FunctionUse,
     Guard,
     ModuleCall,
     Op,
@@ -91,15 +91,18 @@ from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.watch.writes import SharedArrays, may_share
 
 if TYPE_CHECKING:
-    from bendtrace.record import arrays, checkpoints, texts
+    from bendtrace.record import arrays, checkpoints, texts, varying
     from bendtrace.record.arrays import Arrays
     from bendtrace.record.checkpoints import Checkpoints
     from bendtrace.record.script import Script
     from bendtrace.record.texts import Texts
+    from bendtrace.record.varying import Lifting, Varying
+    from bendtrace.tape.guards import Place
 else:
     arrays = LazyModule("bendtrace.record.arrays")
     checkpoints = LazyModule("bendtrace.record.checkpoints")
     texts = LazyModule("bendtrace.record.texts")
+    varying = LazyModule("bendtrace.record.varying")
 
 __all__ = ["Recorder", "Recording"]
 
@@ -159,12 +162,10 @@ class Recorder(RecordingMode):
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
         self._numbers = NumberRecorder(self._writer, self._values, self._encoder, inserter)
-        self._varying = Varying(
-            frozenset() if lifting is None else lifting.places,
-            self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op,
-        )  # fmt: skip
-        self._numbers.varying = self._varying
+        self.varying: Varying | None = None
         if lifting is not None:
+            if lifting.places:
+                self._keep_varying(lifting.places)
             lifting.begin(self._writer, self._values, self._call_paused, outermost)
         self._lifting = lifting
         own = (self, self._values, self._values.scalars, self.tape, environment)
@@ -244,10 +245,11 @@ class Recorder(RecordingMode):
             self._arrays.finish()
             recording, changes = finish.recording(output, self._code_monitor)
             recording.error, self._error = self._error, None
-            self._varying.finish()
-            recording.places = self._varying.places
-            recording.useless = frozenset(self._varying.useless())
-            recording.guarded = frozenset(self._varying.guarded_places())
+            if self.varying is not None:
+                self.varying.finish()
+                recording.places = self.varying.places
+                recording.useless = frozenset(self.varying.useless())
+                recording.guarded = frozenset(self.varying.guarded_places())
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)
@@ -388,7 +390,7 @@ class Recorder(RecordingMode):
             use = VALUES[func]
             op, value = self._record(func, args, kwargs, frame)
             op.meta = value
-            if self._varying.answers_of(op, value, use, frame):
+            if self.varying is not None and self.varying.answers_of(op, value, use, frame):
                 return value
             if use is Use.FORMAT and (
                 self.texts.printing or texts.goes_to_screen(users_frame(frame))
@@ -667,12 +669,30 @@ class Recorder(RecordingMode):
         """Record calls of the classes of old that code has taken under other names."""
         self.contents.follow_classes(frame)
 
+    # Numbers that differ between runs (see `varying.py`)
+
+    def varying_asked(self, use: Use | FunctionUse) -> Varying | None:
+        """Return what may answer where a number is asked for; None where it is guarded.
+
+        In a run that keeps no number traced, caches and numpy alone do not get the number itself.
+        """
+        if self.varying is None and (use is Use.HASH or use is Use.NUMPY):
+            with self._code_monitor.pause():
+                self._keep_varying(frozenset())
+        return self.varying
+
+    def _keep_varying(self, places: frozenset[Place]) -> None:
+        self.varying = varying.Varying(
+            places, self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op
+        )
+
     # Texts, and blocks that the backward pass runs again: most runs have none
 
     @functools.cached_property
     def texts(self) -> Texts:
         """The texts of values that the run formats."""
-        return texts.Texts(self._writer, self._as_one, self._streams)
+        with self._code_monitor.pause():
+            return texts.Texts(self._writer, self._as_one, self._streams)
 
     def printed(
         self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
@@ -688,11 +708,12 @@ class Recorder(RecordingMode):
         """Return a generator that follows a block (see `watchers.Watcher`)."""
         if self._checkpoints is None:
             inserter = self._inserter
-            self._checkpoints = checkpoints.Checkpoints(
-                self._writer,
-                self.environment.changes_so_far,
-                lambda: inserter is not None and inserter.exchanges_state,
-            )
+            with self._code_monitor.pause():
+                self._checkpoints = checkpoints.Checkpoints(
+                    self._writer,
+                    self.environment.changes_so_far,
+                    lambda: inserter is not None and inserter.exchanges_state,
+                )
         return self._checkpoints.block(function, *settings, **kwargs)
 
     # What is done with arrays (see `arrays.py`)
@@ -701,14 +722,11 @@ class Recorder(RecordingMode):
     def contents(self) -> Arrays:
         """The arrays of the run whose content comes from tensors; most runs have none."""
         if self._contents is None:
-            self._contents = arrays.Arrays(
-                self,
-                self.environment,
-                self.tape.block,
-                self._values.ref,
-                self._writer.go_astray,
-                self._numpys_errors,
-            )
+            block, ref = self.tape.block, self._values.ref
+            with self._code_monitor.pause():
+                self._contents = arrays.Arrays(
+                    self, self.environment, block, ref, self._writer.go_astray, self._numpys_errors
+                )
             self._values.tensor_of_array = self._contents.tensor_of
         return self._contents
 

@@ -24,15 +24,10 @@ from torch import Tensor
 
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import assign, counters_at, local_in, single_steps
-from bendtrace.python.lazy import LazyModule
-from bendtrace.python.results import (
+from bendtrace.python.computations import (
     COMPUTING,
     GIVING_LISTS,
-    call_after,
-    can_exchange,
-    exchange,
     in_order,
-    is_awaited,
     is_computation,
     item_among,
     item_of,
@@ -42,13 +37,22 @@ from bendtrace.python.results import (
     with_changes,
     with_item,
 )
+from bendtrace.python.lazy import LazyModule
+from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
-from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.guards import (
+    ASKING,
+    VARYING_USES,
+    Place,
+    TruthGuard,
+    ValueGuard,
+    number_place,
+)
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
@@ -65,36 +69,7 @@ if TYPE_CHECKING:
 else:
     key_functions = LazyModule("bendtrace.python.key_functions")
 
-Place: TypeAlias = tuple[CodeType, int]
-
-# How Python asks where its result can be traced (see `Use`).
-ASKS = frozenset({Use.INT, Use.INDEX, Use.FLOAT, Use.LEN, Use.HASH})
-_VARYING_USES = ASKS | {Use.NUMPY}
 _OF_TENSORS = frozenset({int, float, len, operator.index})
-
-
-def number_place(guard: Guard) -> Place | None:
-    """Return where a guard asks for a number that could stay traced; None if it does not.
-
-    A truth that C code asks for may be the result of a comparison.
-    """
-    if guard.site is None:
-        return None
-    if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
-        code, offset = guard.site.chain[0]
-        is_called = stacks.instruction_name(code, offset) in ("CALL", "CALL_KW")
-        return (code, offset) if is_called and not code.co_filename.startswith(TORCH) else None
-    if not isinstance(guard, ValueGuard) or guard.use not in _VARYING_USES:
-        return None
-    if type(guard.answer) not in (int, float):
-        return None
-    code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
-    instruction = stacks.instruction_name(code, offset)
-    if code.co_filename.startswith(TORCH) or instruction not in _ASKING:
-        return None
-    if instruction == "STORE_SUBSCR" and guard.use is not Use.INDEX:
-        return None
-    return code, offset
 
 
 class Varying:
@@ -273,7 +248,7 @@ class Varying:
 
     def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
         """Return where a number is asked for, if numbers differ there."""
-        if self._is_busy or not (use in _VARYING_USES or (use is Use.BOOL and self._places)):
+        if self._is_busy or not (use in VARYING_USES or (use is Use.BOOL and self._places)):
             return None
         code = frame.f_code
         offset = instruction_at(code, frame.f_lasti)
@@ -570,7 +545,6 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _REPEATABLE = frozenset(
     {list, tuple, range, dict, *(type(getattr({}, name)()) for name in ("keys", "values", "items"))}
 )
-_ASKING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
 
 
 def _asking_frames() -> tuple[FrameType, FrameType]:
@@ -589,7 +563,7 @@ def _call_of(
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
     places = stacks.frame_layout()
     stack = None if places is None else stacks.read_frame(frame, callee, places)
-    if stack is None or stack.name not in _ASKING or stack.operands is None:
+    if stack is None or stack.name not in ASKING or stack.operands is None:
         return None
     if stack.name == "BINARY_SUBSCR":
         return item_of, tuple(stack.operands), {}

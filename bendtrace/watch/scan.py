@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.python.results import is_computation
+from bendtrace.python.computations import is_computation
 from bendtrace.tape.captured import (
     COPIED,
     PLAIN_TYPES,
