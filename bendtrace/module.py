@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.engine.tree import TraceTree
-from bendtrace.errors import InputError
 from bendtrace.python.checks import listed, required_model
 from bendtrace.python.internals import disable_dynamo
 from bendtrace.python.lazy import LazyMethod, LazyModule
@@ -29,7 +28,7 @@ from bendtrace.watch.intercepts import opaque
 from bendtrace.watch.owners import named_modules
 
 if TYPE_CHECKING:
-    from bendtrace import _trace
+    from bendtrace import _trace, errors
     from bendtrace import hooks as hooks_module
     from bendtrace._trace import Trace
     from bendtrace.debug import auditing
@@ -95,6 +94,7 @@ else:
     run_views = LazyModule("bendtrace.log.run")
     model_bends = LazyModule("bendtrace.insert.bending")
     stepping_run = LazyModule("bendtrace.debug.stepping")
+    errors = LazyModule("bendtrace.errors")
 
 __all__ = ["BendedModule"]
 
@@ -110,7 +110,9 @@ class _Method:
         method = getattr(owner.model, name, None) if isinstance(name, str) else None
         if not callable(method):
             kind = type(owner.model).__name__
-            raise InputError(f"fn= is the name of a method of the model; {kind} has no {name!r}")
+            raise errors.InputError(
+                f"fn= is the name of a method of the model; {kind} has no {name!r}"
+            )
         self._bendtrace_model = method
         self._inserting = functools.partial(owner._inserting, function=method)
 
@@ -187,11 +189,15 @@ class BendedModule(ModuleProxy[ModelT]):
     ) -> None:
         required_model(model)
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
-            raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
+            raise errors.InputError(
+                f"max_traces has to be a positive int or None, not {max_traces!r}"
+            )
         if type(audit) not in (int, float) or not 0 <= audit <= 1:
-            raise InputError(f"audit is a share, from 0 to 1, not {audit!r}")
+            raise errors.InputError(f"audit is a share, from 0 to 1, not {audit!r}")
         if audit and backend is not None:
-            raise InputError("compiled paths are not equal bit by bit: give audit or backend")
+            raise errors.InputError(
+                "compiled paths are not equal bit by bit: give audit or backend"
+            )
         super().__init__()
         speculation: Speculation | None = None
         if backend is not None or backend_options is not None or cache_dir is not None:
@@ -359,7 +365,7 @@ class BendedModule(ModuleProxy[ModelT]):
             kwargs["fn"], fn = fn, None
         foreign = kwargs.keys() & _trace.OPTIONS - self._signature.parameters
         if foreign:
-            raise InputError(
+            raise errors.InputError(
                 f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
                 "use bendtrace.trace(model, ...) for that"
             )
@@ -409,7 +415,9 @@ class BendedModule(ModuleProxy[ModelT]):
             <Graph: 6 nodes, 5 data edges, 1 control edge>
         """
         if self._dispatcher.latest is None:
-            raise InputError("nothing has been traced yet: call the module or its trace() first")
+            raise errors.InputError(
+                "nothing has been traced yet: call the module or its trace() first"
+            )
         return self._dispatcher.latest
 
     def draw(
@@ -524,7 +532,9 @@ class BendedModule(ModuleProxy[ModelT]):
             True
         """
         if self._inserted:
-            raise InputError("a search runs the model itself: take away what is inserted first")
+            raise errors.InputError(
+                "a search runs the model itself: take away what is inserted first"
+            )
         return exploring_search.explore(
             self._model, self._trees.plain, inputs, domain, seconds, tries, seed
         )
@@ -594,7 +604,7 @@ class BendedModule(ModuleProxy[ModelT]):
             1
         """
         if self._inserted:
-            raise InputError("the model itself has nothing inserted: take that away first")
+            raise errors.InputError("the model itself has nothing inserted: take that away first")
         auditor = auditing.Auditor(self._model, 1.0)
         output: R = self._dispatcher.call(args, kwargs, None, auditor)
         return output
@@ -668,7 +678,7 @@ class BendedModule(ModuleProxy[ModelT]):
         if not self._insertion_registry or current_watcher() is not None:
             return call_itself(module, args, kwargs)
         if unknown:
-            raise InputError(
+            raise errors.InputError(
                 f"{position.name} is called by itself, by a method of the model, and where "
                 "something is inserted has to be found out in a call of the whole model: call that "
                 "once first, or give places that do not look ahead, nor passes from the end"
@@ -1114,7 +1124,9 @@ class BendedModule(ModuleProxy[ModelT]):
             tensor([10., 10.])
         """
         if self._inserted:
-            raise InputError("a run to be stepped through has nothing inserted: remove it first")
+            raise errors.InputError(
+                "a run to be stepped through has nothing inserted: remove it first"
+            )
         return stepping_run.SteppedRun(
             self._model, args, kwargs, self._signature, self._dispatcher.registry, budget
         )
@@ -1178,7 +1190,7 @@ class BendedModule(ModuleProxy[ModelT]):
             tensor([0.3750, 0.5000, 0.0000, 0.0000])
         """
         if insertions not in ("constants", "inputs"):
-            raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
+            raise errors.InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
         inserted = (
             exporting.Insertions(self._insertion_registry, self._knowledge)
             if self._inserted
@@ -1272,7 +1284,7 @@ def bended_of(model: Callable[..., Any]) -> BendedModule:
 def required_bended(model: Any, what: str) -> BendedModule:
     """Return a model in which something stays inserted after the call."""
     if not isinstance(model, BendedModule):
-        raise InputError(
+        raise errors.InputError(
             f"{what} stays in the model until it is removed, so the model has to be a "
             "BendedModule: make `bended = bendtrace.BendedModule(model)`, and pass that"
         )

@@ -36,7 +36,7 @@ word differs do the checks themselves run (`ask` in the generated code; `ask_att
 has only assigned attributes). The types of parameters and buffers are checked on every call: a
 recording does not keep these tensors alive, so their memory must not be read once they may be gone.
 For torch functions that are written in Python, the code calls what these functions end up calling
-(`watch/direct_calls.py`); replay.md says when.
+(`direct_calls.py`); replay.md says when.
 
 `program.py` holds the known paths for one set of input guards, as code that branches: a **graph
 of states**, into which `program_graph.py` joins runs at equal states (`stretches.py`).

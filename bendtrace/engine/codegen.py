@@ -18,10 +18,12 @@ from bendtrace.engine.schedule import Schedule, Unlinked, is_freed, may_be_caugh
 from bendtrace.engine.source import (
     Code,
     Departure,
+    EquivalentCall,
     GeneratedSource,
     ValueSplice,
     define,
     gives_nothing,
+    may_be_direct,
 )
 from bendtrace.python.computations import GIVING_LISTS, with_item
 from bendtrace.python.lazy import LazyModule
@@ -37,12 +39,13 @@ from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
-from bendtrace.watch.direct_calls import ENTRIES, EquivalentCall, cheapest, plain_values
 
 if TYPE_CHECKING:
+    from bendtrace.engine import direct_calls
     from bendtrace.tape import blocks
 else:
     blocks = LazyModule("bendtrace.tape.blocks")
+    direct_calls = LazyModule("bendtrace.engine.direct_calls")
 
 # Seen in 2.13 to 2.15; test_direct_calls notices.
 
@@ -114,10 +117,10 @@ class RunWriter:
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
         self._direct: dict[int, EquivalentCall] = {}
         if direct:
-            ops = [op for op in self.tape.ops[self.schedule.start :] if op.target in ENTRIES]
-            plain = plain_values(self.tape) if ops else set()
+            ops = list(filter(may_be_direct, self.tape.ops[self.schedule.start :]))
+            plain = direct_calls.plain_values(self.tape) if ops else set()
             for op in ops:
-                call = cheapest(op, plain)
+                call = direct_calls.cheapest(op, plain)
                 if call is not None and not may_be_caught(op, self.schedule.recording):
                     self._direct[op.index] = call
 

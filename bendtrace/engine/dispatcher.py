@@ -20,19 +20,18 @@ from bendtrace.engine.program import Program
 from bendtrace.engine.source import Unfit
 from bendtrace.engine.stretches import Divergence, Exit, FinishedReplay
 from bendtrace.engine.tree import TraceTree
-from bendtrace.errors import InputError
 from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.places import full_place_text
 from bendtrace.record.module_proxy import call_itself
-from bendtrace.record.recorded_call import Signature, Uninitialized, has_lazy_modules, record
+from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, is_uneven
 from bendtrace.watch.mode_queries import seeing_modes
 from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
-    from bendtrace import _trace
+    from bendtrace import _trace, errors
     from bendtrace._trace import Trace
     from bendtrace.debug.auditing import Auditor
     from bendtrace.engine import explain
@@ -59,6 +58,7 @@ else:
     state_access = LazyModule("bendtrace.insert.state_access")
     splicing = LazyModule("bendtrace.insert.splicer")
     outlines = LazyModule("bendtrace.show.model_tree")
+    errors = LazyModule("bendtrace.errors")
 
 
 class Calls(threading.local):
@@ -286,7 +286,7 @@ class Dispatcher:
             return self.call(args, kwargs, plan, auditor)
         if program is None and has_lazy_modules(self._model):
             if plan is not None:
-                raise InputError(
+                raise errors.InputError(
                     "the model has lazy modules, whose parameters the first call makes: call it "
                     "once before anything is inserted"
                 )
@@ -303,7 +303,7 @@ class Dispatcher:
             floor.count_path()
             try:
                 return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
-            except Uninitialized as error:  # of modules that are not registered in the model
+            except errors.Uninitialized as error:  # of modules that are not registered in the model
                 if plan is not None or error.function is not self._model:
                     raise
             return self._initialize(args, kwargs)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from operator import getitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bendtrace.engine.cache_growth import know_states, unread_in
 from bendtrace.engine.codegen import SegmentWriter
@@ -21,13 +21,18 @@ from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.schedule import Schedule, Unlinked, returned_inputs
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece, StateNode, Trip
-from bendtrace.errors import NondeterminismError
+from bendtrace.python.lazy import LazyModule
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, counts, map_refs
 from bendtrace.watch.functions import name_of
 from bendtrace.watch.writes import works_in_place
+
+if TYPE_CHECKING:
+    from bendtrace import errors
+else:
+    errors = LazyModule("bendtrace.errors")
 
 
 class ProgramGraph:
@@ -380,7 +385,7 @@ def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit
                 return False
         if not _ask_alike(one, after, until, other, exit.number):
             return False
-        raise NondeterminismError(
+        raise errors.NondeterminismError(
             f"the resumed run did {op} where it did {its_op} before, with all guards equal"
             + (f" (at {op.site.place})" if op.site is not None else "")
         )
@@ -390,7 +395,7 @@ def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit
         what = "ended before the point where it diverged"
         if len(its) < len(mine):
             what = f"did {mine[len(its)]} where it ended before, with all guards equal"
-        raise NondeterminismError(f"the resumed run {what}")
+        raise errors.NondeterminismError(f"the resumed run {what}")
     return True
 
 

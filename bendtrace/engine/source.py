@@ -13,8 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from keyword import iskeyword
-from types import MappingProxyType
-from typing import Any
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -39,7 +39,6 @@ from bendtrace.tape.structure import (
     build_instance,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
-from bendtrace.watch.direct_calls import EquivalentCall, TorchSetting
 from bendtrace.watch.monkeypatches import monkeypatches
 
 INFIX: dict[Any, str] = {
@@ -54,6 +53,15 @@ _GETTERS = {
     for name in ("shape", "dtype", "device", "ndim", "requires_grad", "T", "mT", "data")
 }
 _NEW = frozenset({object.__new__, dict.__new__})  # which make objects without anything in them
+
+
+def may_be_direct(op: Op) -> bool:
+    """Return whether an op calls Python of torch's, which may have an equivalent in C++."""
+    target = op.target
+    return type(target) is FunctionType and target.__module__ in IN_PYTHON
+
+
+IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor"})
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +104,30 @@ class Code:
         self.op_of_line: dict[int, int] = source.op_of_line
         self.emitted: set[int] = source.emitted
         self.taken: list[Captured] = source.taken
+
+
+class EquivalentCall(NamedTuple):
+    """A call that is equivalent to another one.
+
+    Attributes:
+        target: the function.
+        args: its arguments, as in `Op.args`; a function among them is called to compute its
+            argument.
+        kwargs: its keyword arguments.
+        gives_back: the argument that the call returns unchanged, unless it is a nested tensor or a
+            dispatch mode wants to see the call; None if the call computes something.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    gives_back: Ref | None = None
+
+
+class TorchSetting(NamedTuple):
+    """An argument that the function asks torch for."""
+
+    function: Callable[[], Any]
 
 
 class GeneratedSource:

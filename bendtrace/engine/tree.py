@@ -18,7 +18,6 @@ from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import ExitWriter, Program
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
-from bendtrace.errors import NondeterminismError, TraceLimitWarning
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
@@ -37,6 +36,7 @@ from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
 from bendtrace.watch.functions import name_of
 
 if TYPE_CHECKING:
+    from bendtrace import errors
     from bendtrace.python import results
     from bendtrace.record import varying
     from bendtrace.watch import containers
@@ -44,6 +44,7 @@ else:
     containers = LazyModule("bendtrace.watch.containers")
     results = LazyModule("bendtrace.python.results")
     varying = LazyModule("bendtrace.record.varying")
+    errors = LazyModule("bendtrace.errors")
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
 # come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
@@ -514,10 +515,10 @@ class TraceTree:
         for program in programs:
             self._indices[names].remove(program)
 
-    def _warning(self) -> TraceLimitWarning:
+    def _warning(self) -> errors.TraceLimitWarning:
         culprit = None if self._culprit is None else self._culprit(self)
         often = "" if culprit is None else f" What most of them differ by is {culprit}."
-        return TraceLimitWarning(
+        return errors.TraceLimitWarning(
             f"the model has taken more than {self.limit} paths: from now on the least used are "
             f"forgotten, and traced again when they come up.{often} If that differs on nearly "
             "every call, keep it in tensors (torch.where, masking) or call the model itself; if "
@@ -573,7 +574,7 @@ class TraceTree:
             with self._lock:
                 try:
                     has_grown = program.grow(elsewhere, result, hits=0)
-                except NondeterminismError:  # it was given something else
+                except errors.NondeterminismError:  # it was given something else
                     has_grown = False
             if not has_grown:
                 break

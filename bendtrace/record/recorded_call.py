@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.errors import InputError
+from bendtrace.python.lazy import LazyModule
 from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.self_test import look_once
 from bendtrace.tape.captured import Access, Captured, CaptureKind
@@ -23,23 +23,11 @@ from bendtrace.watch.owners import states_of
 from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
+    from bendtrace import errors
     from bendtrace.record.script import Script
     from bendtrace.record.varying import Lifting
-
-
-class Uninitialized(InputError):
-    """A model has lazy modules that have not been called yet, or its code reaches some.
-
-    Args:
-        function: the model.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(
-            "the model has lazy modules, whose parameters are created by the first call: call it "
-            "once first"
-        )
-        self.function = function
+else:
+    errors = LazyModule("bendtrace.errors")
 
 
 class Signature:
@@ -194,7 +182,7 @@ def record(
         inputs = frozenset() if lifting is None else lifting.inputs
         environment = Environment(function, signature.bind(args, kwargs), code, inputs)
         if not environment.is_repeated and (environment.is_lazy or has_lazy_modules(function)):
-            raise Uninitialized(function)
+            raise errors.Uninitialized(function)
         recorder = Recorder(
             function, environment, script, observer, inserter, reads_states, keeps_errors,
             lifting,

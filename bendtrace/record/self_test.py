@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bendtrace.errors import IncompatibleVersionWarning
 from bendtrace.python import internals
 from bendtrace.python.bytecode import global_uses
 from bendtrace.python.lazy import LazyModule
@@ -39,9 +38,11 @@ from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import name_of
 
 if TYPE_CHECKING:
+    from bendtrace import errors
     from bendtrace.record import iterations
 else:
     iterations = LazyModule("bendtrace.record.iterations")
+    errors = LazyModule("bendtrace.errors")
 
 
 def look_once() -> None:
@@ -84,7 +85,7 @@ def warn_of(failed: list[str]) -> None:
     if failed:
         versions = f"Python {platform.python_version()} and torch {torch.__version__}"
         warnings.warn(
-            IncompatibleVersionWarning(
+            errors.IncompatibleVersionWarning(
                 f"parts of bendtrace are switched off: {'; '.join(failed)} (with {versions})"
             ),
             stacklevel=users_level(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import NondeterminismError
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import Site, SiteTable, user_place
 from bendtrace.python.usage import compares_items
 from bendtrace.tape.captured import CaptureKind
@@ -43,7 +43,10 @@ from bendtrace.watch.functions import display_name, may_lack_dimension, reads_me
 from bendtrace.watch.writes import Writes
 
 if TYPE_CHECKING:
+    from bendtrace import errors
     from bendtrace.record.script import Script
+else:
+    errors = LazyModule("bendtrace.errors")
 
 
 class TrackedTensor(weakref.ref[Tensor]):
@@ -111,7 +114,7 @@ class TapeWriter:
         self.tracked: dict[int, TrackedTensor] = {}
         self.aliases: dict[int, int] = self.tape.aliases
         self.facts: dict[tuple[int, Any], Any] = {}
-        self.gone_astray: NondeterminismError | None = None
+        self.gone_astray: errors.NondeterminismError | None = None
         self.writes: Writes = Writes()
         self.given: list[Any] = []
         self._environment = environment
@@ -151,9 +154,11 @@ class TapeWriter:
             raise self.gone_astray
         self.ask_implied()
         if self.script is not None and self.script.is_active:
-            raise NondeterminismError("the resumed run ended before the point where it diverged")
+            raise errors.NondeterminismError(
+                "the resumed run ended before the point where it diverged"
+            )
 
-    def go_astray(self, error: NondeterminismError) -> None:
+    def go_astray(self, error: errors.NondeterminismError) -> None:
         """Have a resumed run raise an error at its end."""
         self.gone_astray = error
 
@@ -249,7 +254,7 @@ class TapeWriter:
         if script is not None:
             try:
                 state = script.asks(guard)
-            except NondeterminismError as error:
+            except errors.NondeterminismError as error:
                 self.gone_astray = error
                 raise
             if state is not None and self.goes_on_from is not None:
@@ -304,7 +309,7 @@ class TapeWriter:
                 self.writes.repeat(op)
             else:
                 script.name_element(op)
-        except NondeterminismError as error:
+        except errors.NondeterminismError as error:
             self.gone_astray = error
             raise
 
@@ -318,7 +323,7 @@ class TapeWriter:
             return
         for index in indices:
             if index in self.script.dead:
-                self.gone_astray = NondeterminismError(
+                self.gone_astray = errors.NondeterminismError(
                     f"the resumed run needs the value of {self.tape.ops[index]}, which no code of "
                     "the model could reach any more (please report this)"
                 )

@@ -599,12 +599,12 @@ def counts(op: Op) -> bool:
 
 def is_handled(scope: ModuleCall | None, site: Site | None) -> bool:
     """Return whether the model might continue after an error at a place."""
-    return any(map(statements.is_under_handler, _covering_places(scope, site)))
+    return any(statements.is_under_handler(place) for place in _covering_places(scope, site))
 
 
 def describe_raised(op: Op, error: Exception) -> Raised:
     """Describe an error as far as handlers of the model can distinguish it from others."""
-    seen = any(map(statements.asks_for_error, _covering_places(op.scope, op.site)))
+    seen = any(statements.asks_for_error(place) for place in _covering_places(op.scope, op.site))
     return Raised(type(error), str(error) if seen else None)
 
 

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils.hooks import BackwardHook
 
-from bendtrace.errors import InputError
 from bendtrace.python.internals import Never, TorchDispatchMode, disable_dynamo, internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.contexts import forget_casts
@@ -47,9 +46,11 @@ from bendtrace.watch.rank_sync import is_running
 from bendtrace.watch.transforms import as_one_op, entries_of_transforms
 
 if TYPE_CHECKING:
+    from bendtrace import errors
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
+    errors = LazyModule("bendtrace.errors")
 
 # Full backward hooks of modules, which each replay sets up on its own.
 #
@@ -163,7 +164,7 @@ def opaque(function: Callable[P, R]) -> Callable[P, R]:
         (tensor([3., 6., 6.]), 1)
     """
     if not callable(function):
-        raise InputError(f"only a callable can be opaque, not {function!r}")
+        raise errors.InputError(f"only a callable can be opaque, not {function!r}")
     return as_one_op(function)
 
 

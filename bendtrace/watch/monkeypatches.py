@@ -13,7 +13,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.fft
@@ -23,11 +23,16 @@ import torch.nn.init
 import torch.special
 from torch.nn import functional
 
-from bendtrace.errors import InputError
 from bendtrace.python.internals import internal
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import TORCH
 from bendtrace.python.versions import TELLS_CHANGES, reader_of_versions, version_of
 from bendtrace.watch.intercepts import REPLACED
+
+if TYPE_CHECKING:
+    from bendtrace import errors
+else:
+    errors = LazyModule("bendtrace.errors")
 
 # Whether what a mode is asked about may stand in for a function of torch's: these cannot.
 _NATIVE = frozenset(
@@ -210,7 +215,9 @@ def original_of(function: Any, frame: types.FrameType) -> Any:
         original = _original_of(function, None)
         if original is None and type(function) is types.FunctionType:
             if id(function) not in _ORIGINALS:
-                raise InputError(f"{function!r} {_AMBIGUOUS}: replace it with a plain function")
+                raise errors.InputError(
+                    f"{function!r} {_AMBIGUOUS}: replace it with a plain function"
+                )
         return function if original is None else original
     code = asking.f_code
     if not code.co_filename.startswith(TORCH):
@@ -237,7 +244,7 @@ def _original_of(value: Any, code: types.CodeType | None) -> Any:
         matches = [s for s in matches if getattr(s.original, "__code__", None) is code]
     if len(matches) > 1:
         names = ", ".join(sorted(patch.name for patch in matches))
-        raise InputError(f"{value!r} replaces {names}: {_ONE_EACH}")
+        raise errors.InputError(f"{value!r} replaces {names}: {_ONE_EACH}")
     return matches[0].original if matches else None
 
 

@@ -6,11 +6,16 @@ import functools
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from bendtrace.errors import InputError
+from bendtrace.python.lazy import LazyModule
+
+if TYPE_CHECKING:
+    from bendtrace import errors
+else:
+    errors = LazyModule("bendtrace.errors")
 
 
 def module_of(model: Any) -> nn.Module | None:
@@ -109,7 +114,7 @@ def without_hooks(model: Any) -> Iterator[None]:
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     hooked = [part for part in modules_in(model).values() if "_hf_hook" in vars(part)]
     if hooked and any(tensor.is_meta for _, tensor in states_of(model)):
-        raise InputError(
+        raise errors.InputError(
             "accelerate has put weights of the model somewhere else: load it without offloading, "
             "or call accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
         )

@@ -13,12 +13,12 @@ import types
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.errors import NondeterminismError
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import user_place
 from bendtrace.tape.captured import PLAIN_TENSORS, Array, is_array, is_inference
 from bendtrace.tape.tape import Op, Ref, Tape, refs_in
@@ -29,6 +29,11 @@ from bendtrace.watch.functions import (
     is_named_in_place,
     table_name,
 )
+
+if TYPE_CHECKING:
+    from bendtrace import errors
+else:
+    errors = LazyModule("bendtrace.errors")
 
 
 def version_of(tensor: Tensor) -> int:
@@ -461,7 +466,7 @@ class SharedArrays:
     def _block(self, shared: _SharedArray, what: str) -> None:
         reason = f"the array whose memory a tensor shares since {shared.place} {what}"
         if shared.is_resumed:
-            raise NondeterminismError(
+            raise errors.NondeterminismError(
                 f"{reason}, along a path that a replay has begun with another array: "
                 "name the function around it with bendtrace.opaque, or copy the array with "
                 "torch.tensor"
