@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,9 +28,11 @@ from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.tape.watchers import Stage
 from bendtrace.watch.code_facts import names_in
 from bendtrace.watch.provenance import is_users_class
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Stage
 
 
 class Insertions:

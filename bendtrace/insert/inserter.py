@@ -41,7 +41,6 @@ from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import ModuleCall, meta_of
-from bendtrace.tape.watchers import Stage
 from bendtrace.watch.code_facts import names_in
 from bendtrace.watch.functions import (
     CONTEXT,
@@ -62,6 +61,7 @@ from bendtrace.watch.writes import storage_of
 
 if TYPE_CHECKING:
     from bendtrace.insert.splicer import Splicer
+    from bendtrace.tape.protocols import Stage
 
 Run = Callable[..., Any]
 Undo = Callable[[], None]
@@ -184,7 +184,7 @@ class LiveInserter:
     # Being asked
 
     def begins(self, stage: Stage) -> None:
-        """Prepare for a run (see `watchers.Inserter`)."""
+        """Prepare for a run (see `protocols.Inserter`)."""
         self.stage = stage
         prefix = "" if self._position is None else self._position.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
@@ -193,7 +193,7 @@ class LiveInserter:
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the inputs of a function (see `watchers.Inserter`)."""
+        """Replace the inputs of a function (see `protocols.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return args, kwargs
         self.names.function(args, kwargs)
@@ -206,7 +206,7 @@ class LiveInserter:
         return self._enter(spot, args, kwargs, frame, None, self._undo)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
-        """Replace the output of a function (see `watchers.Inserter`)."""
+        """Replace the output of a function (see `protocols.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
         if self._states:
@@ -214,7 +214,7 @@ class LiveInserter:
         return self._after(self._root, self._root.number - 1, (), {}, output, frame)
 
     def ended(self) -> None:
-        """Put back what a function was given in lists (see `watchers.Inserter`)."""
+        """Put back what a function was given in lists (see `protocols.Inserter`)."""
         self._put_back(self._undo)
 
     def module(
@@ -225,7 +225,7 @@ class LiveInserter:
         frame: FrameType,
         run: Run,
     ) -> Any:
-        """Run the call of a module (see `watchers.Inserter`)."""
+        """Run the call of a module (see `protocols.Inserter`)."""
         path = self.names.call(scope, args, kwargs)
         if self._states:
             args, kwargs = self._states.exchanged((args, kwargs), frame)
@@ -292,7 +292,7 @@ class LiveInserter:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
         run: Run,
     ) -> Any:  # fmt: skip
-        """Run the call of a function (see `watchers.Inserter`)."""
+        """Run the call of a function (see `protocols.Inserter`)."""
         given = args, kwargs
         if self._states:
             args, kwargs = self._states.exchanged(given, frame)
@@ -371,7 +371,7 @@ class LiveInserter:
             ) from error
 
     def scalar(self, function: Any, frame: FrameType) -> None:
-        """Name arithmetic (see `watchers.Inserter`)."""
+        """Name arithmetic (see `protocols.Inserter`)."""
         self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
     @property
@@ -380,11 +380,11 @@ class LiveInserter:
         return bool(self._states)
 
     def recomputed(self, entering: bool) -> None:
-        """Record that a checkpointed block begins or ends (see `watchers.Inserter`)."""
+        """Record that a checkpointed block begins or ends (see `protocols.Inserter`)."""
         self._recomputed += 1 if entering else -1
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Return whether values below a call have insertions (see `watchers.Inserter`)."""
+        """Return whether values below a call have insertions (see `protocols.Inserter`)."""
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
@@ -425,7 +425,7 @@ class LiveInserter:
         return f"{self._position.name}.{path}" if path else self._position.name
 
     def inside(self, module: nn.Module, path: str) -> None:
-        """Raise if an insertion is at a place without gates (see `watchers.Inserter`)."""
+        """Raise if an insertion is at a place without gates (see `protocols.Inserter`)."""
         slots = self._slots_at(module, path)
         slots += [
             slot

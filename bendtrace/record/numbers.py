@@ -23,10 +23,11 @@ from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Raised, Ref, Use, refs_in, use_by
-from bendtrace.tape.watchers import Inserter, current_watcher
+from bendtrace.tape.watchers import current_watcher
 
 if TYPE_CHECKING:
     from bendtrace.record import texts
+    from bendtrace.tape.protocols import Inserter
 else:
     texts = LazyModule("bendtrace.record.texts")
 

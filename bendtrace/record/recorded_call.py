@@ -16,7 +16,6 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.self_test import look_once
 from bendtrace.tape.captured import Access, Captured, CaptureKind
-from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.mode_queries import seeing_modes, without
 from bendtrace.watch.owners import states_of
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from bendtrace import errors
     from bendtrace.record.script import Script
     from bendtrace.record.varying import Lifting
+    from bendtrace.tape.protocols import Inserter, Observer
 else:
     errors = LazyModule("bendtrace.errors")
 

@@ -61,7 +61,7 @@ from bendtrace.tape.tape import (
     describe_raised,
     meta_of,
 )
-from bendtrace.tape.watchers import Inserter, Observer, StopRun, call_silently, set_around
+from bendtrace.tape.watchers import StopRun, call_silently, set_around
 from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import CodeMonitor, new_code_monitor
@@ -98,6 +98,7 @@ if TYPE_CHECKING:
     from bendtrace.record.texts import Texts
     from bendtrace.record.varying import Lifting, Varying
     from bendtrace.tape.guards import Place
+    from bendtrace.tape.protocols import Inserter, Observer
 else:
     arrays = LazyModule("bendtrace.record.arrays")
     checkpoints = LazyModule("bendtrace.record.checkpoints")
@@ -587,7 +588,7 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType | None = None,
     ) -> Any:
-        """Run a function as one op (see `watchers.Watcher`)."""
+        """Run a function as one op (see `protocols.Watcher`)."""
         frame = frame or sys._getframe(2)
         if self._inserter is not None:
             with self._code_monitor.pause():
@@ -601,7 +602,7 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:
-        """Draw random numbers (see `watchers.Watcher`)."""
+        """Draw random numbers (see `protocols.Watcher`)."""
         if draws.numpys_generator(function, args) is not None and self.contents.draws_array(
             function, args, kwargs, frame
         ):
@@ -609,7 +610,7 @@ class Recorder(RecordingMode):
         return self.opaque_call(function, args, kwargs, frame)
 
     def holds(self, thing: Any) -> bool:
-        """Return whether the environment has an object (see `watchers.Watcher`)."""
+        """Return whether the environment has an object (see `protocols.Watcher`)."""
         return self.environment.find(thing) is not None
 
     def _opaque(
@@ -642,7 +643,7 @@ class Recorder(RecordingMode):
                 )
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Query something of a tensor other than its values (see `watchers.Watcher`)."""
+        """Query something of a tensor other than its values (see `protocols.Watcher`)."""
         with torch._C.DisableTorchFunction():
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
@@ -697,15 +698,15 @@ class Recorder(RecordingMode):
     def printed(
         self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
     ) -> None:
-        """Print to the screen (see `watchers.Watcher`)."""
+        """Print to the screen (see `protocols.Watcher`)."""
         self.texts.printed(function, args, kwargs, frame)
 
     def guard_text(self, text: str) -> str:
-        """Guard the values in a text (see `watchers.Watcher`)."""
+        """Guard the values in a text (see `protocols.Watcher`)."""
         return self.texts.guard_text(text)
 
     def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
-        """Return a generator that follows a block (see `watchers.Watcher`)."""
+        """Return a generator that follows a block (see `protocols.Watcher`)."""
         if self._checkpoints is None:
             inserter = self._inserter
             with self._code_monitor.pause():
@@ -787,11 +788,11 @@ class Recorder(RecordingMode):
         return self._writer.scope
 
     def site(self, frame: FrameType) -> Site | None:
-        """Return the site of `frame` (see `watchers.Stage`)."""
+        """Return the site of `frame` (see `protocols.Stage`)."""
         return self._writer.site(frame)
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Record a call on the tape that is not the model's own (see `watchers.Stage`)."""
+        """Record a call on the tape that is not the model's own (see `protocols.Stage`)."""
         if self._checkpoints is not None:
             self._checkpoints.note_gate()
         with torch._C.DisableTorchFunction():
@@ -809,19 +810,19 @@ class Recorder(RecordingMode):
 
     @property
     def is_in_block(self) -> bool:
-        """Return whether the run is in a block that is run again (see `watchers.Stage`)."""
+        """Return whether the run is in a block that is run again (see `protocols.Stage`)."""
         return self._checkpoints is not None and self._checkpoints.current is not None
 
     @property
     def follows_script(self) -> bool:
-        """Return whether the run follows a script (see `watchers.Stage`)."""
+        """Return whether the run follows a script (see `protocols.Stage`)."""
         script = self._writer.script
         return script is not None and script.is_active
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
     ) -> Any:
-        """Let a function replace a result of a node (see `watchers.Stage`)."""
+        """Let a function replace a result of a node (see `protocols.Stage`)."""
         outer, self._within = self._within, True
         try:
             with torch._C.DisableTorchFunction():
@@ -846,21 +847,21 @@ class Recorder(RecordingMode):
             return given if self._values.exchange(value, given, ref) else None
 
     def note_replacement(self, gate: Callable[[Any], Any]) -> None:
-        """Note the gate that has let a function replace a result (see `watchers.Stage`)."""
+        """Note the gate that has let a function replace a result (see `protocols.Stage`)."""
         if self._checkpoints is not None:
             self._checkpoints.note_replacement(gate)
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
-        """Guard that the model holds no tensor like this (see `watchers.Stage`)."""
+        """Guard that the model holds no tensor like this (see `protocols.Stage`)."""
         with torch._C.DisableTorchFunction():
             self._values.guard_ownership(tensor, frame)
 
     def block(self, reason: str) -> None:
-        """Have the recording never be replayed (see `watchers.Stage`)."""
+        """Have the recording never be replayed (see `protocols.Stage`)."""
         self.tape.block(reason)
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Guard a truth value that a gate has returned (see `watchers.Stage`)."""
+        """Guard a truth value that a gate has returned (see `protocols.Stage`)."""
         if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
@@ -877,12 +878,12 @@ class Recorder(RecordingMode):
         self._writer.handed = values
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the captured value for a tensor (see `watchers.Stage`)."""
+        """Return the captured value for a tensor (see `protocols.Stage`)."""
         part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
-        """Record that autocast clears its cache (see `watchers.Watcher`)."""
+        """Record that autocast clears its cache (see `protocols.Watcher`)."""
         self._writer.forgot_casts()
 
     def forget(self, *tensors: Tensor) -> None:
@@ -898,25 +899,25 @@ class Recorder(RecordingMode):
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
-        """Tell the inserter of a module without gates (see `watchers.Watcher`)."""
+        """Tell the inserter of a module without gates (see `protocols.Watcher`)."""
         self.tape.is_closed = True
         if self._inserter is not None:
             with self._code_monitor.pause():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
-        """Tell the inserter of a checkpointed block (see `watchers.Watcher`)."""
+        """Tell the inserter of a checkpointed block (see `protocols.Watcher`)."""
         if self._inserter is not None:
             self._inserter.recomputed(entering)
 
     def identified(self, tensor: Tensor) -> None:
-        """Record that code tells a tensor by its identity (see `watchers.Watcher`)."""
+        """Record that code tells a tensor by its identity (see `protocols.Watcher`)."""
         index = self._values.producer_of(tensor)
         if index is None or self.tape.ops[index].target in GIVES_BACK:
             self.unseen("a lookup of a tensor by its identity, in a dict, a set or a cache,")
 
     def unseen(self, what: str) -> None:
-        """Record something that a replay could not repeat (see `watchers.Watcher`)."""
+        """Record something that a replay could not repeat (see `protocols.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
         # The run is live in any case; unwatched code may compile.
         self._code_monitor.leave(answers=True)

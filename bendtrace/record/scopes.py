@@ -18,13 +18,13 @@ from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import CodeMonitor
 from bendtrace.watch.rank_sync import has_joint_hooks
 
 if TYPE_CHECKING:
     from bendtrace.python import statements
+    from bendtrace.tape.protocols import Inserter, Observer
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
@@ -90,7 +90,7 @@ class Scopes:
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's call as a scope (see `watchers.Watcher`)."""
+        """Run a module's call as a scope (see `protocols.Watcher`)."""
         path = self._environment.module_paths.get(id(module))
         if path is None:
             path = self._substitute_path(module)

@@ -51,7 +51,6 @@ from bendtrace.tape.guards import IdentityGuard
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
 from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, carries_array, map_refs
-from bendtrace.tape.watchers import Inserter
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
 from bendtrace.watch.kinds import is_constant
@@ -59,6 +58,7 @@ from bendtrace.watch.writes import storage_of
 
 if TYPE_CHECKING:
     from bendtrace.tape import array_functions
+    from bendtrace.tape.protocols import Inserter
 else:
     array_functions = LazyModule("bendtrace.tape.array_functions")
 

@@ -8,7 +8,7 @@ import types
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -58,7 +58,6 @@ from bendtrace.tape.tape import (
     refs_in,
     stands_for_number,
 )
-from bendtrace.tape.watchers import Observer
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import (
     GIVES_BACK,
@@ -74,6 +73,9 @@ from bendtrace.watch.functions import (
 )
 from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Observer
 
 TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 

@@ -32,13 +32,7 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import FunctionUse
-from bendtrace.tape.watchers import (
-    Watcher,
-    _local,
-    current_watcher,
-    note_call,
-    set_watcher,
-)
+from bendtrace.tape.watchers import _local, current_watcher, note_call, set_watcher
 from bendtrace.watch.draws import entries_of_numpys_draws, entries_of_pythons_draws, numpys_random
 from bendtrace.watch.functions import GONE, ScriptFunction, ScriptMethod, entries_of_constructors
 from bendtrace.watch.host_io import OFTEN_PATCHED, entries_of_outside
@@ -47,6 +41,7 @@ from bendtrace.watch.transforms import as_one_op, entries_of_transforms
 
 if TYPE_CHECKING:
     from bendtrace import errors
+    from bendtrace.tape.protocols import Watcher
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
