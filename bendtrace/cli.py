@@ -48,7 +48,7 @@ from bendtrace.python.checks import did_you_mean
 from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import pytree
 from bendtrace.python.lazy import imported, required, tabulate
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.record.recorded_call import Signature
 from bendtrace.research.costs import cost
 from bendtrace.show.example import AdaptiveBlock

@@ -23,8 +23,7 @@ from bendtrace.errors import InputError
 from bendtrace.python.checks import required_choice
 from bendtrace.python.internals import is_off
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import is_installed, path_text, place_text
-from bendtrace.python.sites import InstructionPlace, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span, is_installed, path_text, place_text
 from bendtrace.python.statements import SourceLoop, dependent_source, subscript_text
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import (

@@ -33,7 +33,7 @@ from bendtrace.module import BendedModule
 from bendtrace.python.checks import required_model, required_number
 from bendtrace.python.compare import same_bits
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.show.difference import Difference, expression_of
 from bendtrace.show.matching import (
     FlowChange,

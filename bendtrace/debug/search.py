@@ -32,8 +32,7 @@ from bendtrace.errors import InputError
 from bendtrace.log.entries import Listing, counted
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import place_text
-from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place_at
+from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place_at, place_text
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import running_code, user_code
 from bendtrace.record.recorded_call import Signature, record

@@ -32,8 +32,7 @@ from bendtrace.log.entries import Source
 from bendtrace.log.names import RunNames, call_around, holders_of, near_names, passes_of
 from bendtrace.log.nodes import Pass, Registry, TreeNode
 from bendtrace.python.checks import required_int
-from bendtrace.python.places import is_file, place_text, read_place
-from bendtrace.python.sites import InstructionPlace, Site
+from bendtrace.python.sites import InstructionPlace, Site, is_file, place_text, read_place
 from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
 from bendtrace.show.viewer import step_html, viewer_frame

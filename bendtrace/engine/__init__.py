@@ -117,7 +117,7 @@ once torch.compile's guards have accepted it. It keeps apart what depends on whi
 graph would give gradients of zero and the model none. `speculation.py` also compiles the code
 between two questions, for calls that combine segments in new ways: it writes segments that call a
 compiled *body* in place of the ops, and fall back to the ops. Paths and bodies share the
-generation of ops (`expressions.py`) and one class, `CompiledFunction` (`compile_attempts.py`),
+generation of ops (`compiled_path.py`) and one class, `CompiledFunction` (`compile_attempts.py`),
 which compiles, calls, compares and measures. `compile_settings.py` holds the user's settings, and
 keeps what inductor compiles for other processes.
 

@@ -42,9 +42,9 @@ from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, descri
 
 if TYPE_CHECKING:
     from bendtrace.engine import direct_calls
-    from bendtrace.tape import blocks
+    from bendtrace.record import checkpoints
 else:
-    blocks = LazyModule("bendtrace.tape.blocks")
+    checkpoints = LazyModule("bendtrace.record.checkpoints")
     direct_calls = LazyModule("bendtrace.engine.direct_calls")
 
 # Seen in 2.13 to 2.15; test_direct_calls notices.
@@ -61,7 +61,7 @@ def write_run(schedule: Schedule, direct: bool = False) -> Code:
     return RunWriter(schedule, direct).write()
 
 
-def write_portion(portion: blocks.Portion) -> Callable[..., None]:
+def write_portion(portion: checkpoints.Portion) -> Callable[..., None]:
     """Return a function that carries out a portion of a checkpointed block again."""
     source, passages, current = GeneratedSource(), list(portion.passages), None
     source.begin("again(E, switch)")
@@ -243,7 +243,7 @@ class RunWriter:
         source = self.source
         self._take_out(list(map(Ref, block.tensors)))
         tensors = "".join(f"v{index}, " for index in block.tensors)
-        source.names["Block"] = blocks.Block
+        source.names["Block"] = checkpoints.Block
         source.line(f"E.hold.block = Block({source.bound(block.settings)}, ({tensors}))")
         self._go_on_in(block)
 

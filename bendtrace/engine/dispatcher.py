@@ -22,7 +22,7 @@ from bendtrace.engine.stretches import Divergence, Exit, FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.python.internals import MissingInternal, pytree
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.places import full_place_text
+from bendtrace.python.sites import full_place_text
 from bendtrace.record.module_proxy import call_itself
 from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording

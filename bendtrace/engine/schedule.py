@@ -27,9 +27,9 @@ from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_han
 from bendtrace.watch.functions import FLEETING, VALUES, table_name
 
 if TYPE_CHECKING:
-    from bendtrace.tape import blocks
+    from bendtrace.record import checkpoints
 else:
-    blocks = LazyModule("bendtrace.tape.blocks")
+    checkpoints = LazyModule("bendtrace.record.checkpoints")
 
 
 class Unlinked(Exception):
@@ -202,8 +202,8 @@ class Schedule:
     def portion(
         self,
         block: Checkpoint,
-        write: Callable[[blocks.Portion], Callable[..., None]] | None = None,
-    ) -> blocks.Portion:
+        write: Callable[[checkpoints.Portion], Callable[..., None]] | None = None,
+    ) -> checkpoints.Portion:
         """Return its work in a block.
 
         Args:
@@ -213,12 +213,16 @@ class Schedule:
         start = self.start if block is self.entered else block.begin[0]
         ops = map(self.op_at, range(start, min(block.end[0], self.end)))
         passages = [
-            blocks.Passage(position, splice.guards, splice.index, splice.function, splice.context)
+            checkpoints.Passage(
+                position, splice.guards, splice.index, splice.function, splice.context
+            )
             for position, spliced in self.splices.items()
             for splice in spliced
             if block.begin < (position, splice.guards) <= block.end
         ]
-        return blocks.Portion([op for op in ops if op is not None], passages, self.catchable, write)
+        return checkpoints.Portion(
+            [op for op in ops if op is not None], passages, self.catchable, write
+        )
 
     @cached_property
     def catchable(self) -> frozenset[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.engine.compile_probing import why_not_op
-from bendtrace.engine.expressions import Expressions, wide_dtype
+from bendtrace.engine.compiled_path import Expressions, wide_dtype
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, gives_nothing
 from bendtrace.errors import ExportError

@@ -32,8 +32,7 @@ from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
 from bendtrace.insert.spliced_gate import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
-from bendtrace.python.places import place_text
-from bendtrace.python.sites import Site, user_place
+from bendtrace.python.sites import Site, place_text, user_place
 from bendtrace.python.usage import drops
 from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording

@@ -56,7 +56,7 @@ from bendtrace.insert.state_access import read_and_changed
 from bendtrace.log.capture import aligned_copy
 from bendtrace.log.path_views import Node, Tree, find_node
 from bendtrace.python.checks import required_arguments
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.record.recorder import Recording
 from bendtrace.record.script import Script, Section
 from bendtrace.tape.captured import Access, Captured, identical

@@ -2,7 +2,7 @@
 
 An array that a run gets from a tensor is the array that eager gets: no subclass, and no object
 around it. So nothing tells what code does with it. But before each instruction of the user's code,
-its operands can be seen (`python/operands.py`). Where one of them is such an array, or a number of
+its operands can be seen (`python/results.py`). Where one of them is such an array, or a number of
 numpy's that was computed from one, an object takes its place for this instruction only: in the
 place of a function, or of the left operand. It records what the instruction does as an op
 (`tape/array_functions.py`), and gives the result, which is followed in turn. Lists and tuples may
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import NondeterminismError
-from bendtrace.python import operands, results, stacks
+from bendtrace.python import results, stacks
 from bendtrace.python.computations import COMPUTING
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, user_place
@@ -135,7 +135,7 @@ class Arrays:
             return False
         if type(tensor) not in (Tensor, nn.Parameter) or not self._is_users(frame):
             return False
-        called = operands.c_function_called_by(frame)
+        called = results.c_function_called_by(frame)
         return called is Tensor.numpy or (
             type(called) is types.BuiltinFunctionType
             and called.__name__ == "numpy"
@@ -143,7 +143,7 @@ class Arrays:
         )
 
     def _can_begin(self) -> bool:
-        return operands.can_exchange_operands() and results.can_exchange()
+        return results.can_exchange_operands() and results.can_exchange()
 
     def numpy(
         self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -339,7 +339,7 @@ class Arrays:
             self._enter(frame)
 
     def _step(self, frame: FrameType) -> None:
-        instruction = operands.instructions(frame.f_code).get(frame.f_lasti)
+        instruction = results.instructions(frame.f_code).get(frame.f_lasti)
         if instruction is None:
             return
         try:
@@ -353,14 +353,14 @@ class Arrays:
         self._block(self._reason + why)
         self.end(is_over=False)
 
-    def _look(self, frame: FrameType, instruction: operands.Instruction) -> None:
+    def _look(self, frame: FrameType, instruction: results.Instruction) -> None:
         places = stacks.frame_layout()
         assert places is not None
-        where = operands.addresses(frame, instruction, places)
+        where = results.addresses(frame, instruction, places)
         words = [stacks.pointer_at(address) for address in where]
         name = instruction.name
         if self._follows_classes and name in _CALLS:
-            place = operands.callee_place(words)
+            place = results.callee_place(words)
             called = stacks.object_at(words[place])
             if type(called) is LEGACY:
                 stacks.put_on_stack(where[place], ClassCall(called))
@@ -697,8 +697,8 @@ class Arrays:
     def _handle_call(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        place = operands.callee_place(values)
-        function, given = values[place], operands.arguments(instruction, values)
+        place = results.callee_place(values)
+        function, given = values[place], results.arguments(instruction, values)
         if given is None:
             return self._deny(*values)
         way = self._way(function, given)
@@ -852,7 +852,7 @@ class Arrays:
             return self._deny(*values)
         if stacks.is_called_by_c(frame, caller, places):
             # Which it is where C calls functions for an instruction, as torch._dynamo has it.
-            called = operands.c_function_called_by(caller)
+            called = results.c_function_called_by(caller)
             if getattr(getattr(called, "__func__", called), "__code__", None) is not frame.f_code:
                 self._deny(*values)
         return None
@@ -989,7 +989,7 @@ def _leaves_content_open(name: str, values: list[Any]) -> bool:
     if name not in ("CALL", "CALL_KW"):
         return False
     numpy: Any = sys.modules["numpy"]
-    called = values[operands.callee_place(values)]
+    called = values[results.callee_place(values)]
     return any(called is one for one in (numpy.empty, numpy.empty_like))
 
 

@@ -55,11 +55,11 @@ from bendtrace.watch.functions import OPERATORS, tells_sizes_from_tuples
 from bendtrace.watch.rank_sync import is_wiring
 
 if TYPE_CHECKING:
-    from bendtrace.python import operands
+    from bendtrace.python import results
     from bendtrace.record.values import RunValues
     from bendtrace.tape import array_functions
 else:
-    operands = LazyModule("bendtrace.python.operands")
+    results = LazyModule("bendtrace.python.results")
     array_functions = LazyModule("bendtrace.tape.array_functions")
 
 
@@ -417,7 +417,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if isinstance(value, (tuple, set, frozenset)):
         items = [without_traced(item, memo) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            if isinstance(value, tuple) or not operands.exchange_members(value, items):
+            if isinstance(value, tuple) or not results.exchange_members(value, items):
                 memo[id(value)] = value = build_instance(kind, items, attributes_of(value))
     elif isinstance(value, list):
         for position, item in enumerate(value):

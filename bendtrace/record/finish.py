@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from bendtrace.python.computations import is_computation
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.places import full_place_text
+from bendtrace.python.sites import full_place_text
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.one_op import assigned_in
 from bendtrace.record.tape_writer import TapeWriter

@@ -19,7 +19,7 @@ from bendtrace.log.entries import LayerEntry, Table, in_percent, rounded
 from bendtrace.module import BendedModule, required_bended
 from bendtrace.python.checks import required_model
 from bendtrace.python.internals import pytree
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 
 
 class Range(NamedTuple):

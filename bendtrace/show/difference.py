@@ -23,7 +23,7 @@ from bendtrace.log.entries import LayerEntry, Table, counted
 from bendtrace.log.run_log import RunLog
 from bendtrace.python.checks import required_number
 from bendtrace.python.compare import same_bits
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.show.matching import (
     FlowChange,
     LayerChange,

@@ -19,8 +19,7 @@ from bendtrace.flow import _plain_json
 from bendtrace.log.entries import Listing, counted, number_text
 from bendtrace.python.checks import required_choice
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import is_installed, place_text
-from bendtrace.python.sites import InstructionPlace, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span, is_installed, place_text
 from bendtrace.record.iterations import running_code
 from bendtrace.show.walks import (
     Choice,

@@ -436,7 +436,7 @@ class CheckpointSettings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A block that the backward pass does again (see `blocks.py`).
+    """A block that the backward pass does again (see `checkpoints.py`).
 
     Attributes:
         begin: how many ops and guards come before.

@@ -1,4 +1,4 @@
-"""Which recorder follows what the calling thread does."""
+"""The recorder that follows the calling thread, if there is one."""
 
 from __future__ import annotations
 

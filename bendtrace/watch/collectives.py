@@ -26,8 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bendtrace.errors import InputError, RankDivergenceError
 from bendtrace.python.internals import TorchDispatchMode, internal, pytree
-from bendtrace.python.places import place_text
-from bendtrace.python.sites import BEHIND, is_users_file
+from bendtrace.python.sites import BEHIND, is_users_file, place_text
 from bendtrace.tape.tape import Op, Tape, Use
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.functions import is_gate
@@ -48,7 +47,7 @@ from bendtrace.watch.rank_sync import (
 # Which things of torch.distributed say who communicates and how.
 
 
-def is_wiring(value: Any) -> bool:
+def is_group_or_mesh(value: Any) -> bool:
     """Return whether an object of torch.distributed defines who communicates (see `rank_sync`)."""
     return isinstance(value, _wirings(len(sys.modules)))
 
@@ -374,12 +373,12 @@ def _hook_of_fsdp(hooks: Mapping[int, Any], name: str) -> tuple[int, Any] | None
 _BEFORE, _AFTER = "_pre_forward", "_post_forward"
 
 
-def is_joint_hook(hook: Any) -> bool:
+def is_fsdp_hook(hook: Any) -> bool:
     """Return whether a forward hook on a module is FSDP's."""
     return any(_hook_of_fsdp({0: hook}, name) is not None for name in (_BEFORE, _AFTER))
 
 
-def gather_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+def fsdp_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
     """Yield the locations of each parameter that FSDP gathers when a module is called.
 
     These are modules and names; between calls they hold shards.
@@ -413,7 +412,7 @@ def gather_parameters(module: nn.Module, *tensors: Tensor) -> Any:
     found = _hook_of_fsdp(module._forward_pre_hooks, _BEFORE)
     assert found is not None
     args, _ = found[1](module, tensors, {})
-    return (*args, *(places[0][0]._parameters[places[0][1]] for places in gather_locations(module)))
+    return (*args, *(places[0][0]._parameters[places[0][1]] for places in fsdp_locations(module)))
 
 
 def release_parameters(module: nn.Module, *tensors: Tensor) -> Any:
@@ -442,7 +441,7 @@ class _JointPreHook(_JointHook):
             return self.hook(module, args, kwargs)
         tensors, rebuild = _take_tensors_out((args, kwargs))
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
-        for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
+        for places, parameter in zip(fsdp_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
                 table = holder._parameters
                 # A resumed run reaches what was done before: FSDP has the shards back in place.
@@ -1041,7 +1040,7 @@ def alone(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def joint_call(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
+def call_context(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
     """Make the ranks agree on the collectives of a call, within the context.
 
     Args:
@@ -1093,7 +1092,7 @@ def _abandon(call: JointCall) -> None:
 
 
 @contextmanager
-def joint_recording(
+def recording_context(
     model: Any, names: frozenset[str], tape: Tape, goes_on: bool
 ) -> Iterator[JointCall | None]:
     """Make the ranks agree on a run that is being recorded.
@@ -1106,7 +1105,7 @@ def joint_recording(
     """
     if is_running():
         _look_at(model, names)
-    with joint_call(model, goes_on) as call:
+    with call_context(model, goes_on) as call:
         if call is not None:
             call.tape = tape
         yield call

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bendtrace.python.places import full_place_text
+from bendtrace.python.sites import full_place_text
 from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_name_of, slot_names
 from bendtrace.tape.plain_numbers import function_needs_plain
 from bendtrace.tape.structure import can_build

@@ -135,7 +135,7 @@ def joint_call(
     Returns:
         The context, which gives the `JointCall`, or None if agreement is not needed.
     """
-    return collectives.joint_call(model, goes_on) if is_running() else nullcontext()
+    return collectives.call_context(model, goes_on) if is_running() else nullcontext()
 
 
 def joint_recording(
@@ -151,7 +151,7 @@ def joint_recording(
     """
     if not is_running():
         return nullcontext()
-    return collectives.joint_recording(model, names, tape, goes_on)
+    return collectives.recording_context(model, names, tape, goes_on)
 
 
 # Questions about the things of torch.distributed that a model has
@@ -165,7 +165,7 @@ def is_wiring(value: Any) -> bool:
     module = type(value).__module__
     if not module.startswith(("torch._C._distributed_c10d", "torch.distributed")):
         return False
-    return collectives.is_wiring(value)
+    return collectives.is_group_or_mesh(value)
 
 
 # All else that a DDP module has is read only in what is one op here.
@@ -189,7 +189,7 @@ def fsdp_states() -> Any:
 
 def is_joint_hook(hook: Any) -> bool:
     """Return whether a forward hook on a module is FSDP's."""
-    return fsdp_states() is not None and collectives.is_joint_hook(hook)
+    return fsdp_states() is not None and collectives.is_fsdp_hook(hook)
 
 
 def gather_locations(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]:
@@ -197,7 +197,7 @@ def gather_locations(module: nn.Module) -> Iterable[list[tuple[nn.Module, str]]]
 
     These are modules and names; between calls they hold shards.
     """
-    return () if fsdp_states() is None else collectives.gather_locations(module)
+    return () if fsdp_states() is None else collectives.fsdp_locations(module)
 
 
 def has_joint_hooks(module: nn.Module) -> bool:
