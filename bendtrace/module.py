@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.engine.stretches import FinishedReplay
@@ -32,33 +32,29 @@ if TYPE_CHECKING:
     from bendtrace import hooks as hooks_module
     from bendtrace._trace import Trace
     from bendtrace.debug import auditing
-    from bendtrace.debug import calls as call_forms
-    from bendtrace.debug import search as exploring_search
-    from bendtrace.debug import stepping as stepping_run
-    from bendtrace.debug.search import Exploration
-    from bendtrace.debug.stepping import SteppedRun
+    from bendtrace.debug.auditing import audit
+    from bendtrace.debug.search import explore
+    from bendtrace.debug.stepping import step
     from bendtrace.engine import compile_settings as compiled_settings
     from bendtrace.engine import speculation as compiled_speculation
     from bendtrace.engine.explain import Mismatch
     from bendtrace.engine.speculation import CompiledReport, Speculation
-    from bendtrace.export import exporting
-    from bendtrace.export.exporting import Exported
+    from bendtrace.export.exporting import export
     from bendtrace.hooks import HookManager
     from bendtrace.insert import activations, gates, inserter, registry, resume_point  # fmt: skip
     from bendtrace.insert import bending as model_bends
-    from bendtrace.insert import patch_kinds as patches_module
     from bendtrace.insert import resolver as knowledge
     from bendtrace.insert.activations import Activations
-    from bendtrace.insert.bend import Bend, Value
-    from bendtrace.insert.bend_catalogue import BendHandle, Filter
-    from bendtrace.insert.bending import Bending, Out
+    from bendtrace.insert.bend import Value
+    from bendtrace.insert.bend_catalogue import Filter
+    from bendtrace.insert.bending import Bending, Out, bend
     from bendtrace.insert.inserter import LiveInserter, PartPosition
     from bendtrace.insert.insertion import Insertion, What
     from bendtrace.insert.interjection import PassNumbers
-    from bendtrace.insert.patch_kinds import PatchContext, Patches
+    from bendtrace.insert.patch_kinds import patch
     from bendtrace.insert.registry import InsertionRegistry
     from bendtrace.insert.resolver import Knowledge
-    from bendtrace.insert.where import Rows, Where
+    from bendtrace.insert.where import Where
     from bendtrace.log import run as run_views
     from bendtrace.log.nodes import Text
     from bendtrace.record import redirection
@@ -74,15 +70,11 @@ else:
     _trace = LazyModule("bendtrace._trace")
     activations = LazyModule("bendtrace.insert.activations")
     auditing = LazyModule("bendtrace.debug.auditing")
-    call_forms = LazyModule("bendtrace.debug.calls")
     compiled_settings = LazyModule("bendtrace.engine.compile_settings")
     compiled_speculation = LazyModule("bendtrace.engine.speculation")
-    patches_module = LazyModule("bendtrace.insert.patch_kinds")
-    exploring_search = LazyModule("bendtrace.debug.search")
     outline_coverage = LazyModule("bendtrace.show.outline")
     outline_graph = LazyModule("bendtrace.show.state_graph")
     outline_program = LazyModule("bendtrace.show.model_tree")
-    exporting = LazyModule("bendtrace.export.exporting")
     folded = LazyMethod("bendtrace.show.treescope_forms", "bended_model")
     hooks_module = LazyModule("bendtrace.hooks")
     gates = LazyModule("bendtrace.insert.gates")
@@ -93,7 +85,12 @@ else:
     redirection = LazyModule("bendtrace.record.redirection")
     run_views = LazyModule("bendtrace.log.run")
     model_bends = LazyModule("bendtrace.insert.bending")
-    stepping_run = LazyModule("bendtrace.debug.stepping")
+    audit = LazyMethod("bendtrace.debug.auditing", "audit")
+    bend = LazyMethod("bendtrace.insert.bending", "bend")
+    explore = LazyMethod("bendtrace.debug.search", "explore")
+    export = LazyMethod("bendtrace.export.exporting", "export")
+    patch = LazyMethod("bendtrace.insert.patch_kinds", "patch")
+    step = LazyMethod("bendtrace.debug.stepping", "step")
     errors = LazyModule("bendtrace.errors")
 
 __all__ = ["BendedModule"]
@@ -491,54 +488,6 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         return outline_coverage.coverage(self._tree, only)
 
-    def explore(
-        self, inputs: Any, domain: Mapping[str, Any], *, seconds: float | None = 10.0,
-        tries: int | None = None, seed: int = 0,
-    ) -> Exploration:  # fmt: skip
-        """Search for inputs that take the sides of branches that no call has taken.
-
-        The search starts from inputs that reach a question, and changes them: along gradients of
-        the tested value if it has any, otherwise by changing elements, tokens, numbers and sizes.
-        A find is an input with which the model itself has taken the side. The state of the model is
-        restored after each run. Inputs that the search does not find may still exist.
-
-        Args:
-            inputs: where the search begins: a tuple of positional arguments, a dict of keyword
-                arguments, a pair (args, kwargs), or a list of several such inputs.
-            domain: which inputs may differ, by the name of the argument or of a part of one
-                (`"batch['ids']"`): each has a `Domain`, or a pair of the least and the greatest
-                number. All other inputs stay as they are.
-            seconds: how long to search at most; None for no limit.
-            tries: how often to run the model at most; None for no limit. A search with the same
-                seed and tries, and without a limit in seconds, finds the same inputs again.
-            seed: the seed of the random choices.
-
-        Returns:
-            An `Exploration`: a list of finds that prints as a table. The model can be called with
-            its `inputs`.
-
-        Raises:
-            InputError: the domain or another argument makes no sense; something is inserted; the
-                model holds objects that cannot be restored, or raises with each of the inputs.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x * 2 if x.sum() > 25 else x)
-            >>> found = bended.explore(torch.zeros(3), {"x": (0.0, 10.0)})
-            >>> [(find.text, find.side) for find in found]
-            [('x.sum() > 25', True)]
-            >>> for args, kwargs in found.inputs:
-            ...     print(bool(args[0].sum() > 25))
-            True
-        """
-        if self._inserted:
-            raise errors.InputError(
-                "a search runs the model itself: take away what is inserted first"
-            )
-        return exploring_search.explore(
-            self._model, self._trees.plain, inputs, domain, seconds, tries, seed
-        )
-
     @property
     def compiled(self) -> CompiledReport:
         """A report on compiled paths, or why there are none; prints as a table.
@@ -576,38 +525,6 @@ class BendedModule(ModuleProxy[ModelT]):
         floors = self._dispatcher.floor, *self._trees.floors()
         reasons += [floor.reason for floor in floors if floor.reason is not None]
         return tuple(dict.fromkeys(reasons))
-
-    def audit(self: BendedModule[Callable[P, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the model; if the call is a replay, let the model itself repeat it, and compare.
-
-        The model runs on copies of the inputs and of its state, with the same random numbers.
-        Output, inputs, state and random numbers are compared bit by bit, gradients are not. If the
-        model prints or sends something, it does so twice.
-
-        Args:
-            *args: positional arguments of the model.
-            **kwargs: keyword arguments of the model.
-
-        Returns:
-            The output.
-
-        Raises:
-            AuditError: the model and the replay differ.
-            InputError: something is inserted, or cannot be copied, or the model changes something
-                outside of itself.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(torch.nn.Dropout())
-            >>> _ = bended(torch.ones(2)), bended.audit(torch.ones(2))
-            >>> bended.stats.replays
-            1
-        """
-        if self._inserted:
-            raise errors.InputError("the model itself has nothing inserted: take that away first")
-        auditor = auditing.Auditor(self._model, 1.0)
-        output: R = self._dispatcher.call(args, kwargs, None, auditor)
-        return output
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Say which traces could serve some inputs, without running anything.
@@ -708,6 +625,15 @@ class BendedModule(ModuleProxy[ModelT]):
                     plan, self._dispatcher.registry, function, path_of=path_of
                 )
 
+    # Methods that are written where their subject is
+
+    audit = audit
+    bend = bend
+    explore = explore
+    export = export
+    patch = patch
+    step = step
+
     # Inserting
 
     def interject(
@@ -785,32 +711,6 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         return self._insertion_registry.insertions
 
-    def patch(self, patches: Patches, *, rows: Rows = None) -> PatchContext:
-        """Return a context in which patches apply at nodes; after it the model is as before.
-
-        Args:
-            patches: for each node one patch, or several in the order in which they apply. Nodes are
-                given by path (`layers_0.mlp.relu`, `linear.input`, `linear.weight`,
-                `output|sub_0`), as tree nodes, or in any other way that `interject` accepts.
-            rows: the rows of the batch to patch: an index, several, or a slice; None for all. The
-                patches receive these rows only. So several examples of one batch can each have
-                patches.
-
-        Raises:
-            NodePathError: a node does not exist, or does not hold a single value.
-            InputError: a value in `patches` is not a patch, or `rows` selects no rows.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x.relu().sum())
-            >>> bended(torch.ones(2))
-            tensor(2.)
-            >>> with bended.patch({"relu": bt.patches.AddPatch(value=1, slice=0)}):
-            ...     bended(torch.ones(2))
-            tensor(3.)
-        """
-        return patches_module.PatchContext(self._insertion_registry, self._knowledge, patches, rows)
-
     @functools.cached_property
     def hooks(self) -> HookManager:
         """Hooks on the model's modules, by name; active hooks are listed in `insertions`.
@@ -830,50 +730,6 @@ class BendedModule(ModuleProxy[ModelT]):
     def bending(self) -> Bending:
         """The bends of the model: configurations, versions of weights, captures."""
         return self._bending
-
-    def bend(
-        self,
-        callback: Bend | model_bends.BendingConfig | Callable[[Tensor], Any],
-        *where: Where,
-        weights: bool | None = None,
-        activations: bool = True,
-        allow_none: bool = False,
-    ) -> BendHandle:
-        """Bend activations and weights from now on.
-
-        Args:
-            callback: a bending callback, a function of a tensor, or a `BendingConfig` alone.
-            *where: patterns for names. A pattern for activations (see `print_activations`) matches
-                from the start of the name; a pattern for weights has to match in full, including
-                the last part (`conv.weight`, `.*bias`). Everything else that `interject` accepts is
-                accepted, too.
-            weights: whether patterns apply to weights: None for the weights that they match in
-                full, True also for the parameters that they match from the start, False for no
-                weights.
-            activations: whether patterns apply to activations.
-            allow_none: whether to accept that nothing has such a name so far.
-
-        Returns:
-            A handle, which is also a context manager: `remove()`, `report()`.
-
-        Raises:
-            InputError: nothing has such a name, or an argument is invalid.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-            >>> x = torch.ones(1, 2)
-            >>> before = bended(x)
-            >>> handle = bended.bend(bt.bends.Bias(1.0), "0$")
-            >>> torch.equal(bended(x), before + 1)
-            True
-            >>> bended.reset()
-            >>> torch.equal(bended(x), before)
-            True
-        """
-        return self._bending.bend(
-            callback, *where, weights=weights, activations=activations, allow_none=allow_none
-        )
 
     def reset(self, *what: Any) -> None:
         """Stop bending (see `Bending.reset`). Other insertions stay (see `remove_all`).
@@ -1095,117 +951,7 @@ class BendedModule(ModuleProxy[ModelT]):
         output: R = resume_point.from_activations(self, *replacements, bended=_bended)
         return output
 
-    def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:
-        """Run the model, and return the run as a place to experiment.
-
-        You can go to any op, question or line of the run, forward and back, look at the variables
-        of the model's Python, replace values and answers, and continue from there. Under
-        `torch.no_grad`, the run computes no value again, as far as the budget reaches; where
-        autograd records, it computes the values in autograd's graph again. The model, the inputs
-        and the random generators stay as they are (see `SteppedRun.finish`). `SteppedRun.to_html`
-        shows the run as a page, and so does a notebook. This method hides a submodule called
-        `step`, which is still `bended.model.step`.
-
-        Args:
-            *args: positional arguments of the model.
-            budget: the number of bytes of values to keep.
-            **kwargs: keyword arguments of the model.
-
-        Raises:
-            InputError: something is inserted, or the run cannot be stepped through: it depends on
-                something that no guard can watch, or changes something that cannot be restored.
-            Exception: an error of the model before its first op, such as for missing arguments.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: torch.relu(x) * 2)
-            >>> run = bended.step(torch.tensor([-1.0, 2.0]))
-            >>> run.set("relu", torch.tensor([5.0, 5.0])).output
-            tensor([10., 10.])
-        """
-        if self._inserted:
-            raise errors.InputError(
-                "a run to be stepped through has nothing inserted: remove it first"
-            )
-        return stepping_run.SteppedRun(
-            self._model, args, kwargs, self._signature, self._dispatcher.registry, budget
-        )
-
     # Copies
-
-    def export(
-        self,
-        *inputs: Any,
-        to: str | os.PathLike[str] | None = None,
-        unseen: str = "assert",
-        insertions: str = "constants",
-        tolerance: float = 1e-5,
-    ) -> Exported:
-        """Turn the model, with its branches and loops, into one program that runs without Python.
-
-        The model runs with copies of the inputs, under `torch.no_grad`, and its state is restored
-        afterwards. The runs become a `torch.export.ExportedProgram` in which questions are
-        `torch.cond` and loops `torch.while_loop`. Before it is returned, the program is compared
-        with the model for each of the inputs, bit by bit; so are files, within `tolerance` for
-        other targets than `.pt2`. A call that reaches a side of a question that no input took
-        raises an error that names the side.
-
-        Args:
-            *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
-                positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
-                `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
-                same guards of sizes and settings. Sizes that no guard fixes stay open. The default
-                is the inputs of earlier calls that took new paths, up to 1 MiB each and 16 MiB in
-                total.
-            to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
-                compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
-            unseen: "assert" for an error when the program reaches an unknown side; "error" to
-                refuse the export instead.
-            insertions: insertions are part of the program. "constants" makes their tensors parts
-                of the program, "inputs" makes them keyword inputs (see `Exported.insertions`).
-            tolerance: the largest difference of floats, absolute and relative, that files other
-                than `.pt2` may have, besides the rounding errors of the model itself.
-
-        Returns:
-            An object that you call like the model, with the program; it prints as a report.
-
-        Raises:
-            ExportError: something has no form without Python, an insertion does more than compute
-                tensors, or with `unseen="error"` a side is unknown; the message names the line and
-                says what to do. No file is written then.
-            InputError: there are no inputs, the file cannot be written, or the extra `onnx` is
-                not installed.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> def halved(x):
-            ...     while x.norm() > 1:
-            ...         x = x / 2
-            ...     return x
-            >>> inputs = torch.zeros(3), torch.ones(3), torch.full((3,), 9.0)
-            >>> exported = bt.BendedModule(halved).export(*inputs)
-            >>> print(exported)
-            exported: equal to the model, bit by bit, for 3 inputs
-            >>> exported(torch.tensor([6.0, 8.0, 0.0, 0.0]))
-            tensor([0.3750, 0.5000, 0.0000, 0.0000])
-        """
-        if insertions not in ("constants", "inputs"):
-            raise errors.InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
-        inserted = (
-            exporting.Insertions(self._insertion_registry, self._knowledge)
-            if self._inserted
-            else None
-        )
-        examples = self._dispatcher.examples
-        calls = [tuple(call_forms.Call.of(one)) for one in inputs] if inputs else examples.calls()
-        exported = exporting.export(
-            self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs",
-            tolerance,
-        )  # fmt: skip
-        if examples.missed and not inputs:
-            note = f"without {examples.missed} of the calls, whose inputs were not kept: pass them"
-            exported.notes = (*exported.notes, note)
-        return exported
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from bendtrace.log.path_views import Node, NodeSelector, Tree, find_node, requir
 from bendtrace.python.checks import shown
 from bendtrace.tape.tape import TensorMeta
 from bendtrace.watch.owners import modules_in
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 # The base of all patches, which copies the values that it hands them.
 
@@ -959,3 +962,31 @@ def patched_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
+
+
+def patch(bended: BendedModule[Any], /, patches: Patches, *, rows: Rows = None) -> PatchContext:
+    """Return a context in which patches apply at nodes; after it the model is as before.
+
+    Args:
+        bended: the model.
+        patches: for each node one patch, or several in the order in which they apply. Nodes are
+            given by path (`layers_0.mlp.relu`, `linear.input`, `linear.weight`,
+            `output|sub_0`), as tree nodes, or in any other way that `interject` accepts.
+        rows: the rows of the batch to patch: an index, several, or a slice; None for all. The
+            patches receive these rows only. So several examples of one batch can each have
+            patches.
+
+    Raises:
+        NodePathError: a node does not exist, or does not hold a single value.
+        InputError: a value in `patches` is not a patch, or `rows` selects no rows.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.relu().sum())
+        >>> bended(torch.ones(2))
+        tensor(2.)
+        >>> with bended.patch({"relu": bt.patches.AddPatch(value=1, slice=0)}):
+        ...     bended(torch.ones(2))
+        tensor(3.)
+    """
+    return PatchContext(bended._insertion_registry, bended._knowledge, patches, rows)
