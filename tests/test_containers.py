@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import bendtrace as bt
-from bendtrace.python.usage import hands_over
 from bendtrace.watch import containers, environment
+from bendtrace.watch.growing import hands_over
 from tests.promise import bits
 
 TABLES: dict[Any, Any] = {}

@@ -20,7 +20,7 @@ cheap. It leaves unusual ops to the `Recorder`. Both record the same, and
 
 Arrays of `x.numpy()` are followed as well (`arrays.py`): before each instruction that works on one,
 an object that records an op takes the place of an operand (`python/results.py`). On the tape, a
-tensor stands for each array (`tape/array_functions.py`).
+tensor stands for each array (`array_functions.py`).
 
 A block under `torch.utils.checkpoint` without reentry is recorded op by op, and the tape notes
 where it begins and ends (`checkpoints.py`). Torch's own hooks save nothing in it, in a replay as

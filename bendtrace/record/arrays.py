@@ -5,7 +5,7 @@ around it. So nothing tells what code does with it. But before each instruction 
 its operands can be seen (`python/results.py`). Where one of them is such an array, or a number of
 numpy's that was computed from one, an object takes its place for this instruction only: in the
 place of a function, or of the left operand. It records what the instruction does as an op
-(`tape/array_functions.py`), and gives the result, which is followed in turn. Lists and tuples may
+(`array_functions.py`), and gives the result, which is followed in turn. Lists and tuples may
 hold arrays in between, as the arrays are known by identity.
 
 Python's numbers and truth values have no identity. So what makes one of an array becomes a traced
@@ -35,8 +35,7 @@ from bendtrace.python import results, stacks
 from bendtrace.python.computations import COMPUTING
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, user_place
-from bendtrace.record.states import OperandProxy
-from bendtrace.tape.array_functions import (
+from bendtrace.record.array_functions import (
     ArrayFunction,
     address,
     array_of,
@@ -45,6 +44,7 @@ from bendtrace.tape.array_functions import (
     is_in_memory,
     shares_unseen,
 )
+from bendtrace.record.states import OperandProxy
 from bendtrace.tape.captured import PLAIN_TYPES, is_ndarray, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain

@@ -56,11 +56,11 @@ from bendtrace.watch.rank_sync import is_wiring
 
 if TYPE_CHECKING:
     from bendtrace.python import results
+    from bendtrace.record import array_functions
     from bendtrace.record.values import RunValues
-    from bendtrace.tape import array_functions
 else:
     results = LazyModule("bendtrace.python.results")
-    array_functions = LazyModule("bendtrace.tape.array_functions")
+    array_functions = LazyModule("bendtrace.record.array_functions")
 
 
 class ListOperand:

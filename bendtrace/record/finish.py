@@ -50,7 +50,6 @@ from bendtrace.watch.functions import (
     name_of,
 )
 from bendtrace.watch.functions import is_gate as may_be_gate
-from bendtrace.watch.growing import access_name, is_read, note_added
 from bendtrace.watch.kinds import is_value
 from bendtrace.watch.provenance import is_finished
 from bendtrace.watch.rank_sync import JOINT
@@ -59,8 +58,10 @@ from bendtrace.watch.writes import overlap
 
 if TYPE_CHECKING:
     from bendtrace.record import op_names
+    from bendtrace.watch import growing
 else:
     op_names = LazyModule("bendtrace.record.op_names")
+    growing = LazyModule("bendtrace.watch.growing")
 
 T = TypeVar("T")
 
@@ -286,11 +287,13 @@ class Finish:
     def _look_at_growing(self, changes: list[EnvironmentChange], code_monitor: CodeMonitor) -> None:
         """Block if code has read what the run takes for something that it only adds to."""
         for part in self.environment.parts:
-            if part.kind is CaptureKind.GROWING and is_read(part, code_monitor.codes):
-                self.block(f"the run adds to {part.label}, and reads it", access_name(part))
-        lists = (one.part for one in changes if one.key is None)
-        added = {access_name(part) for part in lists if not is_read(part, code_monitor.codes)}
-        note_added(self._function, added)
+            if part.kind is CaptureKind.GROWING and growing.is_read(part, code_monitor.codes):
+                name = growing.access_name(part)
+                self.block(f"the run adds to {part.label}, and reads it", name)
+        lists = [one.part for one in changes if one.key is None]
+        if lists:
+            unread = (part for part in lists if not growing.is_read(part, code_monitor.codes))
+            growing.note_added(self._function, {growing.access_name(part) for part in unread})
 
     def block(self, reason: str, *names: str) -> None:
         """Record why the run must not be replayed, and where the model uses one of the names."""

@@ -88,10 +88,11 @@ from bendtrace.watch.mode_queries import RecordingMode, is_active, run_under_mod
 from bendtrace.watch.monkeypatches import may_be_patched, original_of
 from bendtrace.watch.rank_sync import has_other_ranks
 from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
-from bendtrace.watch.writes import SharedArrays, may_share
+from bendtrace.watch.writes import may_share
 
 if TYPE_CHECKING:
-    from bendtrace.record import arrays, checkpoints, texts, varying
+    from bendtrace.record import array_functions, arrays, checkpoints, texts, varying
+    from bendtrace.record.array_functions import SharedArrays
     from bendtrace.record.arrays import Arrays
     from bendtrace.record.checkpoints import Checkpoints
     from bendtrace.record.script import Script
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from bendtrace.tape.guards import Place
     from bendtrace.tape.protocols import Inserter, Observer
 else:
+    array_functions = LazyModule("bendtrace.record.array_functions")
     arrays = LazyModule("bendtrace.record.arrays")
     checkpoints = LazyModule("bendtrace.record.checkpoints")
     texts = LazyModule("bendtrace.record.texts")
@@ -190,7 +192,7 @@ class Recorder(RecordingMode):
         self._checkpoints: Checkpoints | None = None
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
-        self._arrays = SharedArrays(self.tape, environment.find)
+        self._arrays: SharedArrays | None = None  # that share memory with tensors of the run
         self._contents: Arrays | None = None
         # As they are before the run, which may change them: the streams, and how numpy handles
         # errors.
@@ -243,7 +245,8 @@ class Recorder(RecordingMode):
                     self._code_monitor.end()
             if self._contents is not None:
                 self._contents.end()
-            self._arrays.finish()
+            if self._arrays is not None:
+                self._arrays.finish()
             recording, changes = finish.recording(output, self._code_monitor)
             recording.error, self._error = self._error, None
             if self.varying is not None:
@@ -448,6 +451,9 @@ class Recorder(RecordingMode):
         again = None
         if op.index in self._writer.handed:
             again = functools.partial(call_silently, func, args, kwargs)
+        if self._arrays is None:
+            with self._code_monitor.pause():
+                self._arrays = array_functions.SharedArrays(self.tape, self.environment.find)
         self._arrays.note_result(op, (*args, *kwargs.values()), out, again, frame)
         if self._arrays and self._fast_path is not None:
             self._fast_path, self._aside = None, self._fast_path

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
-from bendtrace.tape.array_functions import make_stand_for_number
+from bendtrace.record.array_functions import make_stand_for_number
 from bendtrace.tape.captured import attributes_of, identical
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.guards import (

@@ -57,10 +57,10 @@ from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
 
 if TYPE_CHECKING:
-    from bendtrace.tape import array_functions
+    from bendtrace.record import array_functions
     from bendtrace.tape.protocols import Inserter
 else:
-    array_functions = LazyModule("bendtrace.tape.array_functions")
+    array_functions = LazyModule("bendtrace.record.array_functions")
 
 
 class OperandProxy:

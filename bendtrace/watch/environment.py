@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.usage import code_compares_identity, hands_over
+from bendtrace.python.usage import code_compares_identity
 from bendtrace.python.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
@@ -41,25 +42,16 @@ from bendtrace.tape.structure import cached_results, entries_of, key_parts
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
 from bendtrace.watch.findings import LookupPlaces, ScanResult
-from bendtrace.watch.growing import (
-    READING,
-    access_name,
-    additions_to,
-    growing_in,
-    is_full,
-    is_known_to_user_only,
-    nesting_level,
-    owners_in,
-)
 from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.watch.provenance import is_finished, is_installed_file
 from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
 
 if TYPE_CHECKING:
-    from bendtrace.watch import containers
+    from bendtrace.watch import containers, growing
 else:
     containers = LazyModule("bendtrace.watch.containers")
+    growing = LazyModule("bendtrace.watch.growing")
 
 
 class Environment(ScanResult):
@@ -152,18 +144,18 @@ class Environment(ScanResult):
         ]
         if not found or self.plain_numbers or self.tells_numbers or self.computes:
             return {}
-        if self._compares_tensors() or not self.names.isdisjoint(READING):
+        if self._compares_tensors() or not self.names.isdisjoint(growing.READING):
             return {}
         named = {id(part.value.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
-        owners = owners_in(self)
+        owners = growing.owners_in(self)
         read = {name for one in self.functions for name in other_names_in(one)}
         return {
             id(part.value): part.value
             for part in found
             if id(part.value) not in named
-            and access_name(part) not in read
+            and growing.access_name(part) not in read
             and containers.is_watchable(part.value)
-            and is_known_to_user_only(part, owners, self)
+            and growing.is_known_to_user_only(part, owners, self)
             and not self._is_handed_over(
                 part, (code for one in self.functions for code in codes_in(one.__code__))
             )
@@ -171,9 +163,9 @@ class Environment(ScanResult):
 
     @staticmethod
     def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
-        name, level = access_name(part), nesting_level(part)
+        name, level = growing.access_name(part), growing.nesting_level(part)
         return any(
-            hands_over(code, name, level)
+            growing.hands_over(code, name, level)
             for code in codes
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
@@ -207,11 +199,11 @@ class Environment(ScanResult):
         self,
         arguments: dict[str, Any],
         plain_numbers: bool,
-        growing: dict[int, Any] | None = None,
+        lists: dict[int, Any] | None = None,
         watched: dict[int, Any] | None = None,
     ) -> None:
         scan = self._begin(arguments, plain_numbers)
-        self.growing: dict[int, Any] = growing or {}
+        self.growing: dict[int, Any] = lists or {}
         self.watched_containers: dict[int, Any] = watched or {}
         is_repeatable = scan.is_untouched and not watched
         first, helpers = len(self.parts), tuple(self.helpers)
@@ -219,11 +211,11 @@ class Environment(ScanResult):
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
             self._scan(arguments, True)  # where no operation is an op
             return
-        found = growing_in(self) if growing is None else growing
-        if growing is None and found:
+        found = self._growing() if lists is None else lists
+        if lists is None and found:
             self._scan(arguments, plain_numbers, found, watched)
             return
-        if growing and growing_in(self).keys() != growing.keys():
+        if lists and self._growing().keys() != lists.keys():
             self._scan(arguments, plain_numbers, {}, watched)
             return
         self.places = LookupPlaces(self.parts, self.content_of)
@@ -235,6 +227,11 @@ class Environment(ScanResult):
             if scanned.is_usable and not self.inserted:
                 self._keep(scanned)
                 remember(self.function, scanned)
+
+    def _growing(self) -> dict[int, Any]:
+        """Return the lists and deques, by identity, that code only adds to."""
+        has_lists = any(part.type is list or part.type is deque for part in self.parts)
+        return growing.growing_in(self) if has_lists else {}
 
     def _begin(self, arguments: dict[str, Any], plain_numbers: bool) -> Scan:
         """List the arguments, and nothing else."""
@@ -426,10 +423,10 @@ class Environment(ScanResult):
             yield from self._changes_of(part, before.get(part.index), is_over)
         for index, listed in self._items.items():
             part = self.parts[index]
-            added = additions_to(listed, part.value)
+            added = growing.additions_to(listed, part.value)
             if added is None:
                 # A deque gets full once, and is compared with what it held from then on.
-                self.leaves_watched_objects |= is_full(part.value)
+                self.leaves_watched_objects |= growing.is_full(part.value)
                 self.block(f"the run does more with {part.label} than add to it", "")
             elif added:
                 yield EnvironmentChange(part, Added.ITEMS, added)
