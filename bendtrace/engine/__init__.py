@@ -3,7 +3,7 @@
 `dispatcher.py` serves a call: it finds a program, and replays, resumes, records or runs live. A
 tree (`tree.py`) has the programs of one model; a program (`program.py`) has a check and a graph
 (`program_graph.py`); `Program._walk` goes from one exit of the graph to the next (`stretches.py`),
-each of which has generated code. `Floor` (`floor.py`) makes calls run the model itself without
+each of which has generated code. `Floor` (`dispatcher.py`) makes calls run the model itself without
 looking at anything, if paths do not repeat, or if calls have to run live. It tries again from time
 to time. What is inserted is called beside such a call, if it can only be at calls of modules: each
 of these has a `_ModuleInterceptor` (`insert/live_runner.py`) in place of its `__call__`, which

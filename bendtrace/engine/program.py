@@ -12,7 +12,7 @@ from bendtrace.engine.cache_growth import Holes
 from bendtrace.engine.check import Check, CheckWriter
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.guard_kinds import Analysis, asks_for_slices, tested_ops
-from bendtrace.engine.program_graph import ProgramGraph, ValueNames
+from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import (
     Code,
@@ -30,93 +30,24 @@ from bendtrace.engine.stretches import (
     FinishedReplay,
     GuardSide,
     RecordedPath,
-    StateNode,
     Stretch,
     Trip,
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import Captured, identical
+from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.guards import Place
-from bendtrace.tape.tape import AfterOp, Guard, RunState, Stop, Tape, counts, describe_raised
+from bendtrace.tape.tape import AfterOp, Guard, Stop, describe_raised
 from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
 
 if TYPE_CHECKING:
+    from bendtrace.engine import comparison
     from bendtrace.record import varying
     from bendtrace.watch import collectives
 else:
     varying = LazyModule("bendtrace.record.varying")
-
-# Following a run along the graph, so that it need not read the states that it comes to.
-
-
-class Following:
-    """Knows the states of a run from the first one on that is in the graph.
-
-    From a known state, a known answer leads a run to the known next state. To
-    read it would take far longer, if it lies below many frames. The run is still compared with the
-    graph when it is added.
-
-    Args:
-        node_of: gives the node of a key; None if there is none.
-    """
-
-    def __init__(self, node_of: Callable[[bytes], StateNode | None]) -> None:
-        self._node_of = node_of
-        self._exit: Exit | None = None  # what is known to follow
-        self._number = -1  # the question of the run that the exit answers
-
-    def state(self, tape: Tape) -> RunState | None:
-        """Return the state of the latest question; None if it has to be read.
-
-        Args:
-            tape: what the run has recorded so far.
-        """
-        exit, number = self._exit, len(tape.guards) - 1
-        if exit is None:
-            return None
-        piece, followed = exit.piece, exit.piece.recording.tape
-        ahead = exit.number + number - self._number
-        is_beyond = piece.stop is not None and ahead > piece.stop
-        if is_beyond or ahead not in piece.nodes or not self._agree(tape, followed, exit, ahead):
-            self._exit = None
-            return None
-        most = _work_between(tape, self._number, number)
-        ours, theirs = ValueNames(tape, self._number, most), ValueNames(followed, exit.number, most)
-        indices, found = ours.indices(), followed.states[ahead]
-        holes = tuple(indices.get(theirs.name(hole), -1) for hole in found.holes)
-        is_same = most == _work_between(followed, exit.number, ahead) and (
-            ours.name(tape.guards[number].index) == theirs.name(followed.guards[ahead].index)
-        )
-        if -1 in holes or not is_same:
-            self._exit = None
-            return None
-        return RunState(found.key, holes, found.kept)
-
-    def _agree(self, tape: Tape, followed: Tape, exit: Exit, ahead: int) -> bool:
-        """Return whether the same was asked since the last state, with the same answers."""
-        mine, its = tape.guards[self._number + 1 :], followed.guards[exit.number + 1 : ahead + 1]
-        return len(mine) == len(its) and all(
-            one.asks_like(other) and (place == len(mine) or identical(one.answer, other.answer))
-            for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
-        )
-
-    def passes(self, tape: Tape, state: RunState) -> None:
-        """Take the state of the latest question, which has been answered by now."""
-        number = len(tape.guards) - 1
-        before = tape.states.get(number - 1)
-        if before is not None and (before.key, before.holes) == (state.key, state.holes):
-            return  # the same question again
-        node = self._node_of(state.key)
-        self._exit = None if node is None else node.after(tape.guards[-1].answer)
-        self._number = number
-
-
-def _work_between(tape: Tape, one: int, other: int) -> int:
-    """Return how many ops lie between two guards."""
-    return sum(map(counts, tape.ops[tape.guards[one].position : tape.guards[other].position]))
-
+    comparison = LazyModule("bendtrace.engine.comparison")
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
 ExitWriter: TypeAlias = Callable[[Exit], Code]
@@ -451,7 +382,7 @@ class Program:
                 trips,
                 values,
                 error,
-                Following(graph.node) if graph.joins else None,
+                comparison.Following(graph.node) if graph.joins else None,
                 asked,
             )
 

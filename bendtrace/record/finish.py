@@ -16,8 +16,8 @@ from bendtrace.python.computations import is_computation
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
+from bendtrace.record.effects import assigned_in
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.record.one_op import assigned_in
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings

@@ -28,6 +28,7 @@ from bendtrace.python.bytecode import assign
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
 from bendtrace.python.usage import only_tests
+from bendtrace.record.effects import ReachableContainers
 from bendtrace.record.encoding import (
     Encoder,
     holds,
@@ -40,7 +41,6 @@ from bendtrace.record.encoding import (
 from bendtrace.record.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.record.finish import Finish, Recording, failing_op
 from bendtrace.record.numbers import NumberRecorder, plain_in
-from bendtrace.record.one_op import ReachableContainers
 from bendtrace.record.scopes import Scopes
 from bendtrace.record.states import StateReader
 from bendtrace.record.tape_writer import TapeWriter

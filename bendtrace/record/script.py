@@ -192,7 +192,7 @@ class _SectionNames:
 
 
 class Follower(Protocol):
-    """Knows states that a run comes to (see `Following` in `engine/program.py`)."""
+    """Knows states that a run comes to (see `Following` in `engine/comparison.py`)."""
 
     def state(self, tape: Tape) -> RunState | None:
         """Return the state of the latest question; None if it has to be read."""
