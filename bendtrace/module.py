@@ -16,7 +16,6 @@ from torch import nn
 from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.engine.tree import TraceTree
-from bendtrace.python.checks import listed, required_model
 from bendtrace.python.internals import disable_dynamo
 from bendtrace.python.lazy import LazyMethod, LazyModule
 from bendtrace.record.effects import Effects
@@ -25,7 +24,7 @@ from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.intercepts import opaque
-from bendtrace.watch.owners import named_modules
+from bendtrace.watch.owners import named_modules, required_model
 
 if TYPE_CHECKING:
     from bendtrace import _trace, errors
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from bendtrace.insert.where import Where
     from bendtrace.log import run as run_views
     from bendtrace.log.nodes import Text
+    from bendtrace.python import checks
     from bendtrace.record import redirection
     from bendtrace.show import model_tree as outline_program
     from bendtrace.show import outline as outline_coverage
@@ -92,6 +92,7 @@ else:
     patch = LazyMethod("bendtrace.insert.patch_kinds", "patch")
     step = LazyMethod("bendtrace.debug.stepping", "step")
     errors = LazyModule("bendtrace.errors")
+    checks = LazyModule("bendtrace.python.checks")
 
 __all__ = ["BendedModule"]
 
@@ -997,7 +998,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     def __repr__(self) -> str:
         counts = repr(self.stats).removeprefix("Stats(").removesuffix(")")
-        inserted = listed([repr(each) for each in self.insertions], 3) or "nothing"
+        inserted = checks.listed([repr(each) for each in self.insertions], 3) or "nothing"
         return f"BendedModule({self._model!r})\n  calls: {counts}\n  inserted: {inserted}"
 
 

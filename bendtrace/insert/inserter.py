@@ -32,8 +32,8 @@ from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
 from bendtrace.insert.spliced_gate import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
+from bendtrace.python.bytecode import drops
 from bendtrace.python.sites import Site, place_text, user_place
-from bendtrace.python.usage import drops
 from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES

@@ -131,21 +131,6 @@ def shown(value: Any) -> str:
     return text if "\n" not in text and len(text) < 80 else f"a {type(value).__name__}"
 
 
-def required_model(model: Any) -> Any:
-    """Return a model, which has to be an object that can be called.
-
-    A class can be called as well, and would be taken for a model whose output is a module.
-    """
-    if isinstance(model, type):
-        raise errors.InputError(
-            f"{model.__name__} is a class, which makes models: pass an object of it, as in "
-            f"{model.__name__}(...)"
-        )
-    if not callable(model):
-        raise errors.InputError(f"a model has to be callable; {shown(model)} is not")
-    return model
-
-
 def required_number(
     name: str, value: Any, *, or_none: bool = False, finite: bool = False
 ) -> Any:  # fmt: skip

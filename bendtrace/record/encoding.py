@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace.python.bytecode import stores_outside
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.usage import stores_outside
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Array,

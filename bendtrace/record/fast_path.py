@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from bendtrace.python.bytecode import code_compares_identity
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
-from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import RunValues

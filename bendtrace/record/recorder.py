@@ -24,10 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from bendtrace.python.bytecode import assign
+from bendtrace.python.bytecode import assign, only_tests
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
-from bendtrace.python.usage import only_tests
 from bendtrace.record.effects import ReachableContainers
 from bendtrace.record.encoding import (
     Encoder,

@@ -25,10 +25,14 @@ import torch
 from torch import Tensor
 
 from bendtrace.python import internals
-from bendtrace.python.bytecode import global_uses
+from bendtrace.python.bytecode import (
+    code_compares_identity,
+    global_uses,
+    only_tests,
+    stores_outside,
+)
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import is_covered, users_level
-from bendtrace.python.usage import code_compares_identity, only_tests, stores_outside
 from bendtrace.record.recorder import Recorder
 from bendtrace.tape.contexts import dispatch_modes, function_modes
 from bendtrace.tape.guards import TruthGuard

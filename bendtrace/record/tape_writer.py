@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bendtrace.python.bytecode import compares_items
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import Site, SiteTable, user_place
-from bendtrace.python.usage import compares_items
 from bendtrace.tape.captured import CaptureKind
 from bendtrace.tape.contexts import (
     Context,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bendtrace.python.bytecode import code_compares_identity, only_tests
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
-from bendtrace.python.usage import code_compares_identity, only_tests
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.tape.captured import (
     PLAIN_TYPES,

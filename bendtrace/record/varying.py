@@ -23,7 +23,13 @@ import torch
 from torch import Tensor
 
 from bendtrace.python import stacks
-from bendtrace.python.bytecode import assign, counters_at, local_in, single_steps
+from bendtrace.python.bytecode import (
+    assign,
+    code_compares_identity,
+    counters_at,
+    local_in,
+    single_steps,
+)
 from bendtrace.python.computations import (
     COMPUTING,
     GIVING_LISTS,
@@ -40,7 +46,6 @@ from bendtrace.python.computations import (
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
-from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace.python.bytecode import code_compares_identity
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.usage import code_compares_identity
 from bendtrace.python.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.python.bytecode import CONSTANTS, single_steps
+from bendtrace.python.bytecode import CONSTANTS, asks_for_ids, single_steps
 from bendtrace.python.sites import full_place_text
 from bendtrace.python.stacks import monitoring_tool
-from bendtrace.python.usage import asks_for_ids
 from bendtrace.tape.plain_numbers import is_of_c, looks_up, may_receive_traced, objects_by_name
 from bendtrace.watch.code_facts import UNDETECTABLE, codes_in, line_naming
 from bendtrace.watch.host_io import MEASURES

@@ -14,8 +14,25 @@ from bendtrace.python.lazy import LazyModule
 
 if TYPE_CHECKING:
     from bendtrace import errors
+    from bendtrace.python import checks
 else:
     errors = LazyModule("bendtrace.errors")
+    checks = LazyModule("bendtrace.python.checks")
+
+
+def required_model(model: Any) -> Any:
+    """Return a model, which has to be an object that can be called.
+
+    A class can be called as well, and would be taken for a model whose output is a module.
+    """
+    if isinstance(model, type):
+        raise errors.InputError(
+            f"{model.__name__} is a class, which makes models: pass an object of it, as in "
+            f"{model.__name__}(...)"
+        )
+    if not callable(model):
+        raise errors.InputError(f"a model has to be callable; {checks.shown(model)} is not")
+    return model
 
 
 def module_of(model: Any) -> nn.Module | None:
