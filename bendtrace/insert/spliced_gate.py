@@ -275,5 +275,6 @@ def _is_even_shared(tensor: Tensor) -> bool:
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
 # What it says of memory that one tensor has: asking makes a storage object, which counts as well
 # (2 in torch 2.13), so the number is measured.
-_probe = torch.empty(1, device="cpu")
-_ONE = _uses(_probe.untyped_storage()._cdata)
+with torch._C.DisableTorchFunction():  # a run that imports this does not record it
+    _probe = torch.empty(1, device="cpu")
+    _ONE = _uses(_probe.untyped_storage()._cdata)

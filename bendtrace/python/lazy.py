@@ -18,8 +18,14 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+# Gives the context of an import. A recorder that is at work notes nothing of the code that runs in
+# it, which may be a finder of the user's (see `Recorder.unwatched`).
+around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def imported(name: str) -> ModuleType:
@@ -28,13 +34,16 @@ def imported(name: str) -> ModuleType:
     Objects made by an import stay alive. A garbage collection during the import would go through
     all of torch's objects, which takes as long as importing this package.
     """
-    if name in sys.modules or not gc.isenabled():
+    if name in sys.modules:
         return importlib.import_module(name)
+    is_collecting = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(name)
+        with around():
+            return importlib.import_module(name)
     finally:
-        gc.enable()
+        if is_collecting:
+            gc.enable()
 
 
 def required(name: str, use: str, packages: str = "", error: type[Exception] = ImportError) -> Any:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
+from bendtrace.python import lazy
 from bendtrace.python.bytecode import assign, only_tests
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
@@ -60,7 +61,7 @@ from bendtrace.tape.tape import (
     describe_raised,
     meta_of,
 )
-from bendtrace.tape.watchers import StopRun, call_silently, set_around
+from bendtrace.tape.watchers import StopRun, call_silently, current_watcher, set_around
 from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import CodeMonitor, new_code_monitor
@@ -451,8 +452,7 @@ class Recorder(RecordingMode):
         if op.index in self._writer.handed:
             again = functools.partial(call_silently, func, args, kwargs)
         if self._arrays is None:
-            with self._code_monitor.pause():
-                self._arrays = array_functions.SharedArrays(self.tape, self.environment.find)
+            self._arrays = array_functions.SharedArrays(self.tape, self.environment.find)
         self._arrays.note_result(op, (*args, *kwargs.values()), out, again, frame)
         if self._arrays and self._fast_path is not None:
             self._fast_path, self._aside = None, self._fast_path
@@ -683,7 +683,7 @@ class Recorder(RecordingMode):
         In a run that keeps no number traced, caches and numpy alone do not get the number itself.
         """
         if self.varying is None and (use is Use.HASH or use is Use.NUMPY):
-            with self._code_monitor.pause():
+            with self.unwatched():  # it tries once what this Python can do
                 self._keep_varying(frozenset())
         return self.varying
 
@@ -697,8 +697,7 @@ class Recorder(RecordingMode):
     @functools.cached_property
     def texts(self) -> Texts:
         """The texts of values that the run formats."""
-        with self._code_monitor.pause():
-            return texts.Texts(self._writer, self._as_one, self._streams)
+        return texts.Texts(self._writer, self._as_one, self._streams)
 
     def printed(
         self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
@@ -714,12 +713,11 @@ class Recorder(RecordingMode):
         """Return a generator that follows a block (see `protocols.Watcher`)."""
         if self._checkpoints is None:
             inserter = self._inserter
-            with self._code_monitor.pause():
-                self._checkpoints = checkpoints.Checkpoints(
-                    self._writer,
-                    self.environment.changes_so_far,
-                    lambda: inserter is not None and inserter.exchanges_state,
-                )
+            self._checkpoints = checkpoints.Checkpoints(
+                self._writer,
+                self.environment.changes_so_far,
+                lambda: inserter is not None and inserter.exchanges_state,
+            )
         return self._checkpoints.block(function, *settings, **kwargs)
 
     # What is done with arrays (see `arrays.py`)
@@ -729,10 +727,9 @@ class Recorder(RecordingMode):
         """The arrays of the run whose content comes from tensors; most runs have none."""
         if self._contents is None:
             block, ref = self.tape.block, self._values.ref
-            with self._code_monitor.pause():
-                self._contents = arrays.Arrays(
-                    self, self.environment, block, ref, self._writer.go_astray, self._numpys_errors
-                )
+            self._contents = arrays.Arrays(
+                self, self.environment, block, ref, self._writer.go_astray, self._numpys_errors
+            )
             self._values.tensor_of_array = self._contents.tensor_of
         return self._contents
 
@@ -930,6 +927,12 @@ class Recorder(RecordingMode):
         self.tape.block(f"{what} {self._values.here()} cannot be watched")
 
 
+def _around_import() -> AbstractContextManager[None]:
+    watcher = current_watcher()
+    return nullcontext() if watcher is None else watcher.unwatched()
+
+
+lazy.around = _around_import
 BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
 _PLAIN_CLASSES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _ITEMS = frozenset({Tensor.__getitem__, Tensor.__setitem__})

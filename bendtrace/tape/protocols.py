@@ -8,6 +8,7 @@ A *watcher* receives what the calling thread reaches: its recorder, while it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -67,6 +68,9 @@ class Watcher(Protocol):
 
     def called_inside(self, module: nn.Module) -> None:
         """Record that a module is called by a function that is recorded as one op."""
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing is noted of the code that runs: it is the tracer's."""
 
     def forget(self, *tensors: torch.Tensor) -> None:
         """Keep nothing that refers to these tensors."""
