@@ -590,7 +590,7 @@ def _deciding_steps(
 ) -> Iterator[tuple[int, int, FlowStep, object, tuple[Span, ...]]]:
     """Yield the steps that something can run under: when, which, in which function, what."""
     for number, step in enumerate(steps):
-        # The tests of a `while` are steps of their own: the loop as a whole has no guard.
+        # The tests of a `while` are separate steps: the loop as a whole has no guard.
         if step.guard is None or not isinstance(step, (LogicalFlowStep, LoopFlowStep)):
             continue
         spans = dependent_source(step.place, isinstance(step, LoopFlowStep) or bool(step.value))

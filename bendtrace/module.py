@@ -164,7 +164,7 @@ class BendedModule(ModuleProxy[ModelT]):
             "_as_one_op", "_on_demand", "hooks",
         }
     )  # fmt: skip
-    # Methods that models often have of their own, which are theirs then.
+    # Methods that models often have as well; then the model's are called.
     _shared: tuple[str, ...] = (
         "audit",
         "explore",

@@ -561,7 +561,7 @@ class _InputSearch:
         for file, function in self._subject.functions:
             for choice in choices_in(file, function):
                 if choice.kind in ("and", "or") and choice not in self._asked:
-                    continue  # part of a condition that has sides of its own
+                    continue  # part of a condition that has its own sides
                 sides_of_turn = self._taken.get(choice, {("", ()): set()})
                 for turn, sides in sides_of_turn.items():
                     for side in {True, False} - sides:

@@ -217,7 +217,7 @@ class Holes(list[Any]):
                 growth, holder, new, ref(old), ref(storage), old.shape, old.stride(),
                 old.is_inference(),
             )  # fmt: skip
-        except RuntimeError:  # a tensor that has no memory, or not one of its own
+        except RuntimeError:  # a tensor without memory, or that shares it
             return False
         self.grown += (grown,)
         self._places |= {growth.place}

@@ -490,8 +490,8 @@ _CAPTURES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 #
 # The function returns one boolean tensor that says whether all data guards of the path hold, and
 # the tensors that the output consists of. It never branches on a data guard. Only types and
-# sizes, which are known during compilation, are tested at once; if they differ from the recorded
-# ones, the function returns None.
+# sizes, which are known during compilation, are tested immediately; if they differ from the
+# recorded ones, the function returns None.
 
 # Integers up to here are exact as a float64 too, and so are sums and products of those below
 # the square root as an int64.

@@ -371,7 +371,7 @@ class TraceTree:
                 self._drop(names, program)
 
     def _exchange(self, program: Program, *others: Program) -> None:
-        """Put programs, one for each path, in the place of one whose paths cannot join."""
+        """Replace a program whose paths cannot join by a program for each path."""
         others[0].root.hits = program.root.hits
         for names, listed in self._programs.items():
             if program in listed:

@@ -280,7 +280,7 @@ class _Marked:
         return self._called("before", at, inputs)
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """Call it in the place of the node."""
+        """Call it instead of the node."""
         return self._called("instead", at, inputs, call)
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:

@@ -159,7 +159,7 @@ class ObservedNode:
 def collect_returned(
     shape: Any, result: Any, found: list[Any], at: NodePass, entry: LocatedInsertion
 ) -> None:
-    """Put the tensors and numbers that an insertion returned in the place of the old ones.
+    """Replace old values by the tensors and numbers that an insertion returned.
 
     Raises:
         InterjectionError: the value does not fit.

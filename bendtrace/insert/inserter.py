@@ -246,7 +246,7 @@ class LiveInserter:
             if spot.receivers or written is not None:
                 args, kwargs = self._enter(spot, args, kwargs, frame, written, undo)
             before = self._inputs_before(spot, args, kwargs, frame)
-            self.pending.append(self._needed_after(spot, *before, written))
+            self.pending.append(self._needed_after(*before, written))
             try:
                 if spot.instead:
                     output = self._instead(spot, number, args, kwargs, frame)
@@ -333,7 +333,7 @@ class LiveInserter:
             if spot.receivers or copied is not None:
                 args, kwargs = self._enter(spot, args, kwargs, frame, copied, undo)
             before = self._inputs_before(spot, args, kwargs, frame)
-            self.pending.append(self._needed_after(spot, *before, written))
+            self.pending.append(self._needed_after(*before, written))
             try:
                 if spot.instead:
                     output = self._instead(spot, number, args, kwargs, frame)
@@ -557,7 +557,7 @@ class LiveInserter:
         shape, values = take_apart((args, kwargs), objects=False)
         number = next((i for i, value in enumerate(values) if value is written), None)
         gate = EntryGate(self.at(spot, spot.number - 1), spot.receivers, shape, self.plan, number)
-        given = self._through(gate, shape, (args, kwargs), values, values, frame)
+        given = self._through(gate, (args, kwargs), values, values, frame)
         if given is None:
             return args, kwargs
         exchanged: tuple[tuple[Any, ...], dict[str, Any]]
@@ -620,7 +620,7 @@ class LiveInserter:
         gate = AfterGate(
             self.at(spot, number), slots, shape, self.plan, wanted, written is not None
         )
-        given = self._through(gate, shape, (output,), values, handed, frame)
+        given = self._through(gate, (output,), values, handed, frame)
         if given is None:
             return output
         put, changed = given
@@ -693,7 +693,7 @@ class LiveInserter:
         frame: FrameType,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that a gate gives for those of a node."""
-        given = self._through(gate, shape, (args, kwargs), values, values, frame)
+        given = self._through(gate, (args, kwargs), values, values, frame)
         if given is None:
             return args, kwargs
         put, changed = given
@@ -701,7 +701,7 @@ class LiveInserter:
         return exchanged
 
     def _needed_after(
-        self, spot: NodeSlots, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> Sequence[Any]:
         """Return the values of a node's inputs that its gates need again after it."""
         if written is None and not self._wants_inputs:
@@ -732,7 +732,6 @@ class LiveInserter:
     def _through(
         self,
         gate: Any,
-        shape: Any,
         whole: Sequence[Any],
         values: list[Any],
         handed: list[Any],

@@ -827,8 +827,37 @@ class CustomPatch(Patch[Any]):
         return result
 
 
+class _KeepingPatch(Patch[Any]):
+    """Keeps values of a node, and leaves them as they are."""
+
+    detach: bool
+    requires_clone = False
+    observes = True
+    self_contained = True
+
+    @property
+    def deferrable(self) -> bool:  # type: ignore[override]
+        """Return whether it can look after the run, as it can if its copies need no gradients."""
+        return self.detach
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
+        if not takes(output):
+            return self.op(output)
+        self._keep(output)
+        return output
+
+    def op(self, original_output: Any) -> Any:
+        """Keep a copy of the value."""
+        self._keep(_copy_of_value(original_output, self.detach))
+        return original_output
+
+    def _keep(self, value: Any) -> None:
+        raise NotImplementedError
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
-class ProbePatch(Patch[Any]):
+class ProbePatch(_KeepingPatch):
     """Keeps the latest value of a node.
 
     Args:
@@ -849,30 +878,12 @@ class ProbePatch(Patch[Any]):
     activation: Any = field(default=None, init=False)
     detach: bool = True
 
-    requires_clone = False
-    observes = True
-    self_contained = True
-
-    @property
-    def deferrable(self) -> bool:  # type: ignore[override]
-        """Return whether it can look after the run, as it can if its copies need no gradients."""
-        return self.detach
-
-    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
-        if not takes(output):
-            return self.op(output)
-        self.activation = output
-        return output
-
-    def op(self, original_output: Any) -> Any:
-        """Keep a copy of the value."""
-        self.activation = _copy_of_value(original_output, self.detach)
-        return original_output
+    def _keep(self, value: Any) -> None:
+        self.activation = value
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class RecordPatch(Patch[Any]):
+class RecordPatch(_KeepingPatch):
     """Keeps all values of a node, over its passes and over calls of the model.
 
     Args:
@@ -894,26 +905,8 @@ class RecordPatch(Patch[Any]):
     activations: list[Any] = field(default_factory=list)
     detach: bool = True
 
-    requires_clone = False
-    observes = True
-    self_contained = True
-
-    @property
-    def deferrable(self) -> bool:  # type: ignore[override]
-        """Return whether it can look after the run, as it can if its copies need no gradients."""
-        return self.detach
-
-    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
-        if not takes(output):
-            return self.op(output)
-        self.activations.append(output)
-        return output
-
-    def op(self, original_output: Any) -> Any:
-        """Keep a copy of the value."""
-        self.activations.append(_copy_of_value(original_output, self.detach))
-        return original_output
+    def _keep(self, value: Any) -> None:
+        self.activations.append(value)
 
 
 def _copy_of_value(value: Any, detach: bool) -> Any:

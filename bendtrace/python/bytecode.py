@@ -578,7 +578,7 @@ def compares_items(frame: FrameType) -> bool:
     return any(isinstance(frame.f_locals.get(name), _CONTAINERS) for name in asked.operands)
 
 
-# False where an `if` has an instruction of its own for asking.
+# False where an `if` has a separate instruction for asking.
 _HAS_ASKING = bool(dict(_find_asking(compile("1 if x == y else 2", "<bendtrace>", "eval"))))
 
 

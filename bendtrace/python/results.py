@@ -537,7 +537,7 @@ def c_function_called_by(frame: FrameType) -> Any:
 
 
 def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
-    """Put equal objects in the place of a set's members, so that it is gone through in its order.
+    """Replace the members of a set by equal objects, so that it keeps its order.
 
     A set that is filled again may have another order: what falls into one place of its table
     comes in the order in which it was put in.

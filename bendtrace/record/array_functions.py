@@ -149,7 +149,7 @@ content_of.works_on_arrays = True  # type: ignore[attr-defined]
 
 
 def _arrays_to_tensors(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
-    """Return a result with tensors in the place of arrays."""
+    """Return a result with tensors instead of arrays."""
     kind = type(result)
     if is_content(result):
         return _standing_for(result, given)
@@ -302,7 +302,6 @@ class SharedArrays:
 
     def note_result(
         self,
-        op: Op,
         args: Iterable[Any],
         out: Any,
         again: Callable[[], Any] | None,
@@ -311,8 +310,7 @@ class SharedArrays:
         """Record the result of an op that may be in the memory of its arguments.
 
         Args:
-            op: the op.
-            args: its arguments.
+            args: the arguments of the op.
             out: its result.
             again: if the result comes from a replay, runs the op.
             frame: the frame of the run.

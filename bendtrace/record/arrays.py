@@ -308,15 +308,6 @@ class Arrays:
         known = self._known.get(id(value))
         return None if known is None else known[1]
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether there are arrays to follow."""
-        return self._is_on
-
-    def leads_to_array(self, value: Any) -> bool:
-        """Return whether an array can be reached from a value."""
-        return self._reaches([value])
-
     # Events
 
     def _enter(self, frame: FrameType) -> None:
@@ -434,7 +425,7 @@ class Arrays:
         return found
 
     def _stand(self, value: Any) -> Any:
-        """Return an argument with tensors in the place of the arrays that are followed."""
+        """Return an argument with tensors instead of the arrays that are followed."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1]
@@ -532,7 +523,7 @@ class Arrays:
             container, key = args
             if type(container) in _SEQUENCES:
                 return container[self._index(key, frame)]
-        writes = self._written(function, args, kwargs, way)
+        writes = self._written(args, kwargs, way)
         if writes is not None and not self._may_write(writes, frame):
             self._deny(*args)
             return function(*args, **kwargs)
@@ -599,9 +590,7 @@ class Arrays:
 
     # Writing
 
-    def _written(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], way: str
-    ) -> Any:
+    def _written(self, args: tuple[Any, ...], kwargs: dict[str, Any], way: str) -> Any:
         """Return the array that a call writes to; None if it writes to none."""
         if kwargs.get("out") is not None:
             return kwargs["out"]
@@ -658,7 +647,7 @@ class Arrays:
         return bool(found)
 
     def _index(self, value: Any, frame: FrameType) -> Any:
-        """Return a value with numbers of Python in the place of those of numpy."""
+        """Return a value with numbers of Python instead of numbers of numpy's."""
         if id(value) in self._known:
             return operator.index(self._op(operator.index, (value,), {}, frame))
         if type(value) is slice:
@@ -958,7 +947,7 @@ _ADOPTS = ArrayFunction(_array, "array", False, False, None)
 
 
 def _placeholder(tensor: Tensor) -> Any:
-    """Return an array in the place of one that nothing reads any more."""
+    """Return a substitute for an array that nothing reads any more."""
     numpy: Any = sys.modules["numpy"]
     made = numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return made[()] if stands_for_number(tensor) else made

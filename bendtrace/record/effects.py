@@ -174,7 +174,7 @@ def _names_drawing(function: types.FunctionType, seen: set[types.CodeType]) -> b
 
 @functools.cache
 def makes_anew(function: Any) -> bool:
-    """Return whether the result of a function has memory of its own for sure."""
+    """Return whether the result of a function certainly has its own memory."""
     name = table_name(function)
     if name in _ANEW:
         return True

@@ -535,7 +535,7 @@ def _is_constant(value: Any) -> bool:
     if type(value).__module__ == "typing":  # in annotations
         return True
     if isinstance(value, types.FunctionType):
-        # A nested function, and a lambda, can be created anew by each run.
+        # A nested function, and a lambda, can be created again by each run.
         return value.__closure__ is None and "<" not in value.__code__.co_qualname
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):

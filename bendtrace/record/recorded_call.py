@@ -166,7 +166,7 @@ def record(
         signature: names the arguments.
         script: for a resumed run, what was done before.
         observer: is shown the values of the run.
-        inserter: puts ops of its own into the run.
+        inserter: puts its own ops into the run.
         reads_states: whether it reads all states in which the run asks for values.
         keeps_errors: whether a run that raises is recorded up to there, instead of raising.
         lifting: lifts counters of loops, and numbers in the state.

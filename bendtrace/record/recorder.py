@@ -122,7 +122,7 @@ class Recorder(RecordingMode):
         environment: what the run can read.
         script: for a resumed run, what was done before.
         observer: is shown the values of the run.
-        inserter: puts ops of its own into the run.
+        inserter: puts its own ops into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
         keeps_errors: whether a run that raises is recorded up to there.
         lifting: lifts counters of loops, and numbers in the state (`varying.py`).
@@ -453,7 +453,7 @@ class Recorder(RecordingMode):
             again = functools.partial(call_silently, func, args, kwargs)
         if self._arrays is None:
             self._arrays = array_functions.SharedArrays(self.tape, self.environment.find)
-        self._arrays.note_result(op, (*args, *kwargs.values()), out, again, frame)
+        self._arrays.note_result((*args, *kwargs.values()), out, again, frame)
         if self._arrays and self._fast_path is not None:
             self._fast_path, self._aside = None, self._fast_path
 

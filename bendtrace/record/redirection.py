@@ -32,7 +32,7 @@ class _Redirection:
         return (self.itself() if call is None else call)(*args, **kwargs)
 
     def current(self) -> Callable[..., Any] | None:
-        """Return what the calling thread calls; None where no method of its own is running."""
+        """Return what the calling thread calls; None where none of its methods is running."""
         calls = self.calls.get(threading.get_ident())
         if calls:
             return calls[-1]

@@ -65,7 +65,7 @@ class Scopes:
         environment: the values that the run can read.
         code_monitor: notes which code the run executes.
         observer: is shown the outputs of modules.
-        inserter: runs the calls, with ops of its own around them.
+        inserter: runs the calls, with its own ops around them.
     """
 
     def __init__(

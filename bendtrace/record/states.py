@@ -64,11 +64,11 @@ else:
 
 
 class OperandProxy:
-    """An object in the place of a function or an operand, for one instruction (see `arrays.py`).
+    """Replaces a function or an operand for one instruction (see `arrays.py`).
 
     Args:
         arrays: the arrays of the run.
-        operand: whose place it takes.
+        operand: what it replaces.
         way: how the instruction is recorded.
     """
 
@@ -89,7 +89,7 @@ class StateReader:
         environment: the values that the run could read at its start.
         outermost: the code that called the model.
         reads_all: whether to read all states, including those that take long to read.
-        inserter: puts ops of its own into the run, if something does.
+        inserter: puts its own ops into the run, if something does.
 
     Attributes:
         unread: the reasons why states could not be read.

@@ -187,7 +187,7 @@ def _uses(place: Any) -> frozenset[str] | None:
     """Return the function that receives a text formatted at a place; None if unknown."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
-    if isinstance(node, ast.FormattedValue):  # which has a place of its own since Python 3.12
+    if isinstance(node, ast.FormattedValue):  # which has its own place since Python 3.12
         node = file.parents[node]  # type: ignore[assignment]
     if node is None or not _is_text(node):
         return None

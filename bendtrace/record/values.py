@@ -551,7 +551,7 @@ class RunValues:
         return kind(bound), tuple(metas)
 
     def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
-        """Let a tensor take the place of another; return False if it has a name of its own."""
+        """Let a tensor take the place of another; return False if it has its own name."""
         tracked = self._writer.tracked
         before = tracked.get(id(new))
         if new is old:

@@ -1,7 +1,7 @@
 """Numbers that differ between calls at one place stay traced where Python makes others of them.
 
 `int(n)`, `math.sqrt(n)`, `rates[n]`, `range(n)`: C code asks a traced scalar for its number, so
-that the number is guarded, and each number is a path of its own. `max(m, n)` and `sorted(numbers)`
+that the number is guarded, and each number has its own path. `max(m, n)` and `sorted(numbers)`
 ask which of two numbers is greater, so that each order is a path. After a few numbers at one place
 (`TraceTree`), the frame receives a traced scalar in place of the plain result, and a loop over
 `range(n)` asks in each round whether there is another one (`Rounds`). So the replay computes the
@@ -754,7 +754,7 @@ class Lifting:
             writer.before_question = self._lift
 
     def place(self) -> None:
-        """Put traced scalars in the place of the numbers in the state."""
+        """Replace the numbers in the state by traced scalars."""
         environment, scalars = self._values.environment, []
         for part in environment.lift(self.inputs):
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)

@@ -680,7 +680,7 @@ class Timeline:
         time = min(times)
         anchor = max((i for i in self._anchors[0] if i < time[0]), default=-1)
         following = min((i for i in self._anchors[0] if i > time[0]), default=len(self.a.entries))
-        # Both go on with something of their own: one line says so.
+        # Each goes on with something else: one line says so.
         a = b = None
         if only_a is not None and anchor < only_a < following:
             a = self.a.entries[only_a]

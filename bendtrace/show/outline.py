@@ -627,7 +627,7 @@ class _Survey:
             for choice in choices_in(file, function):
                 branch = self._of(choice)
                 if choice.kind in ("and", "or") and not branch.watched:
-                    continue  # part of a condition that has a line of its own
+                    continue  # part of a condition that has its own line
                 total += 1
                 if branch.missing:
                     found.append(branch)

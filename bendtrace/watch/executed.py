@@ -24,7 +24,7 @@ from bendtrace.watch.mode_queries import QUESTIONS, hide_recorder, is_answered_w
 from bendtrace.watch.provenance import is_finished_code
 
 # Functions of torch's that are recorded where they are asked for as attributes of torch, which is
-# not so where forward has them under a name of its own; and those that tell how busy a GPU is.
+# not so where forward has them under another name; and those that tell how busy a GPU is.
 OF_GENERATORS = frozenset(
     {
         "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all",

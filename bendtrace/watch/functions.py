@@ -215,7 +215,7 @@ SHAPES: dict[Any, str] = {
     torch.numel: "numel",
 }
 
-# Facts about a tensor that are not its values. Their answers are plain and guarded at once.
+# Facts about a tensor that are not its values. Their answers are plain and guarded immediately.
 METADATA: dict[Any, str] = {
     **_getters(
         "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu",

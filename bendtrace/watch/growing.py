@@ -86,7 +86,7 @@ def is_read(part: Captured, codes: Iterable[CodeType], otherwise: Container[str]
 def _keys_of(part: Captured) -> list[Any]:
     """Return the keys by which code gets from what it names to a part, the outermost first.
 
-    A class of one's own may look its keys up in another way.
+    A class of the user's may look its keys up in another way.
     """
     root, keys = _root_of(part), []
     while part is not root and part.parent is not None:

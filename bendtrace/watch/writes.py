@@ -176,7 +176,7 @@ class Writes:
         ]
 
 
-# After these, two tensors are in one memory and each has a version of its own.
+# After these, two tensors are in one memory and each has its own version.
 _SHARING = {
     "__get__": Tensor.data.__get__,  # type: ignore[attr-defined]
     "__set__": Tensor.data.__set__,  # type: ignore[attr-defined]
