@@ -80,13 +80,13 @@ other op returns a *stand-in*: an object of the right class without content, suc
 meta device. A question gets the answer that the call got. So nothing is written, drawn, printed or
 called twice. If the model, or an op after the script, needs the content of a stand-in, or if the
 model does something that is not in the script, the call raises a `NondeterminismError`.
-`ProgramGraph.add` compares what the run did with what was known (`program_graph.py`), up to the
+`ProgramGraph.add` compares what the run did with what was known (`comparison.py`), up to the
 first new answer and from the next known state on, and adds what is new. If they differ, the graph
 is given up.
 
 Reading a state below many frames takes as long as some hundred ops. So a resumed run reads states
 up to the first known one. From there on, as long as its answers are known, its states are those
-that follow in the graph (`program.py`).
+that follow in the graph (`comparison.py`).
 
 Reading states takes time, and most first runs are never left. So a first run with nothing
 inserted reads only few states, and those only until the first op that must not be carried out

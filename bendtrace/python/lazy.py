@@ -1,8 +1,9 @@
 """Modules that are imported when one of their attributes is first used.
 
 networkx alone takes longer to import than all of this package, and most runs never ask for a graph.
-So networkx, and everything that only looks at finished runs, is imported through a proxy, here and
-in the modules that use it. The proxy imports the module at the first attribute access:
+So networkx, everything that only looks at finished runs, and what few models need are imported
+through a proxy, here and in the modules that use them. The proxy imports the module at the first
+attribute access:
 
     if TYPE_CHECKING:
         from bendtrace.show import viewer
@@ -10,7 +11,7 @@ in the modules that use it. The proxy imports the module at the first attribute 
         viewer = LazyModule("bendtrace.show.viewer")
 
 This is the only kind of deferred import in this package, besides the public names themselves
-(`_public.py`). It is for imports that take time, never to break a cycle.
+(`_public.py`) and `LazyMethod`. It is for imports that take time, never to break a cycle.
 """
 
 from __future__ import annotations
