@@ -17,7 +17,7 @@ from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
 from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.python.internals import disable_dynamo
-from bendtrace.python.lazy import LazyMethod, LazyModule
+from bendtrace.python.lazy import LazyMethod, LazyModule, errors
 from bendtrace.record.effects import Effects
 from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod, call_itself
 from bendtrace.record.recorded_call import Signature, record
@@ -27,7 +27,7 @@ from bendtrace.watch.intercepts import opaque
 from bendtrace.watch.owners import named_modules, required_model
 
 if TYPE_CHECKING:
-    from bendtrace import _trace, errors
+    from bendtrace import _trace
     from bendtrace import hooks as hooks_module
     from bendtrace._trace import Trace
     from bendtrace.debug import auditing
@@ -91,7 +91,6 @@ else:
     export = LazyMethod("bendtrace.export.exporting", "export")
     patch = LazyMethod("bendtrace.insert.patch_kinds", "patch")
     step = LazyMethod("bendtrace.debug.stepping", "step")
-    errors = LazyModule("bendtrace.errors")
     checks = LazyModule("bendtrace.python.checks")
 
 __all__ = ["BendedModule"]

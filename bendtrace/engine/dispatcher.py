@@ -20,7 +20,7 @@ from bendtrace.engine.source import Unfit
 from bendtrace.engine.stretches import Divergence, Exit, FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.python.internals import MissingInternal, pytree
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.python.sites import full_place_text
 from bendtrace.record.module_proxy import call_itself
 from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
@@ -30,7 +30,7 @@ from bendtrace.watch.mode_queries import seeing_modes
 from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
-    from bendtrace import _trace, errors
+    from bendtrace import _trace
     from bendtrace._trace import Trace
     from bendtrace.debug.auditing import Auditor
     from bendtrace.engine import explain
@@ -57,7 +57,6 @@ else:
     state_access = LazyModule("bendtrace.insert.state_access")
     splicing = LazyModule("bendtrace.insert.splicer")
     outlines = LazyModule("bendtrace.show.model_tree")
-    errors = LazyModule("bendtrace.errors")
 
 
 class Calls(threading.local):

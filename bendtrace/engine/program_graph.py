@@ -27,10 +27,8 @@ from bendtrace.tape.tape import RunState, Tape
 from bendtrace.watch.writes import works_in_place
 
 if TYPE_CHECKING:
-    from bendtrace import errors
     from bendtrace.engine import comparison
 else:
-    errors = LazyModule("bendtrace.errors")
     comparison = LazyModule("bendtrace.engine.comparison")
 
 

@@ -18,7 +18,7 @@ from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import ExitWriter, Program
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
@@ -36,7 +36,6 @@ from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
 from bendtrace.watch.functions import name_of
 
 if TYPE_CHECKING:
-    from bendtrace import errors
     from bendtrace.python import results
     from bendtrace.record import varying
     from bendtrace.watch import containers
@@ -44,7 +43,6 @@ else:
     containers = LazyModule("bendtrace.watch.containers")
     results = LazyModule("bendtrace.python.results")
     varying = LazyModule("bendtrace.record.varying")
-    errors = LazyModule("bendtrace.errors")
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
 # come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a

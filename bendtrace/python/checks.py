@@ -7,14 +7,9 @@ import math
 import os
 from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bendtrace.python.lazy import LazyModule
-
-if TYPE_CHECKING:
-    from bendtrace import errors
-else:
-    errors = LazyModule("bendtrace.errors")
+from bendtrace.python.lazy import errors
 
 
 def did_you_mean(

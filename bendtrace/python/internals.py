@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from bendtrace.python.lazy import LazyModule
-
-if TYPE_CHECKING:
-    from bendtrace import errors
-else:
-    errors = LazyModule("bendtrace.errors")
+from bendtrace.python.lazy import errors
 
 # Features that are unreliable with this Python and this torch.
 

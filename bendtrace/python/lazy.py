@@ -106,6 +106,9 @@ class LazyMethod:
 if TYPE_CHECKING:
     import networkx as networkx
     import tabulate as tabulate
+
+    from bendtrace import errors as errors
 else:
+    errors = LazyModule("bendtrace.errors")
     networkx = LazyModule("networkx")
     tabulate = LazyModule("tabulate")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import errors
 from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.self_test import look_once
 from bendtrace.tape.captured import Access, Captured, CaptureKind
@@ -22,12 +22,9 @@ from bendtrace.watch.owners import states_of
 from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
-    from bendtrace import errors
     from bendtrace.record.script import Script
     from bendtrace.record.varying import Lifting
     from bendtrace.tape.protocols import Inserter, Observer
-else:
-    errors = LazyModule("bendtrace.errors")
 
 
 class Signature:

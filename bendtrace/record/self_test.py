@@ -31,7 +31,7 @@ from bendtrace.python.bytecode import (
     only_tests,
     stores_outside,
 )
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.python.sites import is_covered, users_level
 from bendtrace.record.recorder import Recorder
 from bendtrace.tape.contexts import dispatch_modes, function_modes
@@ -42,11 +42,9 @@ from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import name_of
 
 if TYPE_CHECKING:
-    from bendtrace import errors
     from bendtrace.record import iterations
 else:
     iterations = LazyModule("bendtrace.record.iterations")
-    errors = LazyModule("bendtrace.errors")
 
 
 def look_once() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.python.bytecode import compares_items
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import errors
 from bendtrace.python.sites import Site, SiteTable, user_place
 from bendtrace.tape.captured import CaptureKind
 from bendtrace.tape.contexts import (
@@ -43,10 +43,7 @@ from bendtrace.watch.functions import display_name, may_lack_dimension, reads_me
 from bendtrace.watch.writes import Writes
 
 if TYPE_CHECKING:
-    from bendtrace import errors
     from bendtrace.record.script import Script
-else:
-    errors = LazyModule("bendtrace.errors")
 
 
 class TrackedTensor(weakref.ref[Tensor]):

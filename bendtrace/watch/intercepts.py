@@ -28,7 +28,7 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import BackwardHook
 
 from bendtrace.python.internals import Never, TorchDispatchMode, disable_dynamo, internal
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import FunctionUse
@@ -40,12 +40,10 @@ from bendtrace.watch.rank_sync import is_running
 from bendtrace.watch.transforms import as_one_op, entries_of_transforms
 
 if TYPE_CHECKING:
-    from bendtrace import errors
     from bendtrace.tape.protocols import Watcher
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
-    errors = LazyModule("bendtrace.errors")
 
 # Full backward hooks of modules, which each replay sets up on its own.
 #

@@ -13,7 +13,7 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.fft
@@ -24,15 +24,10 @@ import torch.special
 from torch.nn import functional
 
 from bendtrace.python.internals import internal
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import errors
 from bendtrace.python.sites import TORCH
 from bendtrace.python.versions import TELLS_CHANGES, reader_of_versions, version_of
 from bendtrace.watch.intercepts import REPLACED
-
-if TYPE_CHECKING:
-    from bendtrace import errors
-else:
-    errors = LazyModule("bendtrace.errors")
 
 # Whether what a mode is asked about may stand in for a function of torch's: these cannot.
 _NATIVE = frozenset(

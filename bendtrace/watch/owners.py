@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from bendtrace.python.lazy import LazyModule
+from bendtrace.python.lazy import LazyModule, errors
 
 if TYPE_CHECKING:
-    from bendtrace import errors
     from bendtrace.python import checks
 else:
-    errors = LazyModule("bendtrace.errors")
     checks = LazyModule("bendtrace.python.checks")
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import PLAIN_TENSORS, is_inference
 from bendtrace.tape.tape import Op, Ref, refs_in
 from bendtrace.watch.functions import (
@@ -25,11 +24,6 @@ from bendtrace.watch.functions import (
     is_named_in_place,
     table_name,
 )
-
-if TYPE_CHECKING:
-    from bendtrace import errors
-else:
-    errors = LazyModule("bendtrace.errors")
 
 
 def version_of(tensor: Tensor) -> int:
