@@ -14,7 +14,7 @@ from typing import Any
 
 from bendtrace.engine.schedule import returned_inputs
 from bendtrace.engine.stretches import Exit, StateNode
-from bendtrace.errors import NondeterminismError
+from bendtrace.python.lazy import errors
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, counts, map_refs
@@ -63,7 +63,7 @@ def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit
                 return False
         if not _ask_alike(one, after, until, other, exit.number):
             return False
-        raise NondeterminismError(
+        raise errors.NondeterminismError(
             f"the resumed run did {op} where it did {its_op} before, with all guards equal"
             + (f" (at {op.site.place})" if op.site is not None else "")
         )
@@ -73,7 +73,7 @@ def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit
         what = "ended before the point where it diverged"
         if len(its) < len(mine):
             what = f"did {mine[len(its)]} where it ended before, with all guards equal"
-        raise NondeterminismError(f"the resumed run {what}")
+        raise errors.NondeterminismError(f"the resumed run {what}")
     return True
 
 

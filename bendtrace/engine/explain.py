@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,18 @@ from torch import Tensor
 from bendtrace.engine.check import Check
 from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import Program
-from bendtrace.flow import FlowStep, steps_of
-from bendtrace.python.lazy import tabulate
-from bendtrace.record.iterations import user_code
+from bendtrace.python.lazy import LazyModule, tabulate
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.tape import AfterOp, Guard, Op, Raised, Stop, meta_of
+
+if TYPE_CHECKING:
+    from bendtrace import flow
+    from bendtrace.record import iterations
+else:
+    flow = LazyModule("bendtrace.flow")
+    iterations = LazyModule("bendtrace.record.iterations")
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Mismatch:
     reason: str
     recorded: Any = None
     new: Any = None
-    step: FlowStep | None = None
+    step: flow.FlowStep | None = None
     guard: int | None = None
 
     def __str__(self) -> str:
@@ -101,7 +106,7 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     if isinstance(guard, ErrorGuard):
         reason = _of_error(recording.tape.ops[guard.index], guard.answer, new)
         return Mismatch(reason, guard.answer, new, None, number)
-    step = next((step for step in steps_of(recording) if step.guard == number), None)
+    step = next((step for step in flow.steps_of(recording) if step.guard == number), None)
     recorded, new = guard.word(guard.answer), guard.word(new)
     if step is not None:
         what = f"{step.kind} `{step.text}`" if step.text else step.kind
@@ -117,7 +122,7 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
 def _without_step(guard: Guard) -> tuple[str, str]:
     if guard.site is None:
         return "a value", "an unknown place"
-    place, _, _ = user_code(guard.scope, guard.site)
+    place, _, _ = iterations.user_code(guard.scope, guard.site)
     return f"{guard.about} `{place.text}`" if place.text else guard.about, str(place)
 
 
@@ -163,7 +168,7 @@ class GuardTable:
             place = ""
             text = ""
             if guard.site is not None:
-                found, _, _ = user_code(guard.scope, guard.site)
+                found, _, _ = iterations.user_code(guard.scope, guard.site)
                 place, text = str(found), found.text
             rows.append(
                 {
