@@ -628,7 +628,7 @@ class Trace(ModelHistory):
             if result.is_raised:
                 assert result.error is not None
                 raise result.error
-            mismatch = explain.explain_divergence(result.recording, result.number, result.outcome)()
+            mismatch = explain.explain_divergence(result.recording, result.number, result.outcome)
             raise DivergenceError(mismatch.reason, mismatch.step)
         return result.output
 

@@ -665,9 +665,8 @@ class Dispatcher:
             with self.calls:
                 return call_itself(self._model, call.args, dict(call.kwargs))
         self._floor_of(call.plan).count_path()
-        mismatch = explain.explain_divergence(
-            divergence.recording, divergence.number, divergence.outcome
-        )
+        # Not the divergence itself, which holds the values of the replay.
+        stopped = divergence.recording, divergence.number, divergence.outcome
         script, lifting = divergence.script(), program.lifting()
         try:
             recording = self._traced(call, divergence, script, lifting)
@@ -675,7 +674,7 @@ class Dispatcher:
             divergence.release(script)
         self.stats.retraces += 1
         self.stats.resumes += 1
-        self._mismatch = mismatch
+        self._mismatch = lambda: explain.explain_divergence(*stopped)
         is_mixed = call.splicer is not None and call.splicer.is_apart
         is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
         is_live = stays_live or (was_live and bool(recording.tape.blockers))

@@ -77,8 +77,8 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
     return Mismatch(reason, recorded, _short_repr(new) if isinstance(new, Tensor) else new)
 
 
-def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Callable[[], Mismatch]:
-    """Return a function that says why a replay stopped, without holding the replay's values.
+def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Mismatch:
+    """Say why a replay stopped.
 
     Args:
         recording: the run that was repeated.
@@ -86,10 +86,9 @@ def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Call
         outcome: what was found instead.
     """
     if not isinstance(number, AfterOp):
-        return functools.partial(explain_guard, recording, number, outcome)
+        return explain_guard(recording, number, outcome)
     op = recording.tape.ops[number.index]
-    reason = _of_error(op, op.raised, outcome)
-    return lambda: Mismatch(reason)
+    return Mismatch(_of_error(op, op.raised, outcome))
 
 
 def _of_error(op: Op, before: Raised | None, now: Raised | None) -> str:

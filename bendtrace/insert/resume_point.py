@@ -500,7 +500,7 @@ class _SuffixRun:
         plan: InsertionPlan | None,
     ) -> Any:
         """Continue where no recorded run went, or none that can be continued."""
-        why = explain_divergence(left.prepared.recording, left.number, left.outcome)()
+        why = explain_divergence(left.prepared.recording, left.number, left.outcome)
         if left.run.missing:
             raise DivergenceError(
                 f"the rest of the model takes a path that no recorded run took: {why.reason}; "
