@@ -95,7 +95,7 @@ was not read, the model is recorded from its start without a script.
 
 In some programs, paths must not join: those of harvests, which need the exact path of each call
 (`Interjection.needs_paths`), and those whose graph was given up (`TraceTree.grow`). There,
-`cache_growth.py` replaces all states by states that equal only themselves, so that the graph is a
+`program_graph.py` replaces all states by states that equal only themselves, so that the graph is a
 tree in which all values are kept. One of several processes never begins again: its runs read all
 states. `from_activations` follows the code of a rest (`suffix.py`), and resumes by an exact script:
 ops whose results are not held are carried out again.

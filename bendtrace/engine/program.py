@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bendtrace.engine.cache_growth import Holes
 from bendtrace.engine.check import Check, CheckWriter
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.guard_kinds import Analysis, asks_for_slices, tested_ops
@@ -29,6 +28,7 @@ from bendtrace.engine.stretches import (
     Exit,
     FinishedReplay,
     GuardSide,
+    Holes,
     RecordedPath,
     Stretch,
     Trip,

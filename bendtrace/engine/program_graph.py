@@ -10,20 +10,24 @@ the next known state. The first run is one piece that goes through all of its st
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from bendtrace.engine.cache_growth import know_states, unread_in
+from torch import Tensor
+
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.schedule import Schedule, Unlinked
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece, StateNode, Trip
 from bendtrace.python.lazy import LazyModule
+from bendtrace.record.effects import Effects
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import RunState, Tape
+from bendtrace.tape.tape import Op, OpKind, RunState, Tape
+from bendtrace.watch.rank_sync import has_other_ranks
 from bendtrace.watch.writes import works_in_place
 
 if TYPE_CHECKING:
@@ -64,7 +68,7 @@ class ProgramGraph:
         analysis: Analysis,
         joins: bool = True,
     ) -> None:
-        know_states(recording, analysis, joins)
+        _know_states(recording, analysis, joins)
         self.joins: bool = joins
         self._entry = entry
         self._direct = direct
@@ -79,7 +83,7 @@ class ProgramGraph:
         self.beginning: Exit = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
-        self.has_unread: bool = bool(unread_in(recording, analysis))
+        self.has_unread: bool = bool(_unread_in(recording, analysis))
         self.writes: bool = _writes_in_place(recording.tape)
 
     def exits(self) -> Iterator[Exit]:
@@ -119,7 +123,7 @@ class ProgramGraph:
                 run.
         """
         tape, analysis, has_learnt = recording.tape, Analysis(recording.tape), False
-        know_states(recording, analysis, self.joins)
+        _know_states(recording, analysis, self.joins)
         self.writes = self.writes or _writes_in_place(tape)
         made: list[tuple[StateNode, RunPiece]] = []
         piece: RunPiece | None = None  # the piece being added; None where everything is known
@@ -176,7 +180,7 @@ class ProgramGraph:
             return None
         if self.first.stop is None:
             self._cut_first(has_learnt)
-        unread = unread_in(self.first.recording, self.first.analysis)
+        unread = _unread_in(self.first.recording, self.first.analysis)
         self.has_unread = any(self.first.stop is None or n < self.first.stop for n in unread)
         try:
             for node, piece in made:
@@ -206,7 +210,7 @@ class ProgramGraph:
     def _cut_first(self, has_learnt: bool) -> None:
         """End the first piece where the states that follow are unknown."""
         tape, first = self.first.recording.tape, self.first
-        unread = unread_in(first.recording, first.analysis)
+        unread = _unread_in(first.recording, first.analysis)
         numbers = [number for number in tape.states if not unread or number < unread[0]]
         if unread and numbers:
             first.stop = max(numbers)
@@ -331,3 +335,70 @@ def _is_repeated(tape: Tape, number: int) -> bool:
     """Return whether a guard repeats the question of the guard before it."""
     before, state = tape.states.get(number - 1), tape.states[number]
     return before is not None and (before.key, before.holes) == (state.key, state.holes)
+
+
+# The states of a recorded run that were not read
+
+
+def _know_states(recording: Recording, analysis: Analysis, joins: bool = True) -> None:
+    """Give questions whose states were not read states that are equal only to themselves.
+
+    From a question without a state, the model has to begin again. That may be where nothing was
+    done before that cannot be done twice.
+
+    Args:
+        recording: the run.
+        analysis: its guards, sorted.
+        joins: whether a run may be in the states of others; else no question keeps its own.
+    """
+    tape = recording.tape
+    if not joins:
+        tape.states = {}
+        unread = list(range(len(tape.guards)))
+    else:
+        unread = _unread_in(recording, analysis)
+        effects = Effects(tape)
+        if not (recording.draws or has_other_ranks()):
+            first = effects.first if effects.have_begun() else len(tape.ops)
+            assert first is not None
+            unread = [number for number in unread if tape.guards[number].position > first]
+    for number in unread:
+        tape.states[number] = _state_after(tape, number)
+
+
+def _state_after(tape: Tape, number: int) -> RunState:
+    """Return a state that is known by the path to it: it holds all computed values."""
+    before = number - 1
+    while before >= 0 and before not in tape.states:
+        before -= 1
+    position = tape.guards[before].position if before >= 0 else 0
+    computed = tuple(
+        op.index for op in tape.ops[position : tape.guards[number].position] if _gives_value(op)
+    )
+    state = tape.states.get(before, _START)
+    between = [
+        (guard.name, type(guard.answer).__name__, str(guard.answer))
+        for guard in tape.guards[max(before, 0) : number]
+    ]
+    content = repr((state.key, between, tape.guards[number].name)).encode("utf-8", "replace")
+    key = hashlib.blake2b(content, digest_size=20).digest()
+    return RunState(key, state.holes + computed, state.kept)
+
+
+def _gives_value(op: Op) -> bool:
+    return op.kind is OpKind.SCALAR or (
+        op.kind is OpKind.CALL and op.target is not Tensor.__setitem__
+    )
+
+
+_START = RunState(b"", (), ())
+
+
+def _unread_in(recording: Recording, analysis: Analysis) -> list[int]:
+    """Return the questions of a run that need values, and whose states were not read."""
+    tape = recording.tape
+    return [
+        number
+        for number, kind in enumerate(analysis.kinds)
+        if kind is GuardKind.DATA and number not in tape.states
+    ]

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bendtrace.engine.cache_growth import Growth
 from bendtrace.engine.guard_kinds import Analysis, GuardKind, is_metadata_read
 from bendtrace.engine.source import ValueSplice, dependencies_of, gives_nothing
 from bendtrace.python.lazy import LazyModule
@@ -27,6 +26,7 @@ from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_han
 from bendtrace.watch.functions import FLEETING, VALUES, table_name
 
 if TYPE_CHECKING:
+    from bendtrace.engine.cache_growth import Growth
     from bendtrace.record import checkpoints
 else:
     checkpoints = LazyModule("bendtrace.record.checkpoints")

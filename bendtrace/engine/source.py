@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from keyword import iskeyword
 from types import FunctionType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from bendtrace.engine.cache_growth import tensor_places
 from bendtrace.engine.guard_kinds import asks_for_slices
 from bendtrace.python.computations import item_of
+from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import (
     UNSET,
     Access,
@@ -40,6 +40,11 @@ from bendtrace.tape.structure import (
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
 from bendtrace.watch.monkeypatches import monkeypatches
+
+if TYPE_CHECKING:
+    from bendtrace.engine import cache_growth
+else:
+    cache_growth = LazyModule("bendtrace.engine.cache_growth")
 
 INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
@@ -93,7 +98,7 @@ class Code:
     @cached_property
     def places(self) -> frozenset[Any]:
         """Where it reads tensors."""
-        return tensor_places(self.taken)
+        return cache_growth.tensor_places(self.taken)
 
     def __init__(self, source: GeneratedSource, name: str) -> None:
         self.text: str = "\n".join(source.lines) + "\n"
