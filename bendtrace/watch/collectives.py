@@ -38,7 +38,6 @@ from bendtrace.watch.rank_sync import (
     fsdp_states,
     is_attachable,
     is_joint,
-    is_running,
     known_groups,
     note_groups,
     settings,
@@ -1041,19 +1040,8 @@ def alone(what: str) -> Iterator[None]:
 
 @contextmanager
 def call_context(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
-    """Make the ranks agree on the collectives of a call, within the context.
-
-    Args:
-        model: the called model.
-        goes_on: whether this may be the rest of a suspended call.
-
-    Yields:
-        The `JointCall`, or None if agreement is not needed.
-    """
+    """Make the ranks agree on the collectives of a call (see `rank_sync.joint_call`)."""
     call = _local.call
-    if not is_running():
-        yield None
-        return
     if call is not None and call.is_left:
         if not goes_on:
             _abandon(call)
@@ -1095,16 +1083,8 @@ def _abandon(call: JointCall) -> None:
 def recording_context(
     model: Any, names: frozenset[str], tape: Tape, goes_on: bool
 ) -> Iterator[JointCall | None]:
-    """Make the ranks agree on a run that is being recorded.
-
-    Args:
-        model: the model that is run.
-        names: the names that its code uses.
-        tape: the tape that is written.
-        goes_on: whether this may be the rest of a suspended call.
-    """
-    if is_running():
-        _look_at(model, names)
+    """Make the ranks agree on a run that is recorded (see `rank_sync.joint_recording`)."""
+    _look_at(model, names)
     with call_context(model, goes_on) as call:
         if call is not None:
             call.tape = tape
