@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 import torch
 from torch import nn
 
-from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
+from bendtrace.engine.dispatcher import Dispatcher, Stats, Trees
 from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.engine.tree import TraceTree
 from bendtrace.python.internals import disable_dynamo
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from bendtrace.debug.stepping import step
     from bendtrace.engine import compile_settings as compiled_settings
     from bendtrace.engine import speculation as compiled_speculation
-    from bendtrace.engine.explain import Mismatch
+    from bendtrace.engine.explain import Explanation, Mismatch
     from bendtrace.engine.speculation import CompiledReport, Speculation
     from bendtrace.export.exporting import export
     from bendtrace.hooks import HookManager

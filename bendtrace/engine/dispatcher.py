@@ -473,10 +473,10 @@ class Dispatcher:
 
     def explanation_of(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
-    ) -> Explanation:
+    ) -> explain.Explanation:
         """Say which programs of a tree could serve some arguments."""
         matching, nearest = self._matching_traces(tree, names, arguments, None)
-        return Explanation(tuple(matching), None if nearest is None else nearest())
+        return explain.Explanation(tuple(matching), None if nearest is None else nearest())
 
     def _matching_traces(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
@@ -743,36 +743,6 @@ class Stats:
     retraces: int = 0
     resumes: int = 0
     live: int = 0
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The traces that could serve some inputs, judging by the input guards alone.
-
-    Attributes:
-        serving: traces whose input guards all hold.
-        nearest: if there are none: what fails in the trace that comes nearest.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
-        >>> _ = bended(torch.ones(4, 2))
-        >>> bended.explain(torch.ones(3, 2)).serving
-        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
-        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
-        would be traced again: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
-        and is False now
-    """
-
-    serving: tuple[Trace, ...]
-    nearest: Mismatch | None
-
-    def __str__(self) -> str:
-        if self.serving:
-            return "could be served by " + ", ".join(map(repr, self.serving))
-        if self.nearest is None:
-            return "nothing has been traced for these arguments yet"
-        return f"would be traced again: {self.nearest}"
 
 
 def _parts_of_trace(

@@ -22,6 +22,7 @@ from bendtrace.tape.tape import AfterOp, Guard, Op, Raised, Stop, meta_of
 
 if TYPE_CHECKING:
     from bendtrace import flow
+    from bendtrace._trace import Trace
     from bendtrace.record import iterations
 else:
     flow = LazyModule("bendtrace.flow")
@@ -48,6 +49,36 @@ class Mismatch:
 
     def __str__(self) -> str:
         return self.reason
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The traces that could serve some inputs, judging by the input guards alone.
+
+    Attributes:
+        serving: traces whose input guards all hold.
+        nearest: if there are none: what fails in the trace that comes nearest.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
+        >>> _ = bended(torch.ones(4, 2))
+        >>> bended.explain(torch.ones(3, 2)).serving
+        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
+        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
+        would be traced again: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
+        and is False now
+    """
+
+    serving: tuple[Trace, ...]
+    nearest: Mismatch | None
+
+    def __str__(self) -> str:
+        if self.serving:
+            return "could be served by " + ", ".join(map(repr, self.serving))
+        if self.nearest is None:
+            return "nothing has been traced for these arguments yet"
+        return f"would be traced again: {self.nearest}"
 
 
 def explain_check(
