@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import bendtrace as bt
-from bendtrace.python.usage import hands_over
-from bendtrace.watch import containers, environment
+from bendtrace.watch import containers, environment, growing
+from bendtrace.watch.growing import hands_over
 from tests.promise import bits
 
 TABLES: dict[Any, Any] = {}
@@ -492,7 +492,7 @@ def test_a_reason_names_the_use() -> None:
 def test_code_that_only_a_run_shows_may_hand_a_container_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(environment, "hands_over", lambda code, name, level: LEAKS)
+    monkeypatch.setattr(growing, "hands_over", lambda code, name, level: LEAKS)
     globals()["LEAKS"] = False
     kind = type("Model", (Holds,), {"forward": a_cache_by_length})
     bended = bt.BendedModule(kind())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.engine.floor import Floor
+from bendtrace.engine.dispatcher import Floor
 
 
 class Gated(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from bendtrace.python.bytecode import catches_all, computes_names, global_uses
 from bendtrace.python.internals import names_off
-from bendtrace.python.places import full_place_text
+from bendtrace.python.sites import full_place_text
 from bendtrace.watch.draws import CHANGING
 
 # Names in code that may ask for attributes which are not there.

@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.usage import code_compares_identity, hands_over
+from bendtrace.python.bytecode import code_compares_identity
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
@@ -38,23 +40,18 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import cached_results, entries_of, key_parts
 from bendtrace.watch.code_facts import codes_in, other_names_in
-from bendtrace.watch.containers import Watching, can_be_watched, is_watchable, watched_container
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
 from bendtrace.watch.findings import LookupPlaces, ScanResult
-from bendtrace.watch.growing import (
-    READING,
-    access_name,
-    additions_to,
-    growing_in,
-    is_full,
-    is_known_to_user_only,
-    nesting_level,
-    owners_in,
-)
 from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.watch.provenance import is_finished, is_installed_file
 from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
+
+if TYPE_CHECKING:
+    from bendtrace.watch import containers, growing
+else:
+    containers = LazyModule("bendtrace.watch.containers")
+    growing = LazyModule("bendtrace.watch.growing")
 
 
 class _Blocked(Exception):
@@ -104,7 +101,7 @@ class Environment(ScanResult):
         self.lifted: frozenset[str] = frozenset()
         self._is_in_progress = False
         self._placed: list[tuple[Captured, Any]] = []
-        self._containers_placed: list[tuple[Captured, Watching]] = []
+        self._containers_placed: list[tuple[Captured, containers.Watching]] = []
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # Neither a run around this one nor the class of a tensor may see what is asked here: it is
@@ -123,14 +120,14 @@ class Environment(ScanResult):
         if not self.is_repeated:
             plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
             self._scan(arguments, plain_numbers)
-        if containers := self._containers(inputs):
+        if watched := self._containers(inputs):
             self.is_repeated = False
-            self._scan(arguments, self.plain_numbers, None, containers)
+            self._scan(arguments, self.plain_numbers, None, watched)
         for part in self.parts:
             if part.kind is CaptureKind.ALIAS:
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
-                stand_in: Any = watched_container(part.value)
+                stand_in: Any = containers.watched_container(part.value)
                 self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
@@ -147,21 +144,23 @@ class Environment(ScanResult):
         Code that asks for exact types would see what takes their place, and so might code that does
         not name them. Code that tests identities might find a tensor in two places.
         """
-        found = [part for part in self.parts if part.label in labels and can_be_watched(part)]
+        found = [
+            part for part in self.parts if part.label in labels and containers.can_be_watched(part)
+        ]
         if not found or self.plain_numbers or self.tells_numbers or self.computes:
             return {}
-        if self._compares_tensors() or not self.names.isdisjoint(READING):
+        if self._compares_tensors() or not self.names.isdisjoint(growing.READING):
             return {}
         named = {id(part.value.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
-        owners = owners_in(self)
+        owners = growing.owners_in(self)
         read = {name for one in self.functions for name in other_names_in(one)}
         return {
             id(part.value): part.value
             for part in found
             if id(part.value) not in named
-            and access_name(part) not in read
-            and is_watchable(part.value)
-            and is_known_to_user_only(part, owners, self)
+            and growing.access_name(part) not in read
+            and containers.is_watchable(part.value)
+            and growing.is_known_to_user_only(part, owners, self)
             and not self._is_handed_over(
                 part, (code for one in self.functions for code in codes_in(one.__code__))
             )
@@ -169,9 +168,9 @@ class Environment(ScanResult):
 
     @staticmethod
     def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
-        name, level = access_name(part), nesting_level(part)
+        name, level = growing.access_name(part), growing.nesting_level(part)
         return any(
-            hands_over(code, name, level)
+            growing.hands_over(code, name, level)
             for code in codes
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
@@ -205,24 +204,24 @@ class Environment(ScanResult):
         self,
         arguments: dict[str, Any],
         plain_numbers: bool,
-        growing: dict[int, Any] | None = None,
-        containers: dict[int, Any] | None = None,
+        lists: dict[int, Any] | None = None,
+        watched: dict[int, Any] | None = None,
     ) -> None:
         scan = self._begin(arguments, plain_numbers)
-        self.growing: dict[int, Any] = growing or {}
-        self.watched_containers: dict[int, Any] = containers or {}
-        is_repeatable = scan.is_untouched and not containers
+        self.growing: dict[int, Any] = lists or {}
+        self.watched_containers: dict[int, Any] = watched or {}
+        is_repeatable = scan.is_untouched and not watched
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
             self._scan(arguments, True)  # where no operation is an op
             return
-        found = growing_in(self) if growing is None else growing
-        if growing is None and found:
-            self._scan(arguments, plain_numbers, found, containers)
+        found = self._growing() if lists is None else lists
+        if lists is None and found:
+            self._scan(arguments, plain_numbers, found, watched)
             return
-        if growing and growing_in(self).keys() != growing.keys():
-            self._scan(arguments, plain_numbers, {}, containers)
+        if lists and self._growing().keys() != lists.keys():
+            self._scan(arguments, plain_numbers, {}, watched)
             return
         self.places = LookupPlaces(self.parts, self.content_of)
         self.contents = self.places.read()
@@ -233,6 +232,11 @@ class Environment(ScanResult):
             if scanned.is_usable and not self.inserted:
                 self._keep(scanned)
                 remember(self.function, scanned)
+
+    def _growing(self) -> dict[int, Any]:
+        """Return the lists and deques, by identity, that code only adds to."""
+        has_lists = any(part.type is list or part.type is deque for part in self.parts)
+        return growing.growing_in(self) if has_lists else {}
 
     def _begin(self, arguments: dict[str, Any], plain_numbers: bool) -> Scan:
         """List the arguments, and nothing else."""
@@ -424,10 +428,10 @@ class Environment(ScanResult):
             yield from self._changes_of(part, before.get(part.index), is_over)
         for index, listed in self._items.items():
             part = self.parts[index]
-            added = additions_to(listed, part.value)
+            added = growing.additions_to(listed, part.value)
             if added is None:
                 # A deque gets full once, and is compared with what it held from then on.
-                self.leaves_watched_objects |= is_full(part.value)
+                self.leaves_watched_objects |= growing.is_full(part.value)
                 self.block(f"the run does more with {part.label} than add to it", "")
             elif added:
                 yield EnvironmentChange(part, Added.ITEMS, added)
