@@ -731,7 +731,7 @@ def layout(
 def _fold(lines: list[StatementLine], freed: list[list[str]], taken: Collection[str]) -> list[str]:
     """Return lines as text, with those that repeat as loops."""
     forms = [_Form(line) for line in lines]
-    numbers: dict[str, int] = {}
+    numbers: dict[tuple[str, ...], int] = {}
     code = [numbers.setdefault(form.between, len(numbers)) for form in forms]
     found: list[str] = []
     position = 0
@@ -781,7 +781,7 @@ class _Form:
 
     def __init__(self, line: StatementLine) -> None:
         self.numbers = [int(digits) for digits in _NUMBER.findall(line.text)]
-        self.between = tuple(_NUMBER.split(line.text))
+        self.between: tuple[str, ...] = tuple(_NUMBER.split(line.text))
 
 
 class _Body:
