@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from bendtrace.compat.graphpatch import PatchableGraph
     from bendtrace.debug.bisect import Bisection, bisect
     from bendtrace.debug.search import Domain
-    from bendtrace.engine.dispatcher import Explanation, Stats
+    from bendtrace.engine.dispatcher import Stats
+    from bendtrace.engine.explain import Explanation
     from bendtrace.errors import BendtraceError
     from bendtrace.hooks import HookManager
     from bendtrace.insert.activations import Activations

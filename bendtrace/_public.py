@@ -34,7 +34,7 @@ PLACES = {
     "Bisection": "bendtrace.debug.bisect",
     "Difference": "bendtrace.show.difference",
     "Domain": "bendtrace.debug.search",
-    "Explanation": "bendtrace.engine.dispatcher",
+    "Explanation": "bendtrace.engine.explain",
     "HookManager": "bendtrace.hooks",
     "Inputs": "bendtrace.insert.interjection",
     "Insertion": "bendtrace.insert.insertion",

@@ -29,11 +29,12 @@ from bendtrace.log.nodes import Registry
 from bendtrace.log.path_views import LazyRoot, Tree
 from bendtrace.log.run import Run, name_of_function
 from bendtrace.log.run_log import Facts, Lookup, RunLog
-from bendtrace.python.checks import required_model, similar
+from bendtrace.python.checks import similar
 from bendtrace.python.lazy import LazyMethod, LazyModule
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import ModuleCall, Op
+from bendtrace.watch.owners import required_model
 
 if TYPE_CHECKING:
     from bendtrace import storage
@@ -627,7 +628,7 @@ class Trace(ModelHistory):
             if result.is_raised:
                 assert result.error is not None
                 raise result.error
-            mismatch = explain.explain_divergence(result.recording, result.number, result.outcome)()
+            mismatch = explain.explain_divergence(result.recording, result.number, result.outcome)
             raise DivergenceError(mismatch.reason, mismatch.step)
         return result.output
 

@@ -40,7 +40,7 @@ from bendtrace._trace import Trace, trace
 from bendtrace.engine.dispatcher import Stats
 from bendtrace.engine.explain import Mismatch
 from bendtrace.errors import BendtraceError, InputError
-from bendtrace.export.exporting import export
+from bendtrace.export.exporting import export_calls
 from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
 from bendtrace.log.entries import counted, number_text, size_text
 from bendtrace.module import BendedModule
@@ -48,7 +48,7 @@ from bendtrace.python.checks import did_you_mean
 from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import pytree
 from bendtrace.python.lazy import imported, required, tabulate
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.record.recorded_call import Signature
 from bendtrace.research.costs import cost
 from bendtrace.show.example import AdaptiveBlock
@@ -1120,7 +1120,7 @@ def _export_text(options: argparse.Namespace) -> str:
             bar.set_description(step)
             bar.update()
 
-        made = export(model, Signature(model), calls, options.to, options.unseen, tell=tell)
+        made = export_calls(model, Signature(model), calls, options.to, options.unseen, tell=tell)
     return str(made)
 
 

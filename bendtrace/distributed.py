@@ -21,8 +21,8 @@ from torch import nn
 from bendtrace.errors import InputError
 from bendtrace.module import BendedModule
 from bendtrace.python.internals import pytree
-from bendtrace.record import rank_sync as core
-from bendtrace.watch.collectives import group_of
+from bendtrace.watch import rank_sync as core
+from bendtrace.watch.collectives import group_of, ranks_of_process
 
 __all__ = ["Agreement", "Traffic", "agree", "agreement", "traffic", "whole"]
 __dir__ = __all__.copy
@@ -144,7 +144,7 @@ def agreement(*, enabled: bool | None = None, timeout: float | None = None) -> A
         isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
     ):
         raise InputError(f"`timeout` has to be a positive number of seconds, not {timeout!r}")
-    settings = core.settings()
+    settings = core.settings
     before = settings.enabled, settings.timeout
     if enabled is not None:
         settings.enabled = enabled
@@ -186,7 +186,7 @@ def traffic() -> Traffic:
     """
     if not dist.is_available() or not dist.is_initialized():
         return Traffic(0, 0)
-    ranks = core.ranks_of_process()
+    ranks = ranks_of_process()
     return Traffic(sum(ranks.events.values()), ranks.messages)
 
 

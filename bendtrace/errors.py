@@ -12,7 +12,7 @@ x.shape[0] > 2 is no longer True
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +86,21 @@ class InputError(BendtraceError, ValueError):
         Traceback (most recent call last):
         bendtrace.errors.InputError: max_traces has to be a positive int or None, not 0
     """
+
+
+class Uninitialized(InputError):
+    """A model has lazy modules that have not been called yet, or its code reaches some.
+
+    Args:
+        function: the model.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(
+            "the model has lazy modules, whose parameters are created by the first call: call it "
+            "once first"
+        )
+        self.function = function
 
 
 class DivergenceError(BendtraceError, RuntimeError):

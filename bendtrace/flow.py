@@ -23,8 +23,7 @@ from bendtrace.errors import InputError
 from bendtrace.python.checks import required_choice
 from bendtrace.python.internals import is_off
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import is_installed, path_text, place_text
-from bendtrace.python.sites import InstructionPlace, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span, is_installed, path_text, place_text
 from bendtrace.python.statements import SourceLoop, dependent_source, subscript_text
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import (
@@ -591,7 +590,7 @@ def _deciding_steps(
 ) -> Iterator[tuple[int, int, FlowStep, object, tuple[Span, ...]]]:
     """Yield the steps that something can run under: when, which, in which function, what."""
     for number, step in enumerate(steps):
-        # The tests of a `while` are steps of their own: the loop as a whole has no guard.
+        # The tests of a `while` are separate steps: the loop as a whole has no guard.
         if step.guard is None or not isinstance(step, (LogicalFlowStep, LoopFlowStep)):
             continue
         spans = dependent_source(step.place, isinstance(step, LoopFlowStep) or bool(step.value))

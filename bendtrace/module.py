@@ -11,58 +11,53 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from bendtrace.engine.dispatcher import Dispatcher, Explanation, Stats, Trees
+from bendtrace.engine.dispatcher import Dispatcher, Stats, Trees
 from bendtrace.engine.stretches import FinishedReplay
 from bendtrace.engine.tree import TraceTree
-from bendtrace.errors import InputError
-from bendtrace.python.checks import listed, required_model
 from bendtrace.python.internals import disable_dynamo
-from bendtrace.python.lazy import LazyMethod, LazyModule
+from bendtrace.python.lazy import LazyMethod, LazyModule, errors
 from bendtrace.record.effects import Effects
-from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod
+from bendtrace.record.module_proxy import ModelT, ModuleProxy, SignedMethod, call_itself
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.redirection import call_itself, redirect_calls
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.intercepts import opaque
-from bendtrace.watch.owners import named_modules
+from bendtrace.watch.owners import named_modules, required_model
 
 if TYPE_CHECKING:
     from bendtrace import _trace
     from bendtrace import hooks as hooks_module
     from bendtrace._trace import Trace
     from bendtrace.debug import auditing
-    from bendtrace.debug import calls as call_forms
-    from bendtrace.debug import search as exploring_search
-    from bendtrace.debug import stepping as stepping_run
-    from bendtrace.debug.search import Exploration
-    from bendtrace.debug.stepping import SteppedRun
+    from bendtrace.debug.auditing import audit
+    from bendtrace.debug.search import explore
+    from bendtrace.debug.stepping import step
     from bendtrace.engine import compile_settings as compiled_settings
     from bendtrace.engine import speculation as compiled_speculation
-    from bendtrace.engine.explain import Mismatch
+    from bendtrace.engine.explain import Explanation, Mismatch
     from bendtrace.engine.speculation import CompiledReport, Speculation
-    from bendtrace.export import exporting
-    from bendtrace.export.exporting import Exported
+    from bendtrace.export.exporting import export
     from bendtrace.hooks import HookManager
     from bendtrace.insert import activations, gates, inserter, registry, resume_point  # fmt: skip
     from bendtrace.insert import bending as model_bends
-    from bendtrace.insert import patch_kinds as patches_module
     from bendtrace.insert import resolver as knowledge
     from bendtrace.insert.activations import Activations
-    from bendtrace.insert.bend import Bend, Value
-    from bendtrace.insert.bend_catalogue import BendHandle, Filter
-    from bendtrace.insert.bending import Bending, Out
+    from bendtrace.insert.bend import Value
+    from bendtrace.insert.bend_catalogue import Filter
+    from bendtrace.insert.bending import Bending, Out, bend
     from bendtrace.insert.inserter import LiveInserter, PartPosition
     from bendtrace.insert.insertion import Insertion, What
     from bendtrace.insert.interjection import PassNumbers
-    from bendtrace.insert.patch_kinds import PatchContext, Patches
+    from bendtrace.insert.patch_kinds import patch
     from bendtrace.insert.registry import InsertionRegistry
     from bendtrace.insert.resolver import Knowledge
-    from bendtrace.insert.where import Rows, Where
+    from bendtrace.insert.where import Where
     from bendtrace.log import run as run_views
     from bendtrace.log.nodes import Text
+    from bendtrace.python import checks
+    from bendtrace.record import redirection
     from bendtrace.show import model_tree as outline_program
     from bendtrace.show import outline as outline_coverage
     from bendtrace.show import state_graph as outline_graph
@@ -75,15 +70,11 @@ else:
     _trace = LazyModule("bendtrace._trace")
     activations = LazyModule("bendtrace.insert.activations")
     auditing = LazyModule("bendtrace.debug.auditing")
-    call_forms = LazyModule("bendtrace.debug.calls")
     compiled_settings = LazyModule("bendtrace.engine.compile_settings")
     compiled_speculation = LazyModule("bendtrace.engine.speculation")
-    patches_module = LazyModule("bendtrace.insert.patch_kinds")
-    exploring_search = LazyModule("bendtrace.debug.search")
     outline_coverage = LazyModule("bendtrace.show.outline")
     outline_graph = LazyModule("bendtrace.show.state_graph")
     outline_program = LazyModule("bendtrace.show.model_tree")
-    exporting = LazyModule("bendtrace.export.exporting")
     folded = LazyMethod("bendtrace.show.treescope_forms", "bended_model")
     hooks_module = LazyModule("bendtrace.hooks")
     gates = LazyModule("bendtrace.insert.gates")
@@ -91,9 +82,16 @@ else:
     knowledge = LazyModule("bendtrace.insert.resolver")
     registry = LazyModule("bendtrace.insert.registry")
     resume_point = LazyModule("bendtrace.insert.resume_point")
+    redirection = LazyModule("bendtrace.record.redirection")
     run_views = LazyModule("bendtrace.log.run")
     model_bends = LazyModule("bendtrace.insert.bending")
-    stepping_run = LazyModule("bendtrace.debug.stepping")
+    audit = LazyMethod("bendtrace.debug.auditing", "audit")
+    bend = LazyMethod("bendtrace.insert.bending", "bend")
+    explore = LazyMethod("bendtrace.debug.search", "explore")
+    export = LazyMethod("bendtrace.export.exporting", "export")
+    patch = LazyMethod("bendtrace.insert.patch_kinds", "patch")
+    step = LazyMethod("bendtrace.debug.stepping", "step")
+    checks = LazyModule("bendtrace.python.checks")
 
 __all__ = ["BendedModule"]
 
@@ -109,7 +107,9 @@ class _Method:
         method = getattr(owner.model, name, None) if isinstance(name, str) else None
         if not callable(method):
             kind = type(owner.model).__name__
-            raise InputError(f"fn= is the name of a method of the model; {kind} has no {name!r}")
+            raise errors.InputError(
+                f"fn= is the name of a method of the model; {kind} has no {name!r}"
+            )
         self._bendtrace_model = method
         self._inserting = functools.partial(owner._inserting, function=method)
 
@@ -163,7 +163,7 @@ class BendedModule(ModuleProxy[ModelT]):
             "_as_one_op", "_on_demand", "hooks",
         }
     )  # fmt: skip
-    # Methods that models often have of their own, which are theirs then.
+    # Methods that models often have as well; then the model's are called.
     _shared: tuple[str, ...] = (
         "audit",
         "explore",
@@ -186,11 +186,15 @@ class BendedModule(ModuleProxy[ModelT]):
     ) -> None:
         required_model(model)
         if max_traces is not None and (type(max_traces) is not int or max_traces < 1):
-            raise InputError(f"max_traces has to be a positive int or None, not {max_traces!r}")
+            raise errors.InputError(
+                f"max_traces has to be a positive int or None, not {max_traces!r}"
+            )
         if type(audit) not in (int, float) or not 0 <= audit <= 1:
-            raise InputError(f"audit is a share, from 0 to 1, not {audit!r}")
+            raise errors.InputError(f"audit is a share, from 0 to 1, not {audit!r}")
         if audit and backend is not None:
-            raise InputError("compiled paths are not equal bit by bit: give audit or backend")
+            raise errors.InputError(
+                "compiled paths are not equal bit by bit: give audit or backend"
+            )
         super().__init__()
         speculation: Speculation | None = None
         if backend is not None or backend_options is not None or cache_dir is not None:
@@ -358,7 +362,7 @@ class BendedModule(ModuleProxy[ModelT]):
             kwargs["fn"], fn = fn, None
         foreign = kwargs.keys() & _trace.OPTIONS - self._signature.parameters
         if foreign:
-            raise InputError(
+            raise errors.InputError(
                 f"a BendedModule remembers paths, and keeps no activations ({min(foreign)}=): "
                 "use bendtrace.trace(model, ...) for that"
             )
@@ -408,7 +412,9 @@ class BendedModule(ModuleProxy[ModelT]):
             <Graph: 6 nodes, 5 data edges, 1 control edge>
         """
         if self._dispatcher.latest is None:
-            raise InputError("nothing has been traced yet: call the module or its trace() first")
+            raise errors.InputError(
+                "nothing has been traced yet: call the module or its trace() first"
+            )
         return self._dispatcher.latest
 
     def draw(
@@ -482,52 +488,6 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         return outline_coverage.coverage(self._tree, only)
 
-    def explore(
-        self, inputs: Any, domain: Mapping[str, Any], *, seconds: float | None = 10.0,
-        tries: int | None = None, seed: int = 0,
-    ) -> Exploration:  # fmt: skip
-        """Search for inputs that take the sides of branches that no call has taken.
-
-        The search starts from inputs that reach a question, and changes them: along gradients of
-        the tested value if it has any, otherwise by changing elements, tokens, numbers and sizes.
-        A find is an input with which the model itself has taken the side. The state of the model is
-        restored after each run. Inputs that the search does not find may still exist.
-
-        Args:
-            inputs: where the search begins: a tuple of positional arguments, a dict of keyword
-                arguments, a pair (args, kwargs), or a list of several such inputs.
-            domain: which inputs may differ, by the name of the argument or of a part of one
-                (`"batch['ids']"`): each has a `Domain`, or a pair of the least and the greatest
-                number. All other inputs stay as they are.
-            seconds: how long to search at most; None for no limit.
-            tries: how often to run the model at most; None for no limit. A search with the same
-                seed and tries, and without a limit in seconds, finds the same inputs again.
-            seed: the seed of the random choices.
-
-        Returns:
-            An `Exploration`: a list of finds that prints as a table. The model can be called with
-            its `inputs`.
-
-        Raises:
-            InputError: the domain or another argument makes no sense; something is inserted; the
-                model holds objects that cannot be restored, or raises with each of the inputs.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x * 2 if x.sum() > 25 else x)
-            >>> found = bended.explore(torch.zeros(3), {"x": (0.0, 10.0)})
-            >>> [(find.text, find.side) for find in found]
-            [('x.sum() > 25', True)]
-            >>> for args, kwargs in found.inputs:
-            ...     print(bool(args[0].sum() > 25))
-            True
-        """
-        if self._inserted:
-            raise InputError("a search runs the model itself: take away what is inserted first")
-        return exploring_search.explore(
-            self._model, self._trees.plain, inputs, domain, seconds, tries, seed
-        )
-
     @property
     def compiled(self) -> CompiledReport:
         """A report on compiled paths, or why there are none; prints as a table.
@@ -565,38 +525,6 @@ class BendedModule(ModuleProxy[ModelT]):
         floors = self._dispatcher.floor, *self._trees.floors()
         reasons += [floor.reason for floor in floors if floor.reason is not None]
         return tuple(dict.fromkeys(reasons))
-
-    def audit(self: BendedModule[Callable[P, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the model; if the call is a replay, let the model itself repeat it, and compare.
-
-        The model runs on copies of the inputs and of its state, with the same random numbers.
-        Output, inputs, state and random numbers are compared bit by bit, gradients are not. If the
-        model prints or sends something, it does so twice.
-
-        Args:
-            *args: positional arguments of the model.
-            **kwargs: keyword arguments of the model.
-
-        Returns:
-            The output.
-
-        Raises:
-            AuditError: the model and the replay differ.
-            InputError: something is inserted, or cannot be copied, or the model changes something
-                outside of itself.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(torch.nn.Dropout())
-            >>> _ = bended(torch.ones(2)), bended.audit(torch.ones(2))
-            >>> bended.stats.replays
-            1
-        """
-        if self._inserted:
-            raise InputError("the model itself has nothing inserted: take that away first")
-        auditor = auditing.Auditor(self._model, 1.0)
-        output: R = self._dispatcher.call(args, kwargs, None, auditor)
-        return output
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """Say which traces could serve some inputs, without running anything.
@@ -656,7 +584,7 @@ class BendedModule(ModuleProxy[ModelT]):
                     position = inserter.PartPosition(model, name, self._knowledge.path_of(name))
                     if name and (unknown or inserter.may_apply_in(plan, module, position)):
                         part = functools.partial(self._call_part, module, position)
-                        stack.enter_context(redirect_calls(module, part))
+                        stack.enter_context(redirection.redirect_calls(module, part))
             yield
 
     def _call_part(
@@ -667,7 +595,7 @@ class BendedModule(ModuleProxy[ModelT]):
         if not self._insertion_registry or current_watcher() is not None:
             return call_itself(module, args, kwargs)
         if unknown:
-            raise InputError(
+            raise errors.InputError(
                 f"{position.name} is called by itself, by a method of the model, and where "
                 "something is inserted has to be found out in a call of the whole model: call that "
                 "once first, or give places that do not look ahead, nor passes from the end"
@@ -696,6 +624,15 @@ class BendedModule(ModuleProxy[ModelT]):
                 yield inserter.LiveInserter(
                     plan, self._dispatcher.registry, function, path_of=path_of
                 )
+
+    # Methods that are written where their subject is
+
+    audit = audit
+    bend = bend
+    explore = explore
+    export = export
+    patch = patch
+    step = step
 
     # Inserting
 
@@ -774,32 +711,6 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         return self._insertion_registry.insertions
 
-    def patch(self, patches: Patches, *, rows: Rows = None) -> PatchContext:
-        """Return a context in which patches apply at nodes; after it the model is as before.
-
-        Args:
-            patches: for each node one patch, or several in the order in which they apply. Nodes are
-                given by path (`layers_0.mlp.relu`, `linear.input`, `linear.weight`,
-                `output|sub_0`), as tree nodes, or in any other way that `interject` accepts.
-            rows: the rows of the batch to patch: an index, several, or a slice; None for all. The
-                patches receive these rows only. So several examples of one batch can each have
-                patches.
-
-        Raises:
-            NodePathError: a node does not exist, or does not hold a single value.
-            InputError: a value in `patches` is not a patch, or `rows` selects no rows.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: x.relu().sum())
-            >>> bended(torch.ones(2))
-            tensor(2.)
-            >>> with bended.patch({"relu": bt.patches.AddPatch(value=1, slice=0)}):
-            ...     bended(torch.ones(2))
-            tensor(3.)
-        """
-        return patches_module.PatchContext(self._insertion_registry, self._knowledge, patches, rows)
-
     @functools.cached_property
     def hooks(self) -> HookManager:
         """Hooks on the model's modules, by name; active hooks are listed in `insertions`.
@@ -819,50 +730,6 @@ class BendedModule(ModuleProxy[ModelT]):
     def bending(self) -> Bending:
         """The bends of the model: configurations, versions of weights, captures."""
         return self._bending
-
-    def bend(
-        self,
-        callback: Bend | model_bends.BendingConfig | Callable[[Tensor], Any],
-        *where: Where,
-        weights: bool | None = None,
-        activations: bool = True,
-        allow_none: bool = False,
-    ) -> BendHandle:
-        """Bend activations and weights from now on.
-
-        Args:
-            callback: a bending callback, a function of a tensor, or a `BendingConfig` alone.
-            *where: patterns for names. A pattern for activations (see `print_activations`) matches
-                from the start of the name; a pattern for weights has to match in full, including
-                the last part (`conv.weight`, `.*bias`). Everything else that `interject` accepts is
-                accepted, too.
-            weights: whether patterns apply to weights: None for the weights that they match in
-                full, True also for the parameters that they match from the start, False for no
-                weights.
-            activations: whether patterns apply to activations.
-            allow_none: whether to accept that nothing has such a name so far.
-
-        Returns:
-            A handle, which is also a context manager: `remove()`, `report()`.
-
-        Raises:
-            InputError: nothing has such a name, or an argument is invalid.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
-            >>> x = torch.ones(1, 2)
-            >>> before = bended(x)
-            >>> handle = bended.bend(bt.bends.Bias(1.0), "0$")
-            >>> torch.equal(bended(x), before + 1)
-            True
-            >>> bended.reset()
-            >>> torch.equal(bended(x), before)
-            True
-        """
-        return self._bending.bend(
-            callback, *where, weights=weights, activations=activations, allow_none=allow_none
-        )
 
     def reset(self, *what: Any) -> None:
         """Stop bending (see `Bending.reset`). Other insertions stay (see `remove_all`).
@@ -1084,115 +951,7 @@ class BendedModule(ModuleProxy[ModelT]):
         output: R = resume_point.from_activations(self, *replacements, bended=_bended)
         return output
 
-    def step(self, *args: Any, budget: int = 2**30, **kwargs: Any) -> SteppedRun:
-        """Run the model, and return the run as a place to experiment.
-
-        You can go to any op, question or line of the run, forward and back, look at the variables
-        of the model's Python, replace values and answers, and continue from there. Under
-        `torch.no_grad`, the run computes no value again, as far as the budget reaches; where
-        autograd records, it computes the values in autograd's graph again. The model, the inputs
-        and the random generators stay as they are (see `SteppedRun.finish`). `SteppedRun.to_html`
-        shows the run as a page, and so does a notebook. This method hides a submodule called
-        `step`, which is still `bended.model.step`.
-
-        Args:
-            *args: positional arguments of the model.
-            budget: the number of bytes of values to keep.
-            **kwargs: keyword arguments of the model.
-
-        Raises:
-            InputError: something is inserted, or the run cannot be stepped through: it depends on
-                something that no guard can watch, or changes something that cannot be restored.
-            Exception: an error of the model before its first op, such as for missing arguments.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(lambda x: torch.relu(x) * 2)
-            >>> run = bended.step(torch.tensor([-1.0, 2.0]))
-            >>> run.set("relu", torch.tensor([5.0, 5.0])).output
-            tensor([10., 10.])
-        """
-        if self._inserted:
-            raise InputError("a run to be stepped through has nothing inserted: remove it first")
-        return stepping_run.SteppedRun(
-            self._model, args, kwargs, self._signature, self._dispatcher.registry, budget
-        )
-
     # Copies
-
-    def export(
-        self,
-        *inputs: Any,
-        to: str | os.PathLike[str] | None = None,
-        unseen: str = "assert",
-        insertions: str = "constants",
-        tolerance: float = 1e-5,
-    ) -> Exported:
-        """Turn the model, with its branches and loops, into one program that runs without Python.
-
-        The model runs with copies of the inputs, under `torch.no_grad`, and its state is restored
-        afterwards. The runs become a `torch.export.ExportedProgram` in which questions are
-        `torch.cond` and loops `torch.while_loop`. Before it is returned, the program is compared
-        with the model for each of the inputs, bit by bit; so are files, within `tolerance` for
-        other targets than `.pt2`. A call that reaches a side of a question that no input took
-        raises an error that names the side.
-
-        Args:
-            *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
-                positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
-                `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
-                same guards of sizes and settings. Sizes that no guard fixes stay open. The default
-                is the inputs of earlier calls that took new paths, up to 1 MiB each and 16 MiB in
-                total.
-            to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
-                compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
-            unseen: "assert" for an error when the program reaches an unknown side; "error" to
-                refuse the export instead.
-            insertions: insertions are part of the program. "constants" makes their tensors parts
-                of the program, "inputs" makes them keyword inputs (see `Exported.insertions`).
-            tolerance: the largest difference of floats, absolute and relative, that files other
-                than `.pt2` may have, besides the rounding errors of the model itself.
-
-        Returns:
-            An object that you call like the model, with the program; it prints as a report.
-
-        Raises:
-            ExportError: something has no form without Python, an insertion does more than compute
-                tensors, or with `unseen="error"` a side is unknown; the message names the line and
-                says what to do. No file is written then.
-            InputError: there are no inputs, the file cannot be written, or the extra `onnx` is
-                not installed.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> def halved(x):
-            ...     while x.norm() > 1:
-            ...         x = x / 2
-            ...     return x
-            >>> inputs = torch.zeros(3), torch.ones(3), torch.full((3,), 9.0)
-            >>> exported = bt.BendedModule(halved).export(*inputs)
-            >>> print(exported)
-            exported: equal to the model, bit by bit, for 3 inputs
-            >>> exported(torch.tensor([6.0, 8.0, 0.0, 0.0]))
-            tensor([0.3750, 0.5000, 0.0000, 0.0000])
-        """
-        if insertions not in ("constants", "inputs"):
-            raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
-        inserted = (
-            exporting.Insertions(self._insertion_registry, self._knowledge)
-            if self._inserted
-            else None
-        )
-        examples = self._dispatcher.examples
-        calls = [tuple(call_forms.Call.of(one)) for one in inputs] if inputs else examples.calls()
-        exported = exporting.export(
-            self._model, self._signature, calls, to, unseen, inserted, insertions == "inputs",
-            tolerance,
-        )  # fmt: skip
-        if examples.missed and not inputs:
-            note = f"without {examples.missed} of the calls, whose inputs were not kept: pass them"
-            exported.notes = (*exported.notes, note)
-        return exported
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BendedModule:
         # Paths are not copied: their code holds on to the tensors and modules of this model.
@@ -1238,7 +997,7 @@ class BendedModule(ModuleProxy[ModelT]):
 
     def __repr__(self) -> str:
         counts = repr(self.stats).removeprefix("Stats(").removesuffix(")")
-        inserted = listed([repr(each) for each in self.insertions], 3) or "nothing"
+        inserted = checks.listed([repr(each) for each in self.insertions], 3) or "nothing"
         return f"BendedModule({self._model!r})\n  calls: {counts}\n  inserted: {inserted}"
 
 
@@ -1271,7 +1030,7 @@ def bended_of(model: Callable[..., Any]) -> BendedModule:
 def required_bended(model: Any, what: str) -> BendedModule:
     """Return a model in which something stays inserted after the call."""
     if not isinstance(model, BendedModule):
-        raise InputError(
+        raise errors.InputError(
             f"{what} stays in the model until it is removed, so the model has to be a "
             "BendedModule: make `bended = bendtrace.BendedModule(model)`, and pass that"
         )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import bendtrace as bt
-from bendtrace.python.operands import can_exchange_operands
+from bendtrace.python.results import can_exchange_operands
 from tests.modes.test_inserted import Seeing
 from tests.past_joins import past_joins, resumed_anywhere
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from bendtrace.python import bytecode, usage
+from bendtrace.python import bytecode
 from bendtrace.python.bytecode import global_uses, has, instructions_of
 from bendtrace.tape import plain_numbers
 from bendtrace.watch import code_facts, environment, reachability
 
 MODULES = (
-    collections, dis, inspect, bytecode, code_facts, environment, reachability, usage,
+    collections, dis, inspect, bytecode, code_facts, environment, reachability,
     torch.nn.functional, torch.nn.modules.module, torch.nn.modules.rnn, torch.overrides, types,
 )  # fmt: skip
 
@@ -73,12 +73,12 @@ def test_arguments_that_need_more_than_a_byte_are_read() -> None:
 
 @pytest.mark.parametrize("source", ["x is y", "y is x is None", "(x is True) is y"])
 def test_code_that_compares_identity_is_told(source: str) -> None:
-    assert usage.code_compares_identity(compile(source, "<test>", "eval"))
+    assert bytecode.code_compares_identity(compile(source, "<test>", "eval"))
 
 
 @pytest.mark.parametrize("source", ["x is None", "x == y", "x is not True"])
 def test_code_that_compares_with_constants_is_told(source: str) -> None:
-    assert not usage.code_compares_identity(compile(source, "<test>", "eval"))
+    assert not bytecode.code_compares_identity(compile(source, "<test>", "eval"))
 
 
 @pytest.mark.parametrize(

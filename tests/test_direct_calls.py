@@ -16,6 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
+from bendtrace.engine.direct_calls import (
+    ENTRIES,
+    FunctionEquivalent,
+    cheapest,
+    plain_values,
+)
+from bendtrace.engine.source import TorchSetting
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.tape import (
@@ -23,13 +30,6 @@ from bendtrace.tape.tape import (
     Op,
     OpKind,
     Ref,
-)
-from bendtrace.watch.direct_calls import (
-    ENTRIES,
-    FunctionEquivalent,
-    TorchSetting,
-    cheapest,
-    plain_values,
 )
 from tests.promise import bits
 
@@ -225,7 +225,7 @@ def test_a_function_whose_code_does_something_else_is_called_itself(monkeypatch)
         return torch.relu(input).clamp(max=6)
 
     monkeypatch.setattr(functional, "relu", changed)
-    from bendtrace.watch import direct_calls as module
+    from bendtrace.engine import direct_calls as module
 
     assert changed not in module._all_equivalents()
     assert functional.silu in module._all_equivalents()

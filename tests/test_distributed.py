@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import bendtrace as bt
 from bendtrace.errors import InputError, RankDivergenceError
-from bendtrace.record import rank_sync as core
+from bendtrace.watch import rank_sync as core
 from bendtrace.watch.collectives import RankGroup, Ranks
 
 ROOT = Path(__file__).parent.parent
@@ -251,7 +251,7 @@ def test_the_error_can_be_pickled_and_says_who_did_what() -> None:
 
 
 def test_settings_are_checked_and_put_back() -> None:
-    settings = core.settings()
+    settings = core.settings
     before = (settings.enabled, settings.timeout)
     for wrong in (0, -1.0, float("nan"), True, "soon"):
         with pytest.raises(InputError, match="timeout"):

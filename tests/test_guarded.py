@@ -56,8 +56,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import bendtrace as bt
-from bendtrace.python.operands import can_exchange_operands
-from bendtrace.python.results import can_exchange
+from bendtrace.python.results import can_exchange, can_exchange_operands
 from bendtrace.tape.tape import OpKind
 from bendtrace.watch.functions import SHAPES
 from tests.promise import Inputs, bits, footprint, outcome, random_states, state

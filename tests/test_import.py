@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import importlib
 import inspect
 import pickle
 import pkgutil
@@ -78,6 +79,71 @@ def test_tracing_and_replaying_loads_no_graph_library_and_nothing_that_looks_at_
     assert not {name for name in loaded if name.partition(".")[0] in HEAVY}
     looks = tuple(f"bendtrace.{name}" for name in LOOKS_AT_RUNS)
     assert [name for name in loaded if name.startswith(looks)] == []
+
+
+# The lines of bendtrace that calls of a function may load: along one path, and along two.
+MOST_LINES = {"torch.relu(x) * 2": 27_750, "x * 2 if x.sum() > 0 else x": 28_700}
+
+
+@pytest.mark.parametrize("body", MOST_LINES)
+def test_calls_load_few_lines(body: str) -> None:
+    loaded = fresh(
+        f"def model(x):\n    return {body}\n"
+        "bended = bt.BendedModule(model)\n"
+        "for n in (1, -1, 1, -1):\n    bended(torch.ones(2) * n)\n"
+        "assert bended.stats.replays >= 2, bended.stats"
+    )
+    names = [name for name in loaded if name.partition(".")[0] == "bendtrace"]
+    files = [Path(importlib.import_module(name).__file__ or "") for name in names]
+    lines = sum(len(file.read_text("utf-8").splitlines()) for file in files)
+    assert MOST_LINES[body] - 1000 < lines <= MOST_LINES[body]
+
+
+# What is loaded when a run first needs it, and a model that does.
+LOADED_IN_RUNS = {
+    "record.arrays": "def model(x):\n    return torch.from_numpy(x.detach().numpy() * 2)",
+    "record.array_functions": (
+        "import numpy\ndef model(x):\n    return x + torch.from_numpy(numpy.ones(3, 'float32'))"
+    ),
+    "record.texts": "def model(x):\n    print(x.sum(), file=sys.stderr)\n    return x * 2",
+    "record.checkpoints": (
+        "from torch.utils.checkpoint import checkpoint\n"
+        "def model(x):\n    return checkpoint(torch.sin, x * 2, use_reentrant=False)"
+    ),
+    "record.varying": (
+        "def model(x):\n    table = {x.shape[0]: x * 2}\n    return table[x.shape[0]] + 1"
+    ),
+    "python.statements": (
+        "def model(x):\n    try:\n        return x.view(3) * 2\n"
+        "    except RuntimeError:\n        return x"
+    ),
+    "watch.growing": (
+        "class Model(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.seen = []\n"
+        "    def forward(self, x):\n        self.seen.append(1)\n        return x * 2\n"
+        "model = Model()"
+    ),
+    "watch.readers": (
+        "import types\nlimits = types.MappingProxyType({'most': 0.5})\n"
+        "def model(x):\n    return x.clamp(max=limits['most'])"
+    ),
+    "engine.direct_calls": ("def model(x):\n    return torch.nn.functional.layer_norm(x, (3,))"),
+}
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("module", LOADED_IN_RUNS)
+def test_what_a_run_loads_is_no_part_of_it(module: str) -> None:
+    module, model = module.partition(",")[0], LOADED_IN_RUNS[module]
+    fresh(
+        f"{model}\nx = torch.linspace(0, 1, 3, requires_grad=True)\n"
+        "wanted = model(x)\nbended = bt.BendedModule(model)\nbended.stats\n"
+        f"assert 'bendtrace.{module}' not in sys.modules\n"
+        "for _ in range(3):\n    assert torch.equal(bended(x), wanted)\n"
+        f"assert 'bendtrace.{module}' in sys.modules\n"
+        "assert (bended.stats.traces, bended.stats.replays) == (1, 2), bended.stats\n"
+        "assert not bended.why_live, bended.why_live\n"
+    )
 
 
 @pytest.mark.all

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import bendtrace as bt
-from bendtrace.python import operands, results
+from bendtrace.python import results
 from bendtrace.record import arrays
 from tests.promise import bits
 
@@ -36,7 +36,7 @@ exchanges = pytest.mark.skipif(
 @pytest.mark.skipif(sys.gettrace() is not None, reason="something else traces the thread")
 def test_results_and_operands_can_be_exchanged() -> None:
     assert results.can_exchange()
-    assert operands.can_exchange_operands()
+    assert results.can_exchange_operands()
 
 
 # Instructions of the compiler only, or of the interpreter only; and the calls of 3.11, which follow
@@ -52,14 +52,14 @@ COUNTED = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BUILD_MAP", "CALL_INTRINSIC_1
 
 @pytest.mark.skipif(not IS_SUPPORTED, reason="a Python whose instructions are not known")
 def test_each_instruction_is_in_a_list() -> None:
-    listed = {*operands._COUNTS, *operands._TAKES_AS_MANY}
-    listed |= operands._TAKES_ONE | operands._TAKES_NOTHING | INNER | COUNTED
+    listed = {*results._COUNTS, *results._TAKES_AS_MANY}
+    listed |= results._TAKES_ONE | results._TAKES_NOTHING | INNER | COUNTED
     found = {
         name.replace("_FORWARD", "").replace("_BACKWARD", "") if "POP_JUMP" in name else name
         for name in dis.opmap
         if not name.startswith("INSTRUMENTED_")
     }
-    assert {operands._NAMES.get(name, name) for name in found} - listed == set()
+    assert {results._NAMES.get(name, name) for name in found} - listed == set()
 
 
 def _sample(f: Any, a: Any, b: Any, k: Any, d: Any) -> Any:
@@ -77,7 +77,7 @@ def _sample(f: Any, a: Any, b: Any, k: Any, d: Any) -> Any:
 def test_calls_have_the_operands_that_they_pass_on() -> None:
     function, one, two, words = object(), object(), object(), {"k": 3}
     found = [
-        step for step in operands.instructions(_sample.__code__).values() if "CALL" in step.name
+        step for step in results.instructions(_sample.__code__).values() if "CALL" in step.name
     ]
     by_offset = {id(step): step for step in found}
     names = [step.name for step in by_offset.values()]
@@ -86,14 +86,14 @@ def test_calls_have_the_operands_that_they_pass_on() -> None:
     plain = [function, None] if first else [None, function]
     calls = [step for step in by_offset.values() if step.name == "CALL"]
     assert calls[0].size == 3
-    assert operands.callee_place([*plain, one]) == plain.index(function)
-    assert operands.arguments(calls[0], [*plain, one]) == [one]
-    assert operands.arguments(calls[1], [*plain, one, two]) == [one, two]
-    assert operands.arguments(calls[1], [function, one, two]) == [one, two]  # a method's
+    assert results.callee_place([*plain, one]) == plain.index(function)
+    assert results.arguments(calls[0], [*plain, one]) == [one]
+    assert results.arguments(calls[1], [*plain, one, two]) == [one, two]
+    assert results.arguments(calls[1], [function, one, two]) == [one, two]  # a method's
     star = [step for step in by_offset.values() if step.name == "CALL_FUNCTION_EX"]
-    assert operands.arguments(star[0], [*plain, (one, two)]) == [one, two]
-    assert operands.arguments(star[1], [*plain, (one,), words]) == [one, 3]
-    assert operands.arguments(star[1], [*plain, iter(()), words]) is None
+    assert results.arguments(star[0], [*plain, (one, two)]) == [one, two]
+    assert results.arguments(star[1], [*plain, (one,), words]) == [one, 3]
+    assert results.arguments(star[1], [*plain, iter(()), words]) is None
 
 
 # Signals that come while an instruction is looked at

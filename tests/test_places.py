@@ -15,8 +15,8 @@ from IPython.core.compilerop import CachingCompiler
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.python import places as _places
-from bendtrace.python.places import is_file, place_text, read_place
+from bendtrace.python import sites as _places
+from bendtrace.python.sites import is_file, place_text, read_place
 from bendtrace.show.viewer import viewer_data
 
 FILE = "/tmp/ipykernel_7/230483096.py"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.python import internals, sites, usage
+from bendtrace.python import bytecode, internals, sites
 from bendtrace.record import iterations, self_test
 from bendtrace.tape import plain_numbers
 from bendtrace.watch import intercepts
@@ -62,7 +62,7 @@ def test_probing_leaves_everything_as_it_was() -> None:
 
 
 READERS: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "constants": (usage, "CONSTANTS", frozenset(), "identity"),  # type: ignore[dict-item]
+    "constants": (bytecode, "CONSTANTS", frozenset(), "identity"),  # type: ignore[dict-item]
     "comparisons": (self_test, "code_compares_identity", lambda code: False, "identity"),
     "types": (self_test, "needs_plain_numbers", lambda code: False, "identity"),
     "truths": (self_test, "only_tests", lambda frame, depth=0: True, "truth"),
@@ -84,9 +84,9 @@ def test_a_reader_of_instructions_that_errs_is_found(
     reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, name, instead, feature = READERS[reader]
-    if reader == "truths of comparisons" and not usage._HAS_ASKING:
+    if reader == "truths of comparisons" and not bytecode._HAS_ASKING:
         pytest.skip("with this Python, comparisons do not ask for truths themselves")
-    monkeypatch.setattr(usage, "_identity", {})
+    monkeypatch.setattr(bytecode, "_identity", {})
     monkeypatch.setattr(plain_numbers, "_plain", {})
     monkeypatch.setattr(owner, name, instead)
     failed = self_test.probe_python() + self_test.probe_flow()
@@ -153,12 +153,12 @@ def counts(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("feature", ["identity", "truth", "handlers", "places", "iterations"])
 def test_what_comes_out_is_right_whatever_is_off(feature: str) -> None:
     internals.switch_off(feature, "a reason")
-    usage._tests.clear()
+    bytecode._tests.clear()
     bended = bt.BendedModule(counts)
     for x in (torch.eye(2), torch.zeros(2, 2), torch.eye(2), torch.ones(2, 2)):
         assert torch.equal(bended(x), counts(x))
     assert bended.stats.live == 0
-    usage._tests.clear()
+    bytecode._tests.clear()
 
 
 def walks(x: Tensor) -> Tensor:  # of its own: what was read of code while a part was off is kept

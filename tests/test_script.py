@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.engine.program import Following
+from bendtrace.engine.comparison import Following
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.stretches import Divergence
 from bendtrace.errors import NondeterminismError

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bendtrace as bt
-from bendtrace.engine import program_graph
+from bendtrace.engine import comparison
 from bendtrace.errors import DivergenceError, NondeterminismError
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
@@ -1050,7 +1050,7 @@ def asked_in(function: Callable[[Tensor], Any]) -> int:
 def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name, instead, programs = LEFT_OUT[part]
     # Runs are compared as they are added, which finds most of what would be wrong.
-    monkeypatch.setattr(program_graph, "repeats_path", lambda *_: True)
+    monkeypatch.setattr(comparison, "repeats_path", lambda *_: True)
     apart = [asked_in(PROGRAMS[program]) for program in programs]
     kinds = [
         kind
@@ -1067,7 +1067,7 @@ def test_each_part_of_a_state_keeps_some_apart(part: str, monkeypatch: pytest.Mo
 
 def test_what_c_may_hold_is_in_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(states, "may_hide", lambda *_: False)
-    monkeypatch.setattr(program_graph, "repeats_path", lambda *_: True)
+    monkeypatch.setattr(comparison, "repeats_path", lambda *_: True)
     assert not all(is_right(PROGRAMS["a_number_that_c_holds"], order) for order in ORDERS)
 
 

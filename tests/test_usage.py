@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bendtrace as bt
-from bendtrace.python.usage import only_tests
+from bendtrace.python.bytecode import only_tests
 from tests.promise import assert_promise, randn_inputs
 
 

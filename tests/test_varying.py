@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.python.computations import is_computation, with_item
 from bendtrace.python.key_functions import parts_of_key
-from bendtrace.python.results import can_exchange, exchange, is_computation, with_item
+from bendtrace.python.results import can_exchange, exchange
 from bendtrace.record import varying
 from tests.modes.test_inserted import Seeing
 from tests.past_joins import past_joins, resumed_anywhere

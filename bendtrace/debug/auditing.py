@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,19 @@ from bendtrace._trace import trace
 from bendtrace.errors import AuditError, InputError
 from bendtrace.python.compare import same_bits
 from bendtrace.record.finish import Recording
-from bendtrace.record.redirection import call_itself
+from bendtrace.record.module_proxy import call_itself
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.tape import Op, OpKind, refs_in
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import display_name
 from bendtrace.watch.owners import module_tree
 from bendtrace.watch.writes import storage_of
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Auditor:
@@ -262,3 +268,37 @@ def _op_text(op: Op) -> str:
     places = () if op.site is None else op.site.places
     place = next((place for place in places if not place.in_torch), None)
     return name if place is None else f"{name} at {place} `{place.text}`"
+
+
+def audit(bended: BendedModule[Callable[P, R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call the model; if the call is a replay, let the model itself repeat it, and compare.
+
+    The model runs on copies of the inputs and of its state, with the same random numbers.
+    Output, inputs, state and random numbers are compared bit by bit, gradients are not. If the
+    model prints or sends something, it does so twice.
+
+    Args:
+        bended: the model.
+        *args: positional arguments of the model.
+        **kwargs: keyword arguments of the model.
+
+    Returns:
+        The output.
+
+    Raises:
+        AuditError: the model and the replay differ.
+        InputError: something is inserted, or cannot be copied, or the model changes something
+            outside of itself.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Dropout())
+        >>> _ = bended(torch.ones(2)), bended.audit(torch.ones(2))
+        >>> bended.stats.replays
+        1
+    """
+    if bended._inserted:
+        raise InputError("the model itself has nothing inserted: take that away first")
+    auditor = Auditor(bended.model, 1.0)
+    output: R = bended._dispatcher.call(args, kwargs, None, auditor)
+    return output

@@ -30,10 +30,10 @@ from bendtrace.log.entries import LayerEntry, counted, tensors_of
 from bendtrace.log.run_log import RunLog
 from bendtrace.log.validate import MISSING, SavedValues, Validator, plainly
 from bendtrace.module import BendedModule
-from bendtrace.python.checks import required_model, required_number
+from bendtrace.python.checks import required_number
 from bendtrace.python.compare import same_bits
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.show.difference import Difference, expression_of
 from bendtrace.show.matching import (
     FlowChange,
@@ -44,6 +44,7 @@ from bendtrace.show.matching import (
 )
 from bendtrace.tape.tape import Op, OpKind, refs_in
 from bendtrace.watch.draws import RandomStates
+from bendtrace.watch.owners import required_model
 
 # What rounding in a dtype may do, as in `torch.testing.assert_close`.
 _ROUNDING = {

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from bendtrace.errors import InputError
 from bendtrace.log.capture import aligned_copy
 from bendtrace.python.compare import same_bits
+from bendtrace.python.computations import is_computation
 from bendtrace.python.internals import keeps_version
-from bendtrace.python.results import is_computation
 from bendtrace.tape.captured import (
     Added,
     AttributeKey,

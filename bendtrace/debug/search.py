@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +32,9 @@ from bendtrace.errors import InputError
 from bendtrace.log.entries import Listing, counted
 from bendtrace.python.checks import required_int, required_number
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import place_text
-from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place_at
+from bendtrace.python.sites import PACKAGE, TORCH, InstructionPlace, Site, place_at, place_text
 from bendtrace.record.finish import Recording
 from bendtrace.record.iterations import running_code, user_code
-from bendtrace.record.rank_sync import alone
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.show.outline import Answers, is_standard, observed_sides
 from bendtrace.show.walks import (
@@ -49,6 +47,10 @@ from bendtrace.show.walks import (
 )
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.tape import ModuleCall, Use, argument_leaves
+from bendtrace.watch.collectives import alone
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 # The domain of a search: which inputs may differ, and in which values and sizes.
 
@@ -420,10 +422,48 @@ _FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 0.1, 0.03, 0.01, 0.001)
 
 
 def explore(
-    model: Callable[..., Any], tree: TraceTree, inputs: Any, domain: Mapping[str, Any],
-    seconds: float | None, tries: int | None, seed: int,
+    bended: BendedModule[Any], /, inputs: Any, domain: Mapping[str, Any], *,
+    seconds: float | None = 10.0, tries: int | None = None, seed: int = 0,
 ) -> Exploration:  # fmt: skip
-    """Find inputs that take sides never taken; see `BendedModule.explore`."""
+    """Search for inputs that take the sides of branches that no call has taken.
+
+    The search starts from inputs that reach a question, and changes them: along gradients of
+    the tested value if it has any, otherwise by changing elements, tokens, numbers and sizes.
+    A find is an input with which the model itself has taken the side. The state of the model is
+    restored after each run. Inputs that the search does not find may still exist.
+
+    Args:
+        bended: the model.
+        inputs: where the search begins: a tuple of positional arguments, a dict of keyword
+            arguments, a pair (args, kwargs), or a list of several such inputs.
+        domain: which inputs may differ, by the name of the argument or of a part of one
+            (`"batch['ids']"`): each has a `Domain`, or a pair of the least and the greatest
+            number. All other inputs stay as they are.
+        seconds: how long to search at most; None for no limit.
+        tries: how often to run the model at most; None for no limit. A search with the same
+            seed and tries, and without a limit in seconds, finds the same inputs again.
+        seed: the seed of the random choices.
+
+    Returns:
+        An `Exploration`: a list of finds that prints as a table. The model can be called with
+        its `inputs`.
+
+    Raises:
+        InputError: the domain or another argument makes no sense; something is inserted; the
+            model holds objects that cannot be restored, or raises with each of the inputs.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x * 2 if x.sum() > 25 else x)
+        >>> found = bended.explore(torch.zeros(3), {"x": (0.0, 10.0)})
+        >>> [(find.text, find.side) for find in found]
+        [('x.sum() > 25', True)]
+        >>> for args, kwargs in found.inputs:
+        ...     print(bool(args[0].sum() > 25))
+        True
+    """
+    if bended._inserted:
+        raise InputError("a search runs the model itself: take away what is inserted first")
     required_number("seconds", seconds, or_none=True, finite=True)
     required_int("tries", tries, 1, or_none=True)
     required_int("seed", seed, 0)
@@ -432,10 +472,13 @@ def explore(
     calls = [Call.of(one) for one in (inputs if isinstance(inputs, list) else [inputs])]
     if not calls:
         raise InputError("a search begins at inputs of the model: the list has none")
+    model = bended.model
     space = Space(domain, Signature(model), seed)
     starts = [space.candidate(*call) for call in calls]
     with alone("a search for inputs"), PreservedState(model) as before:
-        search = _InputSearch(space, Subject(model, space, before), tree, seconds, tries)
+        search = _InputSearch(
+            space, Subject(model, space, before), bended._trees.plain, seconds, tries
+        )
         return search.result(starts)
 
 
@@ -518,7 +561,7 @@ class _InputSearch:
         for file, function in self._subject.functions:
             for choice in choices_in(file, function):
                 if choice.kind in ("and", "or") and choice not in self._asked:
-                    continue  # part of a condition that has sides of its own
+                    continue  # part of a condition that has its own sides
                 sides_of_turn = self._taken.get(choice, {("", ()): set()})
                 for turn, sides in sides_of_turn.items():
                     for side in {True, False} - sides:

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +32,7 @@ from bendtrace.log.entries import Source
 from bendtrace.log.names import RunNames, call_around, holders_of, near_names, passes_of
 from bendtrace.log.nodes import Pass, Registry, TreeNode
 from bendtrace.python.checks import required_int
-from bendtrace.python.places import is_file, place_text, read_place
-from bendtrace.python.sites import InstructionPlace, Site
+from bendtrace.python.sites import InstructionPlace, Site, is_file, place_text, read_place
 from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
 from bendtrace.show.viewer import step_html, viewer_frame
@@ -41,6 +40,9 @@ from bendtrace.tape.captured import requires_grad
 from bendtrace.tape.contexts import ContextSwitch
 from bendtrace.tape.tape import ModuleCall, OpKind, Tape
 from bendtrace.watch.draws import RandomStates
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 _AROUND = 3  # events that are printed before and after the position
 
@@ -956,3 +958,41 @@ class _SoleRun:
         """Return the path of a node of the mirror of the run."""
         run = self._trace._run
         return run.tree.path_of(run.names.index(name)) if name in run.names else ""
+
+
+def step(
+    bended: BendedModule[Any], /, *args: Any, budget: int = 2**30, **kwargs: Any
+) -> SteppedRun:
+    """Run the model, and return the run as a place to experiment.
+
+    You can go to any op, question or line of the run, forward and back, look at the variables
+    of the model's Python, replace values and answers, and continue from there. Under
+    `torch.no_grad`, the run computes no value again, as far as the budget reaches; where
+    autograd records, it computes the values in autograd's graph again. The model, the inputs
+    and the random generators stay as they are (see `SteppedRun.finish`). `SteppedRun.to_html`
+    shows the run as a page, and so does a notebook. This method hides a submodule called
+    `step`, which is still `bended.model.step`.
+
+    Args:
+        bended: the model.
+        *args: positional arguments of the model.
+        budget: the number of bytes of values to keep.
+        **kwargs: keyword arguments of the model.
+
+    Raises:
+        InputError: something is inserted, or the run cannot be stepped through: it depends on
+            something that no guard can watch, or changes something that cannot be restored.
+        Exception: an error of the model before its first op, such as for missing arguments.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: torch.relu(x) * 2)
+        >>> run = bended.step(torch.tensor([-1.0, 2.0]))
+        >>> run.set("relu", torch.tensor([5.0, 5.0])).output
+        tensor([10., 10.])
+    """
+    if bended._inserted:
+        raise InputError("a run to be stepped through has nothing inserted: remove it first")
+    return SteppedRun(
+        bended.model, args, kwargs, bended._signature, bended._dispatcher.registry, budget
+    )

@@ -3,7 +3,7 @@
 `dispatcher.py` serves a call: it finds a program, and replays, resumes, records or runs live. A
 tree (`tree.py`) has the programs of one model; a program (`program.py`) has a check and a graph
 (`program_graph.py`); `Program._walk` goes from one exit of the graph to the next (`stretches.py`),
-each of which has generated code. `Floor` (`floor.py`) makes calls run the model itself without
+each of which has generated code. `Floor` (`dispatcher.py`) makes calls run the model itself without
 looking at anything, if paths do not repeat, or if calls have to run live. It tries again from time
 to time. What is inserted is called beside such a call, if it can only be at calls of modules: each
 of these has a `_ModuleInterceptor` (`insert/live_runner.py`) in place of its `__call__`, which
@@ -36,7 +36,7 @@ word differs do the checks themselves run (`ask` in the generated code; `ask_att
 has only assigned attributes). The types of parameters and buffers are checked on every call: a
 recording does not keep these tensors alive, so their memory must not be read once they may be gone.
 For torch functions that are written in Python, the code calls what these functions end up calling
-(`watch/direct_calls.py`); replay.md says when.
+(`direct_calls.py`); replay.md says when.
 
 `program.py` holds the known paths for one set of input guards, as code that branches: a **graph
 of states**, into which `program_graph.py` joins runs at equal states (`stretches.py`).
@@ -80,13 +80,13 @@ other op returns a *stand-in*: an object of the right class without content, suc
 meta device. A question gets the answer that the call got. So nothing is written, drawn, printed or
 called twice. If the model, or an op after the script, needs the content of a stand-in, or if the
 model does something that is not in the script, the call raises a `NondeterminismError`.
-`ProgramGraph.add` compares what the run did with what was known (`program_graph.py`), up to the
+`ProgramGraph.add` compares what the run did with what was known (`comparison.py`), up to the
 first new answer and from the next known state on, and adds what is new. If they differ, the graph
 is given up.
 
 Reading a state below many frames takes as long as some hundred ops. So a resumed run reads states
 up to the first known one. From there on, as long as its answers are known, its states are those
-that follow in the graph (`program.py`).
+that follow in the graph (`comparison.py`).
 
 Reading states takes time, and most first runs are never left. So a first run with nothing
 inserted reads only few states, and those only until the first op that must not be carried out
@@ -95,7 +95,7 @@ was not read, the model is recorded from its start without a script.
 
 In some programs, paths must not join: those of harvests, which need the exact path of each call
 (`Interjection.needs_paths`), and those whose graph was given up (`TraceTree.grow`). There,
-`cache_growth.py` replaces all states by states that equal only themselves, so that the graph is a
+`program_graph.py` replaces all states by states that equal only themselves, so that the graph is a
 tree in which all values are kept. One of several processes never begins again: its runs read all
 states. `from_activations` follows the code of a rest (`suffix.py`), and resumes by an exact script:
 ops whose results are not held are carried out again.
@@ -117,7 +117,7 @@ once torch.compile's guards have accepted it. It keeps apart what depends on whi
 graph would give gradients of zero and the model none. `speculation.py` also compiles the code
 between two questions, for calls that combine segments in new ways: it writes segments that call a
 compiled *body* in place of the ops, and fall back to the ops. Paths and bodies share the
-generation of ops (`expressions.py`) and one class, `CompiledFunction` (`compile_attempts.py`),
+generation of ops (`compiled_path.py`) and one class, `CompiledFunction` (`compile_attempts.py`),
 which compiles, calls, compares and measures. `compile_settings.py` holds the user's settings, and
 keeps what inductor compiles for other processes.
 

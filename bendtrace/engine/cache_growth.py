@@ -9,19 +9,16 @@ any more; whoever has it, or a view of it, keeps it alive, and then that very te
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from bendtrace.engine.guard_kinds import Analysis, GuardKind
-from bendtrace.record.effects import Effects, makes_anew, sets_nothing
-from bendtrace.record.rank_sync import has_other_ranks
+from bendtrace.record.effects import makes_anew, sets_nothing
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import (
     Access,
@@ -29,13 +26,14 @@ from bendtrace.tape.captured import (
     CaptureKind,
     EnvironmentChange,
     TensorFacts,
-    store_item,
 )
-from bendtrace.tape.contexts import Hold
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, refs_in
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, refs_in
 from bendtrace.watch.functions import table_name
 from bendtrace.watch.writes import works_in_place
+
+if TYPE_CHECKING:
+    from bendtrace.engine.stretches import Holes
 
 _CAT = frozenset({torch.cat, torch.concat, torch.concatenate})
 
@@ -66,8 +64,6 @@ class Growth:
 
 def growths_of(recording: Recording) -> dict[int, Growth]:
     """Return the tensors that a run makes longer, by the ops that make them."""
-    if not recording.changes:
-        return {}
     tape, parts = recording.tape, recording.environment.parts
     tensors = {
         (part.parent.index, part.key): part
@@ -102,7 +98,7 @@ def growths_of(recording: Recording) -> dict[int, Growth]:
 def _is_ordinary_tensor(part: Captured) -> bool:
     """Return whether a part is a tensor like most, in something that can be written to.
 
-    The rest is asked of the tensor that is there when it grows (`Holes.grows`).
+    The rest is asked of the tensor that is there when it grows (`grow`).
     """
     facts = part.size
     return (
@@ -143,7 +139,7 @@ def tensor_places(parts: Iterable[Captured]) -> frozenset[_Place]:
     return frozenset(_tensor_place(part) for part in parts if part.kind is CaptureKind.TENSOR)
 
 
-class _Grown(NamedTuple):
+class GrownTensor(NamedTuple):
     """A tensor that was exchanged, with everything needed to put it back.
 
     Attributes:
@@ -180,132 +176,37 @@ class _Grown(NamedTuple):
             return made.copy_(begin)
 
 
-class Holes(list[Any]):
-    """The values that segments hand to each other in a call, and what has grown in it."""
-
-    # Of its own only for a call in which something grows.
-    grown: tuple[_Grown, ...] = ()
-    _places: frozenset[_Place] = frozenset()
-    _memory: frozenset[int] = frozenset()
-
-    def __init__(self, may_grow: bool, hold: Hold) -> None:
-        self.may_grow: bool = may_grow
-        self.hold: Hold = hold
-
-    def grows(self, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
-        """Say whether a tensor may be exchanged now, and remember it."""
-        if not self.may_grow or growth.place in self._places:
+def grow(holes: Holes, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
+    """Say whether a tensor may be exchanged now, and remember it in the holes of the call."""
+    if not holes.may_grow or growth.place in holes.places:
+        return False
+    try:
+        if (
+            old.requires_grad
+            or old.dtype is not new.dtype
+            or not old.numel()
+            or old.dim() != new.dim()
+            or old.is_nested
+            or not old.is_contiguous()
+            or old.is_neg()
+            or old.storage_offset()
+        ):
             return False
-        try:
-            if (
-                old.requires_grad
-                or old.dtype is not new.dtype
-                or not old.numel()
-                or old.dim() != new.dim()
-                or old.is_nested
-                or not old.is_contiguous()
-                or old.is_neg()
-                or old.storage_offset()
-            ):
-                return False
-            storage = old.untyped_storage()
-            memory = storage._cdata
-            # Two that share memory could not be put back so.
-            if storage.nbytes() != old.nbytes or memory in self._memory:
-                return False
-            grown = _Grown(
-                growth, holder, new, ref(old), ref(storage), old.shape, old.stride(),
-                old.is_inference(),
-            )  # fmt: skip
-        except RuntimeError:  # a tensor that has no memory, or not one of its own
+        storage = old.untyped_storage()
+        memory = storage._cdata
+        # Two that share memory could not be put back so.
+        if storage.nbytes() != old.nbytes or memory in holes.memory:
             return False
-        self.grown += (grown,)
-        self._places |= {growth.place}
-        self._memory |= {memory}
-        return True
-
-    def may_enter(self, growths: Collection[Growth], taken: frozenset[_Place]) -> bool:
-        """Return whether code that expects the tensors as they were can continue.
-
-        Args:
-            growths: what the run that the code is of makes longer.
-            taken: where the code reads tensors.
-        """
-        return self._places.isdisjoint(taken) and self._places <= {g.place for g in growths}
-
-    def put_back(self) -> None:
-        """Stop exchanging, and put back the tensors exchanged so far."""
-        self.may_grow = False
-        for grown in reversed(self.grown):
-            store_item(grown.holder, grown.growth.change.key, grown.cut_out())
-        self.grown, self._places, self._memory = (), frozenset(), frozenset()
-
-
-# The states of a recorded run that were not read, and what a run may write to.
-
-
-def know_states(recording: Recording, analysis: Analysis, joins: bool = True) -> None:
-    """Give questions whose states were not read states that are equal only to themselves.
-
-    From a question without a state, the model has to begin again. That may be where nothing was
-    done before that cannot be done twice.
-
-    Args:
-        recording: the run.
-        analysis: its guards, sorted.
-        joins: whether a run may be in the states of others; else no question keeps its own.
-    """
-    tape = recording.tape
-    if not joins:
-        tape.states = {}
-        unread = list(range(len(tape.guards)))
-    else:
-        unread = unread_in(recording, analysis)
-        effects = Effects(tape)
-        if not (recording.draws or has_other_ranks()):
-            first = effects.first if effects.have_begun() else len(tape.ops)
-            assert first is not None
-            unread = [number for number in unread if tape.guards[number].position > first]
-    for number in unread:
-        tape.states[number] = _state_after(tape, number)
-
-
-def _state_after(tape: Tape, number: int) -> RunState:
-    """Return a state that is known by the path to it: it holds all computed values."""
-    before = number - 1
-    while before >= 0 and before not in tape.states:
-        before -= 1
-    position = tape.guards[before].position if before >= 0 else 0
-    computed = tuple(
-        op.index for op in tape.ops[position : tape.guards[number].position] if _gives_value(op)
-    )
-    state = tape.states.get(before, _START)
-    between = [
-        (guard.name, type(guard.answer).__name__, str(guard.answer))
-        for guard in tape.guards[max(before, 0) : number]
-    ]
-    content = repr((state.key, between, tape.guards[number].name)).encode("utf-8", "replace")
-    key = hashlib.blake2b(content, digest_size=20).digest()
-    return RunState(key, state.holes + computed, state.kept)
-
-
-def _gives_value(op: Op) -> bool:
-    return op.kind is OpKind.SCALAR or (
-        op.kind is OpKind.CALL and op.target is not Tensor.__setitem__
-    )
-
-
-_START = RunState(b"", (), ())
-
-
-def unread_in(recording: Recording, analysis: Analysis) -> list[int]:
-    """Return the questions of a run that need values, and whose states were not read."""
-    tape = recording.tape
-    return [
-        number
-        for number, kind in enumerate(analysis.kinds)
-        if kind is GuardKind.DATA and number not in tape.states
-    ]
+        grown = GrownTensor(
+            growth, holder, new, ref(old), ref(storage), old.shape, old.stride(),
+            old.is_inference(),
+        )  # fmt: skip
+    except RuntimeError:  # a tensor without memory, or that shares it
+        return False
+    holes.grown += (grown,)
+    holes.places |= {growth.place}
+    holes.memory |= {memory}
+    return True
 
 
 def may_write_to(tape: Tape, values: set[int]) -> bool:

@@ -12,19 +12,21 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed, may_be_caught
 from bendtrace.engine.source import (
     Code,
     Departure,
+    EquivalentCall,
     GeneratedSource,
     ValueSplice,
     define,
     gives_nothing,
+    may_be_direct,
 )
-from bendtrace.python.results import GIVING_LISTS, with_item
-from bendtrace.tape.blocks import Block, Portion
+from bendtrace.python.computations import GIVING_LISTS, with_item
+from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import (
     Access,
     Added,
@@ -37,7 +39,13 @@ from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
-from bendtrace.watch.direct_calls import ENTRIES, EquivalentCall, cheapest, plain_values
+
+if TYPE_CHECKING:
+    from bendtrace.engine import direct_calls
+    from bendtrace.record import checkpoints
+else:
+    checkpoints = LazyModule("bendtrace.record.checkpoints")
+    direct_calls = LazyModule("bendtrace.engine.direct_calls")
 
 # Seen in 2.13 to 2.15; test_direct_calls notices.
 
@@ -53,7 +61,7 @@ def write_run(schedule: Schedule, direct: bool = False) -> Code:
     return RunWriter(schedule, direct).write()
 
 
-def write_portion(portion: Portion) -> Callable[..., None]:
+def write_portion(portion: checkpoints.Portion) -> Callable[..., None]:
     """Return a function that carries out a portion of a checkpointed block again."""
     source, passages, current = GeneratedSource(), list(portion.passages), None
     source.begin("again(E, switch)")
@@ -109,10 +117,10 @@ class RunWriter:
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
         self._direct: dict[int, EquivalentCall] = {}
         if direct:
-            ops = [op for op in self.tape.ops[self.schedule.start :] if op.target in ENTRIES]
-            plain = plain_values(self.tape) if ops else set()
+            ops = list(filter(may_be_direct, self.tape.ops[self.schedule.start :]))
+            plain = direct_calls.plain_values(self.tape) if ops else set()
             for op in ops:
-                call = cheapest(op, plain)
+                call = direct_calls.cheapest(op, plain)
                 if call is not None and not may_be_caught(op, self.schedule.recording):
                     self._direct[op.index] = call
 
@@ -235,7 +243,7 @@ class RunWriter:
         source = self.source
         self._take_out(list(map(Ref, block.tensors)))
         tensors = "".join(f"v{index}, " for index in block.tensors)
-        source.names["Block"] = Block
+        source.names["Block"] = checkpoints.Block
         source.line(f"E.hold.block = Block({source.bound(block.settings)}, ({tensors}))")
         self._go_on_in(block)
 

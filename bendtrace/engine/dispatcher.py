@@ -14,24 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bendtrace.engine.floor import Floor
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.program import Program
 from bendtrace.engine.source import Unfit
 from bendtrace.engine.stretches import Divergence, Exit, FinishedReplay
 from bendtrace.engine.tree import TraceTree
-from bendtrace.errors import InputError
-from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import MissingInternal, pytree
-from bendtrace.python.lazy import LazyModule
-from bendtrace.python.places import full_place_text
-from bendtrace.record.rank_sync import has_other_ranks
-from bendtrace.record.recorded_call import Signature, Uninitialized, has_lazy_modules, record
+from bendtrace.python.lazy import LazyModule, errors
+from bendtrace.python.sites import full_place_text
+from bendtrace.record.module_proxy import call_itself
+from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.redirection import Calls, call_itself
-from bendtrace.record.varying import Lifting
-from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.captured import PLAIN_TYPES, is_uneven
 from bendtrace.watch.mode_queries import seeing_modes
+from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
     from bendtrace import _trace
@@ -49,6 +45,7 @@ if TYPE_CHECKING:
     from bendtrace.log import nodes
     from bendtrace.log.nodes import Registry
     from bendtrace.record.script import Script
+    from bendtrace.record.varying import Lifting
     from bendtrace.show import model_tree as outlines
 else:
     _trace = LazyModule("bendtrace._trace")
@@ -60,6 +57,18 @@ else:
     state_access = LazyModule("bendtrace.insert.state_access")
     splicing = LazyModule("bendtrace.insert.splicer")
     outlines = LazyModule("bendtrace.show.model_tree")
+
+
+class Calls(threading.local):
+    """The number of calls of the model that the thread is in; a context that counts one more."""
+
+    depth: int = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
 
 
 class Examples:
@@ -239,15 +248,15 @@ class Dispatcher:
         floor = self.floor
         if plan is not None:
             floor = self._trees.floor(plan)
-            if (
-                floor.calls_to_wait
-                and (runner := self._runner_of(plan)) is not None
-                and floor.take_call()
-            ):
+            if floor.take_call():
                 self.stats.live += 1
-                return runner.call(args, kwargs, self.latest_run)
-        sees_form = plan is not None and plan.sees_inputs
-        names, arguments = self._signature.named_arguments(args, kwargs, sees_form)
+                if (runner := self._runner_of(plan)) is not None:
+                    return runner.call(args, kwargs, self.latest_run)
+                names, arguments = self.named_arguments(args, kwargs, plan)
+                tree = self._trees.of(plan)
+                call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
+                return self._recorded(call).result
+        names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found
             if plain_program is None and self._signature.notice_changes():
@@ -275,7 +284,7 @@ class Dispatcher:
             return self.call(args, kwargs, plan, auditor)
         if program is None and has_lazy_modules(self._model):
             if plan is not None:
-                raise InputError(
+                raise errors.InputError(
                     "the model has lazy modules, whose parameters the first call makes: call it "
                     "once before anything is inserted"
                 )
@@ -292,7 +301,7 @@ class Dispatcher:
             floor.count_path()
             try:
                 return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
-            except Uninitialized as error:  # of modules that are not registered in the model
+            except errors.Uninitialized as error:  # of modules that are not registered in the model
                 if plan is not None or error.function is not self._model:
                     raise
             return self._initialize(args, kwargs)
@@ -464,10 +473,10 @@ class Dispatcher:
 
     def explanation_of(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...]
-    ) -> Explanation:
+    ) -> explain.Explanation:
         """Say which programs of a tree could serve some arguments."""
         matching, nearest = self._matching_traces(tree, names, arguments, None)
-        return Explanation(tuple(matching), None if nearest is None else nearest())
+        return explain.Explanation(tuple(matching), None if nearest is None else nearest())
 
     def _matching_traces(
         self, tree: TraceTree, names: tuple[str, ...], arguments: tuple[Any, ...],
@@ -542,8 +551,10 @@ class Dispatcher:
         program = call.tree.add(call.names, recording, global_state, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
-        self.stats.live += program.live_only
         self._mismatch = mismatch
+        if program.live_only:
+            self.stats.live += 1
+            self._floor_of(call.plan).count_vain()
         return self._remember(recording, program)
 
     def _passes(self, call: _DispatchedCall, recording: Recording) -> bool:
@@ -657,9 +668,8 @@ class Dispatcher:
             with self.calls:
                 return call_itself(self._model, call.args, dict(call.kwargs))
         self._floor_of(call.plan).count_path()
-        mismatch = explain.explain_divergence(
-            divergence.recording, divergence.number, divergence.outcome
-        )
+        # Not the divergence itself, which holds the values of the replay.
+        stopped = divergence.recording, divergence.number, divergence.outcome
         script, lifting = divergence.script(), program.lifting()
         try:
             recording = self._traced(call, divergence, script, lifting)
@@ -667,7 +677,7 @@ class Dispatcher:
             divergence.release(script)
         self.stats.retraces += 1
         self.stats.resumes += 1
-        self._mismatch = mismatch
+        self._mismatch = lambda: explain.explain_divergence(*stopped)
         is_mixed = call.splicer is not None and call.splicer.is_apart
         is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
         is_live = stays_live or (was_live and bool(recording.tape.blockers))
@@ -676,7 +686,9 @@ class Dispatcher:
             call.tree.ran_live(program, divergence)
             return recording.result
         self.stats.traces += 1
-        self.stats.live += bool(recording.tape.blockers)
+        if recording.tape.blockers:
+            self.stats.live += 1
+            self._floor_of(call.plan).count_vain()
         call.tree.grow(program, recording, divergence)
         return self._remember(recording, program)
 
@@ -736,36 +748,6 @@ class Stats:
     retraces: int = 0
     resumes: int = 0
     live: int = 0
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The traces that could serve some inputs, judging by the input guards alone.
-
-    Attributes:
-        serving: traces whose input guards all hold.
-        nearest: if there are none: what fails in the trace that comes nearest.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
-        >>> _ = bended(torch.ones(4, 2))
-        >>> bended.explain(torch.ones(3, 2)).serving
-        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
-        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
-        would be traced again: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
-        and is False now
-    """
-
-    serving: tuple[Trace, ...]
-    nearest: Mismatch | None
-
-    def __str__(self) -> str:
-        if self.serving:
-            return "could be served by " + ", ".join(map(repr, self.serving))
-        if self.nearest is None:
-            return "nothing has been traced for these arguments yet"
-        return f"would be traced again: {self.nearest}"
 
 
 def _parts_of_trace(
@@ -887,3 +869,136 @@ class Trees:
 
 def _recorded_runs(tree: TraceTree) -> list[Recording]:
     return [run for program in tree.programs() for run in program.recordings()]
+
+
+# Choosing the calls that run the model itself, because following paths would cost more
+
+
+class Floor:
+    """Decides which calls run the model itself, without looking at what is known of it.
+
+    Three kinds of calls cost more than the model. One along a path that is not known is recorded,
+    or resumed, and costs some fifty times what the model costs; where such calls go on for ever,
+    nothing is gained by them. One that is recorded in vain, since its like has to run live, costs
+    as much. One that has to run live costs the model and the check that finds that out. Each kind
+    has an account (`_Account`) from which its calls are paid, and to which calls along known paths
+    add what they save. While one of them is empty, calls run the model itself, and are tried again
+    from time to time.
+
+    A hundred calls along unknown paths are free, and from then on one in two hundred calls; twenty
+    may be recorded in vain, and one in twenty later. These waits are long, and double. Sixteen
+    calls in a row may be live; the waits are short, and have a greatest length, since the reason
+    may be gone any time.
+
+    Attributes:
+        unknown: calls along unknown paths so far.
+        replays: calls along known paths so far.
+        calls_to_wait: calls until paths are tried again; 0 while they are followed.
+    """
+
+    def __init__(self) -> None:
+        self.unknown: int = 0
+        self.replays: int = 0  # a number, since it costs each call something to count it
+        self.calls_to_wait: int = 0
+        self._paid = 0  # for so many of the replays, both accounts were paid
+        self._waited: int | None = None  # how many there were at the end of a wait, until a call
+        self._paths = _Account(100.0, 0.005, tuple(1 << n for n in range(9, 17)), 2.0, 1)
+        self._vain = _Account(20.0, 0.05, tuple(1 << n for n in range(6, 17)), 2.0, 1)
+        self._lives = _Account(16.0, 0.25, (2, 4, 8, 16, 30, 31, 32, 29), 1.0, 4)
+        self._empty: _Account | None = None
+
+    def take_call(self) -> bool:
+        """Take a call from those to wait for; return whether it is for the model itself."""
+        if not self.calls_to_wait:
+            return False
+        self.calls_to_wait -= 1
+        if not self.calls_to_wait:
+            assert self._empty is not None
+            self._earn()
+            self._empty.begin_trial()
+            self._waited = self.replays
+        return True
+
+    @property
+    def has_waited(self) -> bool:
+        """True during the first call after a wait."""
+        return self._waited == self.replays
+
+    def count_path(self) -> None:
+        """Count a call that led down an unknown path."""
+        self.unknown += 1
+        self._pay(self._paths)
+
+    def count_vain(self) -> None:
+        """Count a recorded call whose like has to run live."""
+        self._pay(self._vain)
+
+    def count_live(self) -> None:
+        """Count a call that had to run live."""
+        self._pay(self._lives)
+
+    def _pay(self, account: _Account) -> None:
+        self._waited = None
+        self._earn()
+        wait = account.pay()
+        if wait > self.calls_to_wait:
+            self.calls_to_wait, self._empty = wait, account
+
+    def _earn(self) -> None:
+        replays, self._paid = self.replays - self._paid, self.replays
+        self._paths.earn(replays)
+        self._vain.earn(replays)
+        self._lives.earn(replays)
+
+    @property
+    def reason(self) -> str | None:
+        """Why calls are for the model itself at present, if that is since paths do not repeat."""
+        if not self.calls_to_wait or self._empty is not self._paths:
+            return None
+        return (
+            f"the paths of the model do not repeat: {self.unknown} calls led down unknown ones; "
+            f"known ones are tried again after {self.calls_to_wait} more calls"
+        )
+
+
+class _Account:
+    """Pays for calls that cost more than the model.
+
+    Args:
+        free: what it holds at first, and at most.
+        earned: what a call along a known path adds.
+        waits: for how many calls none is made when it is empty: each time for the next number.
+        trial: what it holds after a wait.
+        last: how many of the last waits are repeated.
+    """
+
+    def __init__(
+        self, free: float, earned: float, waits: tuple[int, ...], trial: float, last: int
+    ) -> None:
+        self._free = self._left = free
+        self._earned = earned
+        self._waits = waits
+        self._trial = trial
+        self._last = last
+        self._next = 0
+
+    def begin_trial(self) -> None:
+        """Begin to pay again after a wait."""
+        self._left = self._trial
+
+    def earn(self, calls: int) -> None:
+        """Add what calls along known paths save."""
+        self._left = min(self._left + calls * self._earned, self._free)
+        if self._left > self._trial + 1:  # the waits before count no more
+            self._next = 0
+
+    def pay(self) -> int:
+        """Pay for a call; return for how many calls none is made now, 0 while something is left."""
+        self._left -= 1
+        if self._left > 0:
+            return 0
+        wait = self._waits[self._next]
+        self._next += 1
+        if self._next == len(self._waits):
+            self._next -= self._last
+        return wait

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,13 +14,19 @@ from torch import Tensor
 from bendtrace.engine.check import Check
 from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import Program
-from bendtrace.flow import FlowStep, steps_of
-from bendtrace.python.lazy import tabulate
-from bendtrace.record.iterations import user_code
+from bendtrace.python.lazy import LazyModule, tabulate
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind
 from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.tape import AfterOp, Guard, Op, Raised, Stop, meta_of
+
+if TYPE_CHECKING:
+    from bendtrace import flow
+    from bendtrace._trace import Trace
+    from bendtrace.record import iterations
+else:
+    flow = LazyModule("bendtrace.flow")
+    iterations = LazyModule("bendtrace.record.iterations")
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,41 @@ class Mismatch:
     reason: str
     recorded: Any = None
     new: Any = None
-    step: FlowStep | None = None
+    step: flow.FlowStep | None = None
     guard: int | None = None
 
     def __str__(self) -> str:
         return self.reason
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The traces that could serve some inputs, judging by the input guards alone.
+
+    Attributes:
+        serving: traces whose input guards all hold.
+        nearest: if there are none: what fails in the trace that comes nearest.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.mean(0) if x.shape[0] > 2 else x.sum(0))
+        >>> _ = bended(torch.ones(4, 2))
+        >>> bended.explain(torch.ones(3, 2)).serving
+        (<Trace of <lambda>: 5 ops, 2 flow steps>,)
+        >>> print(bended.explain(torch.ones(2, 2)))  # doctest: +ELLIPSIS
+        would be traced again: conditional expression `x.shape[0] > 2` at ...:1 was True when traced
+        and is False now
+    """
+
+    serving: tuple[Trace, ...]
+    nearest: Mismatch | None
+
+    def __str__(self) -> str:
+        if self.serving:
+            return "could be served by " + ", ".join(map(repr, self.serving))
+        if self.nearest is None:
+            return "nothing has been traced for these arguments yet"
+        return f"would be traced again: {self.nearest}"
 
 
 def explain_check(
@@ -72,8 +108,8 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
     return Mismatch(reason, recorded, _short_repr(new) if isinstance(new, Tensor) else new)
 
 
-def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Callable[[], Mismatch]:
-    """Return a function that says why a replay stopped, without holding the replay's values.
+def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Mismatch:
+    """Say why a replay stopped.
 
     Args:
         recording: the run that was repeated.
@@ -81,10 +117,9 @@ def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Call
         outcome: what was found instead.
     """
     if not isinstance(number, AfterOp):
-        return functools.partial(explain_guard, recording, number, outcome)
+        return explain_guard(recording, number, outcome)
     op = recording.tape.ops[number.index]
-    reason = _of_error(op, op.raised, outcome)
-    return lambda: Mismatch(reason)
+    return Mismatch(_of_error(op, op.raised, outcome))
 
 
 def _of_error(op: Op, before: Raised | None, now: Raised | None) -> str:
@@ -101,7 +136,7 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
     if isinstance(guard, ErrorGuard):
         reason = _of_error(recording.tape.ops[guard.index], guard.answer, new)
         return Mismatch(reason, guard.answer, new, None, number)
-    step = next((step for step in steps_of(recording) if step.guard == number), None)
+    step = next((step for step in flow.steps_of(recording) if step.guard == number), None)
     recorded, new = guard.word(guard.answer), guard.word(new)
     if step is not None:
         what = f"{step.kind} `{step.text}`" if step.text else step.kind
@@ -117,7 +152,7 @@ def explain_guard(recording: Recording, number: int, new: Any) -> Mismatch:
 def _without_step(guard: Guard) -> tuple[str, str]:
     if guard.site is None:
         return "a value", "an unknown place"
-    place, _, _ = user_code(guard.scope, guard.site)
+    place, _, _ = iterations.user_code(guard.scope, guard.site)
     return f"{guard.about} `{place.text}`" if place.text else guard.about, str(place)
 
 
@@ -163,7 +198,7 @@ class GuardTable:
             place = ""
             text = ""
             if guard.site is not None:
-                found, _, _ = user_code(guard.scope, guard.site)
+                found, _, _ = iterations.user_code(guard.scope, guard.site)
                 place, text = str(found), found.text
             rows.append(
                 {

@@ -6,13 +6,12 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bendtrace.engine.cache_growth import Holes
 from bendtrace.engine.check import Check, CheckWriter
 from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.guard_kinds import Analysis, asks_for_slices, tested_ops
-from bendtrace.engine.program_graph import ProgramGraph, ValueNames
+from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import (
     Code,
@@ -29,87 +28,26 @@ from bendtrace.engine.stretches import (
     Exit,
     FinishedReplay,
     GuardSide,
+    Holes,
     RecordedPath,
-    StateNode,
     Stretch,
     Trip,
 )
-from bendtrace.record.rank_sync import ENDS, JointCall, joint_call, needs_agreement
+from bendtrace.python.lazy import LazyModule
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Counter, Lifting, Place
-from bendtrace.tape.captured import Captured, identical
+from bendtrace.tape.captured import Captured
 from bendtrace.tape.contexts import Hold
-from bendtrace.tape.tape import AfterOp, Guard, RunState, Stop, Tape, counts, describe_raised
+from bendtrace.tape.guards import Place
+from bendtrace.tape.tape import AfterOp, Guard, Stop, describe_raised
+from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
 
-# Following a run along the graph, so that it need not read the states that it comes to.
-
-
-class Following:
-    """Knows the states of a run from the first one on that is in the graph.
-
-    From a known state, a known answer leads a run to the known next state. To
-    read it would take far longer, if it lies below many frames. The run is still compared with the
-    graph when it is added.
-
-    Args:
-        node_of: gives the node of a key; None if there is none.
-    """
-
-    def __init__(self, node_of: Callable[[bytes], StateNode | None]) -> None:
-        self._node_of = node_of
-        self._exit: Exit | None = None  # what is known to follow
-        self._number = -1  # the question of the run that the exit answers
-
-    def state(self, tape: Tape) -> RunState | None:
-        """Return the state of the latest question; None if it has to be read.
-
-        Args:
-            tape: what the run has recorded so far.
-        """
-        exit, number = self._exit, len(tape.guards) - 1
-        if exit is None:
-            return None
-        piece, followed = exit.piece, exit.piece.recording.tape
-        ahead = exit.number + number - self._number
-        is_beyond = piece.stop is not None and ahead > piece.stop
-        if is_beyond or ahead not in piece.nodes or not self._agree(tape, followed, exit, ahead):
-            self._exit = None
-            return None
-        most = _work_between(tape, self._number, number)
-        ours, theirs = ValueNames(tape, self._number, most), ValueNames(followed, exit.number, most)
-        indices, found = ours.indices(), followed.states[ahead]
-        holes = tuple(indices.get(theirs.name(hole), -1) for hole in found.holes)
-        is_same = most == _work_between(followed, exit.number, ahead) and (
-            ours.name(tape.guards[number].index) == theirs.name(followed.guards[ahead].index)
-        )
-        if -1 in holes or not is_same:
-            self._exit = None
-            return None
-        return RunState(found.key, holes, found.kept)
-
-    def _agree(self, tape: Tape, followed: Tape, exit: Exit, ahead: int) -> bool:
-        """Return whether the same was asked since the last state, with the same answers."""
-        mine, its = tape.guards[self._number + 1 :], followed.guards[exit.number + 1 : ahead + 1]
-        return len(mine) == len(its) and all(
-            one.asks_like(other) and (place == len(mine) or identical(one.answer, other.answer))
-            for place, (one, other) in enumerate(zip(mine, its, strict=True), 1)
-        )
-
-    def passes(self, tape: Tape, state: RunState) -> None:
-        """Take the state of the latest question, which has been answered by now."""
-        number = len(tape.guards) - 1
-        before = tape.states.get(number - 1)
-        if before is not None and (before.key, before.holes) == (state.key, state.holes):
-            return  # the same question again
-        node = self._node_of(state.key)
-        self._exit = None if node is None else node.after(tape.guards[-1].answer)
-        self._number = number
-
-
-def _work_between(tape: Tape, one: int, other: int) -> int:
-    """Return how many ops lie between two guards."""
-    return sum(map(counts, tape.ops[tape.guards[one].position : tape.guards[other].position]))
-
+if TYPE_CHECKING:
+    from bendtrace.engine import comparison
+    from bendtrace.record import varying
+    from bendtrace.watch import collectives
+else:
+    varying = LazyModule("bendtrace.record.varying")
+    comparison = LazyModule("bendtrace.engine.comparison")
 
 # Gives the code of an exit with values passed through something; raises `Unfit` if there is none.
 ExitWriter: TypeAlias = Callable[[Exit], Code]
@@ -166,7 +104,7 @@ class Program:
         self._pieces = 0  # how many there were before the latest run
         self._changes = 0  # of the paths
         self._recordings: tuple[int, list[Recording]] | None = None
-        self.excluded: frozenset[Counter] = frozenset()  # those that are not
+        self.excluded: frozenset[varying.Counter] = frozenset()  # those that are not
         self.places: frozenset[Place] = recording.places  # where numbers stay traced in its runs
         if self.live_only:
             return
@@ -183,7 +121,7 @@ class Program:
         """Return whether the next call is to be recorded with the counters of its loops lifted."""
         return self._pieces >= self.lifts_at and not self.is_lifted
 
-    def lifting(self, counters: bool = False) -> Lifting | None:
+    def lifting(self, counters: bool = False) -> varying.Lifting | None:
         """Return the lifting of numbers in the runs so far; None if there is none.
 
         Args:
@@ -193,7 +131,7 @@ class Program:
         if not (counters or self.is_lifted or self.places or inputs):
             return None
         excluded = self.excluded if counters or self.is_lifted else None
-        return Lifting(excluded, inputs=inputs, places=self.places)
+        return varying.Lifting(excluded, inputs=inputs, places=self.places)
 
     def traces_numbers_unlike(self, other: Program) -> bool:
         """Return whether runs of two programs guard, and trace, different numbers.
@@ -321,7 +259,7 @@ class Program:
         compiled: bool,
         since: tuple[Divergence, Exit] | None,
         splicer: ExitWriter | None,
-        joint: JointCall | None = None,
+        joint: collectives.JointCall | None = None,
     ) -> FinishedReplay | Divergence:
         """Replay from state to state.
 
@@ -444,7 +382,7 @@ class Program:
                 trips,
                 values,
                 error,
-                Following(graph.node) if graph.joins else None,
+                comparison.Following(graph.node) if graph.joins else None,
                 asked,
             )
 

@@ -10,24 +10,30 @@ the next known state. The first run is one piece that goes through all of its st
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from operator import getitem
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bendtrace.engine.cache_growth import know_states, unread_in
+from torch import Tensor
+
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.guard_kinds import Analysis, GuardKind
-from bendtrace.engine.schedule import Schedule, Unlinked, returned_inputs
+from bendtrace.engine.schedule import Schedule, Unlinked
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece, StateNode, Trip
-from bendtrace.errors import NondeterminismError
+from bendtrace.python.lazy import LazyModule
+from bendtrace.record.effects import Effects
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, counts, map_refs
-from bendtrace.watch.functions import name_of
+from bendtrace.tape.tape import Op, OpKind, RunState, Tape
+from bendtrace.watch.rank_sync import has_other_ranks
 from bendtrace.watch.writes import works_in_place
+
+if TYPE_CHECKING:
+    from bendtrace.engine import comparison
+else:
+    comparison = LazyModule("bendtrace.engine.comparison")
 
 
 class ProgramGraph:
@@ -62,7 +68,7 @@ class ProgramGraph:
         analysis: Analysis,
         joins: bool = True,
     ) -> None:
-        know_states(recording, analysis, joins)
+        _know_states(recording, analysis, joins)
         self.joins: bool = joins
         self._entry = entry
         self._direct = direct
@@ -77,7 +83,7 @@ class ProgramGraph:
         self.beginning: Exit = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
-        self.has_unread: bool = bool(unread_in(recording, analysis))
+        self.has_unread: bool = bool(_unread_in(recording, analysis))
         self.writes: bool = _writes_in_place(recording.tape)
 
     def exits(self) -> Iterator[Exit]:
@@ -117,7 +123,7 @@ class ProgramGraph:
                 run.
         """
         tape, analysis, has_learnt = recording.tape, Analysis(recording.tape), False
-        know_states(recording, analysis, self.joins)
+        _know_states(recording, analysis, self.joins)
         self.writes = self.writes or _writes_in_place(tape)
         made: list[tuple[StateNode, RunPiece]] = []
         piece: RunPiece | None = None  # the piece being added; None where everything is known
@@ -129,14 +135,14 @@ class ProgramGraph:
                 self._pass(piece, number)
                 continue
             if piece is not None and node is not None:
-                if node.piece is piece and not does_something(tape, node.number, number):
+                if node.piece is piece and not comparison.does_something(tape, node.number, number):
                     return None
                 piece.stop = number
                 piece.nodes[number] = node
                 trips.append((piece, piece.after, number))
                 piece = None
             elif latest is not None:
-                if not repeats_path(recording, latest[1], number, latest[0]):
+                if not comparison.repeats_path(recording, latest[1], number, latest[0]):
                     return None
                 ahead = latest[0].number + number - latest[1]
                 trips.append((latest[0].piece, latest[0].number, ahead))
@@ -169,12 +175,12 @@ class ProgramGraph:
         if (
             piece is None
             and latest is not None
-            and not repeats_path(recording, latest[1], None, latest[0])
+            and not comparison.repeats_path(recording, latest[1], None, latest[0])
         ):
             return None
         if self.first.stop is None:
             self._cut_first(has_learnt)
-        unread = unread_in(self.first.recording, self.first.analysis)
+        unread = _unread_in(self.first.recording, self.first.analysis)
         self.has_unread = any(self.first.stop is None or n < self.first.stop for n in unread)
         try:
             for node, piece in made:
@@ -204,7 +210,7 @@ class ProgramGraph:
     def _cut_first(self, has_learnt: bool) -> None:
         """End the first piece where the states that follow are unknown."""
         tape, first = self.first.recording.tape, self.first
-        unread = unread_in(first.recording, first.analysis)
+        unread = _unread_in(first.recording, first.analysis)
         numbers = [number for number in tape.states if not unread or number < unread[0]]
         if unread and numbers:
             first.stop = max(numbers)
@@ -272,8 +278,8 @@ class ProgramGraph:
         ahead = exit.number + number - after
         if ahead >= len(first.guards) or type(first.guards[ahead]) is not type(tape.guards[number]):
             return False
-        state, named = tape.states[number], ValueNames(first, exit.number).indices()
-        names = ValueNames(tape, after)
+        state, named = tape.states[number], comparison.ValueNames(first, exit.number).indices()
+        names = comparison.ValueNames(tape, after)
         holes = tuple(named.get(names.name(hole), -1) for hole in state.holes)
         if -1 in holes:
             return False
@@ -331,156 +337,68 @@ def _is_repeated(tape: Tape, number: int) -> bool:
     return before is not None and (before.key, before.holes) == (state.key, state.holes)
 
 
-# Comparing a run with the graph of states, from a state that both have reached.
-#
-# Two runs that continue from one state must do the same until a question has different answers.
-# One value has different numbers on their two tapes, so values are compared by names, which say
-# what each is, seen from the state.
+# The states of a recorded run that were not read
 
 
-def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
-    """Compare the work of a run after an answer with the known continuation.
+def _know_states(recording: Recording, analysis: Analysis, joins: bool = True) -> None:
+    """Give questions whose states were not read states that are equal only to themselves.
 
-    Another run that was in the same state shows what follows. The two runs are compared
-    from that state to a guard, or to the end, as far as both are known.
+    From a question without a state, the model has to begin again. That may be where nothing was
+    done before that cannot be done twice.
 
     Args:
         recording: the run.
-        after: the guard of the run that had the answer; -1 for the beginning.
-        until: the guard of the run at which the comparison ends; None for the end of the run.
-        exit: the known exit for the answer.
-
-    Returns:
-        Whether they did the same, as far as the arguments of ops can be compared.
-
-    Raises:
-        NondeterminismError: they did different operations.
+        analysis: its guards, sorted.
+        joins: whether a run may be in the states of others; else no question keeps its own.
     """
-    one, other = recording.tape, exit.piece.recording.tape
-    start = one.guards[after].position if after >= 0 else 0
-    end = len(one.ops) if until is None else one.guards[until].position
-    most = None if until is None else sum(counts(op) for op in one.ops[start:end])
-    ours, theirs = ValueNames(one, after, most), ValueNames(other, exit.number, most)
-    mine, its = ours.ops, theirs.ops
-    if exit.piece.stop is not None:  # it ends where other pieces continue
-        stop = other.guards[exit.piece.stop].position
-        its = [op for op in its if op.index < stop]
-        if until is not None:
-            mine = mine[: len(its)]
-    for op, its_op in zip(mine, its, strict=False):
-        if op.target == its_op.target and op.context.modes == its_op.context.modes:
-            if _same_arguments(op.args, its_op.args, ours, theirs) and _same_arguments(
-                op.kwargs, its_op.kwargs, ours, theirs
-            ):
-                continue
-            now, before = ours.of(op), theirs.of(its_op)
-            if now == before:
-                continue
-            if " at 0x" in now:  # an object that each run creates
-                return False
-        if not _ask_alike(one, after, until, other, exit.number):
-            return False
-        raise NondeterminismError(
-            f"the resumed run did {op} where it did {its_op} before, with all guards equal"
-            + (f" (at {op.site.place})" if op.site is not None else "")
-        )
-    if len(its) != len(mine):
-        if not _ask_alike(one, after, until, other, exit.number):
-            return False
-        what = "ended before the point where it diverged"
-        if len(its) < len(mine):
-            what = f"did {mine[len(its)]} where it ended before, with all guards equal"
-        raise NondeterminismError(f"the resumed run {what}")
-    return True
+    tape = recording.tape
+    if not joins:
+        tape.states = {}
+        unread = list(range(len(tape.guards)))
+    else:
+        unread = _unread_in(recording, analysis)
+        effects = Effects(tape)
+        if not (recording.draws or has_other_ranks()):
+            first = effects.first if effects.have_begun() else len(tape.ops)
+            assert first is not None
+            unread = [number for number in unread if tape.guards[number].position > first]
+    for number in unread:
+        tape.states[number] = _state_after(tape, number)
 
 
-def _same_arguments(one: Any, other: Any, ours: ValueNames, theirs: ValueNames) -> bool:
-    """Return whether the arguments of two ops are clearly equal; False if that is not certain."""
-    kind = type(one)
-    if kind is not type(other):
-        return False
-    if kind is Ref:
-        name = ours.short_name_of(one.index)
-        return name is not None and name == theirs.short_name_of(other.index)
-    if kind is tuple or kind is list:
-        return len(one) == len(other) and all(
-            _same_arguments(mine, its, ours, theirs) for mine, its in zip(one, other, strict=True)
-        )
-    if kind is dict:
-        return one.keys() == other.keys() and all(
-            _same_arguments(mine, other[key], ours, theirs) for key, mine in one.items()
-        )
-    if kind is float:
-        return repr(one) == repr(other)  # 0.0 and -0.0 differ in it
-    return one is None or (kind in (bool, int, str) and one == other)
+def _state_after(tape: Tape, number: int) -> RunState:
+    """Return a state that is known by the path to it: it holds all computed values."""
+    before = number - 1
+    while before >= 0 and before not in tape.states:
+        before -= 1
+    position = tape.guards[before].position if before >= 0 else 0
+    computed = tuple(
+        op.index for op in tape.ops[position : tape.guards[number].position] if _gives_value(op)
+    )
+    state = tape.states.get(before, _START)
+    between = [
+        (guard.name, type(guard.answer).__name__, str(guard.answer))
+        for guard in tape.guards[max(before, 0) : number]
+    ]
+    content = repr((state.key, between, tape.guards[number].name)).encode("utf-8", "replace")
+    key = hashlib.blake2b(content, digest_size=20).digest()
+    return RunState(key, state.holes + computed, state.kept)
 
 
-def _ask_alike(one: Tape, after: int, until: int | None, other: Tape, number: int) -> bool:
-    """Return whether two runs asked and answered the same questions, from a guard of each on.
-
-    They can differ in whether an op returned a copy, because that is asked only if it did not.
-    """
-    last = len(one.guards) if until is None else until
-    pairs = zip(one.guards[after + 1 : last + 1], other.guards[number + 1 :], strict=False)
-    return all(
-        type(mine) is type(its) and (place == last or identical(mine.answer, its.answer))
-        for place, (mine, its) in enumerate(pairs, after + 1)
+def _gives_value(op: Op) -> bool:
+    return op.kind is OpKind.SCALAR or (
+        op.kind is OpKind.CALL and op.target is not Tensor.__setitem__
     )
 
 
-def does_something(tape: Tape, one: int, other: int) -> bool:
-    """Return whether the model has done an op between two guards."""
-    between = tape.ops[tape.guards[one].position : tape.guards[other].position]
-    return any(map(counts, between))
+_START = RunState(b"", (), ())
 
 
-class ValueNames:
-    """The values of a run, named by what they are for a state.
-
-    Args:
-        tape: the run.
-        after: the guard of the state; -1 for the beginning.
-        most: how many ops after the state have names; None for all.
-
-    Attributes:
-        ops: the ops that have names.
-    """
-
-    def __init__(self, tape: Tape, after: int, most: int | None = None) -> None:
-        self._ops = tape.ops
-        holes = tape.states[after].holes if after >= 0 else ()
-        start = tape.guards[after].position if after >= 0 else 0
-        self._names: dict[int, Any] = {
-            index: tape.ops[given].target.named
-            for index, given in returned_inputs(tape, after).items()
-        }
-        self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
-        following = (tape.ops[index] for index in range(start, len(tape.ops)))
-        self.ops: list[Op] = list(itertools.islice(filter(counts, following), most))
-        self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
-
-    def indices(self) -> dict[Any, int]:
-        """Return the ops of the values in the state, and the ops after it, by name."""
-        return {name: index for index, name in self._names.items()}
-
-    def of(self, op: Op) -> str:
-        """Return the arguments of an op, in these names, as text."""
-        return repr(map_refs((op.args, op.kwargs), lambda ref: self.name(ref.index)))
-
-    def short_name_of(self, index: int) -> Any:
-        """Return the name of a value if it is a short one; None for others."""
-        name = self._names.get(index)
-        if name is None and (op := self._ops[index]).is_given:
-            return op.target.named
-        return name
-
-    def name(self, index: int) -> Any:
-        """Return the name of a value."""
-        if index in self._names:
-            return self._names[index]
-        op = self._ops[index]
-        if op.kind is OpKind.SCALAR and op.target is getitem:
-            return "element", self.name(op.args[0].index), op.args[1]
-        if op.is_given:
-            return op.target.named
-        return "late", name_of(op.target), self.of(op)
+def _unread_in(recording: Recording, analysis: Analysis) -> list[int]:
+    """Return the questions of a run that need values, and whose states were not read."""
+    tape = recording.tape
+    return [
+        number
+        for number, kind in enumerate(analysis.kinds)
+        if kind is GuardKind.DATA and number not in tape.states
+    ]

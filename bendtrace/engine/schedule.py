@@ -9,22 +9,27 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bendtrace.engine.cache_growth import Growth
 from bendtrace.engine.guard_kinds import Analysis, GuardKind, is_metadata_read
 from bendtrace.engine.source import ValueSplice, dependencies_of, gives_nothing
+from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.numbers import error_of
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.blocks import Passage, Portion
 from bendtrace.tape.captured import EnvironmentChange
 from bendtrace.tape.contexts import Context
 from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Tape, Use, is_handled, refs_in
 from bendtrace.watch.functions import FLEETING, VALUES, table_name
+
+if TYPE_CHECKING:
+    from bendtrace.engine.cache_growth import Growth
+    from bendtrace.record import checkpoints
+else:
+    checkpoints = LazyModule("bendtrace.record.checkpoints")
 
 
 class Unlinked(Exception):
@@ -195,8 +200,10 @@ class Schedule:
         return dependencies_of(ops, roots, self.available, self.same)
 
     def portion(
-        self, block: Checkpoint, write: Callable[[Portion], Callable[..., None]] | None = None
-    ) -> Portion:
+        self,
+        block: Checkpoint,
+        write: Callable[[checkpoints.Portion], Callable[..., None]] | None = None,
+    ) -> checkpoints.Portion:
         """Return its work in a block.
 
         Args:
@@ -206,12 +213,16 @@ class Schedule:
         start = self.start if block is self.entered else block.begin[0]
         ops = map(self.op_at, range(start, min(block.end[0], self.end)))
         passages = [
-            Passage(position, splice.guards, splice.index, splice.function, splice.context)
+            checkpoints.Passage(
+                position, splice.guards, splice.index, splice.function, splice.context
+            )
             for position, spliced in self.splices.items()
             for splice in spliced
             if block.begin < (position, splice.guards) <= block.end
         ]
-        return Portion([op for op in ops if op is not None], passages, self.catchable, write)
+        return checkpoints.Portion(
+            [op for op in ops if op is not None], passages, self.catchable, write
+        )
 
     @cached_property
     def catchable(self) -> frozenset[int]:

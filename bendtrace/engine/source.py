@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from keyword import iskeyword
-from types import MappingProxyType
-from typing import Any
+from types import FunctionType, MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from bendtrace.engine.cache_growth import tensor_places
 from bendtrace.engine.guard_kinds import asks_for_slices
-from bendtrace.python.results import item_of
+from bendtrace.python.computations import item_of
+from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import (
     UNSET,
     Access,
@@ -39,8 +39,12 @@ from bendtrace.tape.structure import (
     build_instance,
 )
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
-from bendtrace.watch.direct_calls import EquivalentCall, TorchSetting
 from bendtrace.watch.monkeypatches import monkeypatches
+
+if TYPE_CHECKING:
+    from bendtrace.engine import cache_growth
+else:
+    cache_growth = LazyModule("bendtrace.engine.cache_growth")
 
 INFIX: dict[Any, str] = {
     operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/",
@@ -54,6 +58,15 @@ _GETTERS = {
     for name in ("shape", "dtype", "device", "ndim", "requires_grad", "T", "mT", "data")
 }
 _NEW = frozenset({object.__new__, dict.__new__})  # which make objects without anything in them
+
+
+def may_be_direct(op: Op) -> bool:
+    """Return whether an op calls Python of torch's, which may have an equivalent in C++."""
+    target = op.target
+    return type(target) is FunctionType and target.__module__ in IN_PYTHON
+
+
+IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor"})
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +98,7 @@ class Code:
     @cached_property
     def places(self) -> frozenset[Any]:
         """Where it reads tensors."""
-        return tensor_places(self.taken)
+        return cache_growth.tensor_places(self.taken)
 
     def __init__(self, source: GeneratedSource, name: str) -> None:
         self.text: str = "\n".join(source.lines) + "\n"
@@ -96,6 +109,30 @@ class Code:
         self.op_of_line: dict[int, int] = source.op_of_line
         self.emitted: set[int] = source.emitted
         self.taken: list[Captured] = source.taken
+
+
+class EquivalentCall(NamedTuple):
+    """A call that is equivalent to another one.
+
+    Attributes:
+        target: the function.
+        args: its arguments, as in `Op.args`; a function among them is called to compute its
+            argument.
+        kwargs: its keyword arguments.
+        gives_back: the argument that the call returns unchanged, unless it is a nested tensor or a
+            dispatch mode wants to see the call; None if the call computes something.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+    gives_back: Ref | None = None
+
+
+class TorchSetting(NamedTuple):
+    """An argument that the function asks torch for."""
+
+    function: Callable[[], Any]
 
 
 class GeneratedSource:

@@ -33,11 +33,11 @@ from bendtrace.engine.compile_settings import CompileSettings
 from bendtrace.engine.compiled_path import (
     FAILED,
     CompiledPath,
+    Expressions,
     PathKey,
     SplicedCall,
     UncheckedResult,
 )
-from bendtrace.engine.expressions import Expressions
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed
 from bendtrace.engine.source import gives_nothing

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from bendtrace.engine.cache_growth import Growth, growths_of
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.guard_kinds import Analysis
 from bendtrace.engine.schedule import Schedule, may_be_caught
 from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
-from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import identical
+from bendtrace.tape.captured import identical, store_item
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, Stop
+from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bendtrace.engine import cache_growth
+    from bendtrace.engine.cache_growth import GrownTensor, Growth
     from bendtrace.record import script as scripts
     from bendtrace.record.script import Follower, Script
 else:
+    cache_growth = LazyModule("bendtrace.engine.cache_growth")
     scripts = LazyModule("bendtrace.record.script")
 
 # The name of an exception's type, and the file and line where the model raised it.
@@ -245,6 +249,45 @@ class Divergence:
 _FEW = 8  # sides that are looked at one by one
 
 
+class Holes(list[Any]):
+    """The values that segments hand to each other in a call, and what has grown in it.
+
+    Attributes:
+        grown: the tensors that were exchanged for longer ones (see `cache_growth.py`).
+        places: where they are.
+        memory: their memory.
+    """
+
+    # Its own only for a call in which something grows.
+    grown: tuple[GrownTensor, ...] = ()
+    places: frozenset[Any] = frozenset()
+    memory: frozenset[int] = frozenset()
+
+    def __init__(self, may_grow: bool, hold: Hold) -> None:
+        self.may_grow: bool = may_grow
+        self.hold: Hold = hold
+
+    def grows(self, growth: Growth, holder: Any, old: Tensor, new: Tensor) -> bool:
+        """Say whether a tensor may be exchanged now, and remember it."""
+        return cache_growth.grow(self, growth, holder, old, new)
+
+    def may_enter(self, growths: Collection[Growth], taken: frozenset[Any]) -> bool:
+        """Return whether code that expects the tensors as they were can continue.
+
+        Args:
+            growths: what the run that the code is of makes longer.
+            taken: where the code reads tensors.
+        """
+        return self.places.isdisjoint(taken) and self.places <= {g.place for g in growths}
+
+    def put_back(self) -> None:
+        """Stop exchanging, and put back the tensors exchanged so far."""
+        self.may_grow = False
+        for grown in reversed(self.grown):
+            store_item(grown.holder, grown.growth.change.key, grown.cut_out())
+        self.grown, self.places, self.memory = (), frozenset(), frozenset()
+
+
 # Nodes of the graph of states, and the pieces of recorded runs that lead from node to node.
 #
 # A node is a state: a question, and everything that Python holds when it is asked. An exit of a
@@ -281,7 +324,7 @@ class RunPiece:
     @functools.cached_property
     def growths(self) -> dict[int, Growth]:
         """The tensors that the run may replace at its end, by the ops that make the longer ones."""
-        return growths_of(self.recording)
+        return cache_growth.growths_of(self.recording) if self.recording.changes else {}
 
     @functools.cached_property
     def first_effect(self) -> int:

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,11 +18,9 @@ from bendtrace.engine.global_state import GlobalState
 from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import ExitWriter, Program
 from bendtrace.engine.stretches import Divergence, Failure, FinishedReplay, RecordedPath, Stretch
-from bendtrace.errors import NondeterminismError, TraceLimitWarning
-from bendtrace.python.results import can_exchange
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Lifting, Place, number_place, required_numbers
 from bendtrace.tape.captured import (
     PLAIN_TENSORS,
     PLAIN_TYPES,
@@ -33,16 +31,19 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
 )
-from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.guards import Place, TruthGuard, ValueGuard, number_place
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
-from bendtrace.watch.containers import (
-    caches_tensors,
-    can_be_watched,
-    has_content,
-    is_cache,
-)
-from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import name_of
+
+if TYPE_CHECKING:
+    from bendtrace.python import results
+    from bendtrace.record import varying
+    from bendtrace.watch import containers
+    from bendtrace.watch.environment import Environment
+else:
+    containers = LazyModule("bendtrace.watch.containers")
+    results = LazyModule("bendtrace.python.results")
+    varying = LazyModule("bendtrace.record.varying")
 
 # Calls in a row without a change after which a value is taken to change no more. Of those that
 # come after a wait (see `Floor`), each counts for several: the waits differ in length, so that a
@@ -199,11 +200,11 @@ class TraceTree:
         self._keep_to_limit()
         return program
 
-    def lifting(self) -> Lifting | None:
+    def lifting(self) -> varying.Lifting | None:
         """Return the lifting of numbers in a run of a new program; None if there is none."""
         if not (self._inputs or self.varying):
             return None
-        return Lifting(None, inputs=self._inputs, places=self.varying)
+        return varying.Lifting(None, inputs=self._inputs, places=self.varying)
 
     def _notice(self, recording: Recording, program: Program) -> None:
         """Note which numbers a run has asked for, and where.
@@ -246,7 +247,7 @@ class TraceTree:
                 seen.update(guard.answer for guard in guards)
             if len(seen) >= _VARYING:
                 new.add(place)
-        if new - self.varying and can_exchange() and self._joins:
+        if new - self.varying and results.can_exchange() and self._joins:
             self.varying |= new
             for names, listed in list(self._programs.items()):
                 asking = [one for one in listed if one.graph is not None and _asks_at(one, new)]
@@ -335,7 +336,9 @@ class TraceTree:
         caches = [
             part
             for part in environment.parts
-            if is_cache(part) and can_be_watched(part) and caches_tensors(part.value)
+            if containers.is_cache(part)
+            and containers.can_be_watched(part)
+            and containers.caches_tensors(part.value)
         ]
         if not (self.watches_caches and caches):
             return
@@ -357,7 +360,8 @@ class TraceTree:
                     one
                     for one in listed
                     if any(
-                        is_cache(p) and p.label in often for p in one.recording.environment.parts
+                        containers.is_cache(p) and p.label in often
+                        for p in one.recording.environment.parts
                     )
                 )
                 self._drop(names, *looking)
@@ -383,14 +387,16 @@ class TraceTree:
 
     def _count_needed(self, recording: Recording) -> None:
         """Let a number be a constant of paths again if each new path needs it by value."""
+        if not recording.tape.counters:  # among which the numbers in the state are
+            return
         guards = (one for one in recording.tape.guards if number_place(one) not in self.varying)
-        for label in required_numbers(recording.tape, guards):
+        for label in varying.required_numbers(recording.tape, guards):
             self._needed[label] += 1
             if self._needed[label] == _EVOLVING:
                 self._excluded |= {label}
                 self._inputs -= {label}
 
-    def lift(self, program: Program, recording: Recording, lifting: Lifting) -> None:
+    def lift(self, program: Program, recording: Recording, lifting: varying.Lifting) -> None:
         """Restart a program with a run in which the counters of loops are lifted.
 
         Args:
@@ -420,7 +426,7 @@ class TraceTree:
                 self._drop(names, program)
 
     def _exchange(self, program: Program, *others: Program) -> None:
-        """Put programs, one for each path, in the place of one whose paths cannot join."""
+        """Replace a program whose paths cannot join by a program for each path."""
         others[0].root.hits = program.root.hits
         for names, listed in self._programs.items():
             if program in listed:
@@ -564,10 +570,10 @@ class TraceTree:
         for program in programs:
             self._indices[names].remove(program)
 
-    def _warning(self) -> TraceLimitWarning:
+    def _warning(self) -> errors.TraceLimitWarning:
         culprit = None if self._culprit is None else self._culprit(self)
         often = "" if culprit is None else f" What most of them differ by is {culprit}."
-        return TraceLimitWarning(
+        return errors.TraceLimitWarning(
             f"the model has taken more than {self.limit} paths: from now on the least used are "
             f"forgotten, and traced again when they come up.{often} If that differs on nearly "
             "every call, keep it in tensors (torch.where, masking) or call the model itself; if "
@@ -623,7 +629,7 @@ class TraceTree:
             with self._lock:
                 try:
                     has_grown = program.grow(elsewhere, result, hits=0)
-                except NondeterminismError:  # it was given something else
+                except errors.NondeterminismError:  # it was given something else
                     has_grown = False
             if not has_grown:
                 break
@@ -709,15 +715,15 @@ def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
     if holds_number(part):
         now = _read_part(part, arguments)
         return type(now) in _NUMBERS and not identical(now, part.value)
-    if is_cache(part) or not can_be_watched(part):
+    if containers.is_cache(part) or not containers.can_be_watched(part):
         return False  # (of a cache, its runs tell)
-    return not has_content(part, _read_part(part, arguments))
+    return not containers.has_content(part, _read_part(part, arguments))
 
 
 def _is_keyed(part: Captured, keyed: frozenset[str]) -> bool:
     """Return whether a part is a dict with some label, or a number in a list with one."""
     if part.label in keyed:
-        return can_be_watched(part)
+        return containers.can_be_watched(part)
     holder = part.parent
     return (
         holder is not None and holder.label in keyed and _is_list_item(part) and holds_number(part)

@@ -21,8 +21,8 @@ from torch.export.graph_signature import InputKind
 from bendtrace.errors import ExportError
 from bendtrace.export.machine import DTYPES, cite
 from bendtrace.log.capture import lazily_copied
+from bendtrace.python.bytecode import code_compares_identity as asks
 from bendtrace.python.internals import pytree
-from bendtrace.python.usage import code_compares_identity as asks
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import Guard, Op
 from bendtrace.watch.functions import METADATA, name_of

@@ -14,12 +14,13 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 
+from bendtrace.debug.calls import Call
 from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.engine.explain import explain_check
 from bendtrace.engine.global_state import GlobalState
@@ -49,7 +50,11 @@ from bendtrace.python.internals import TorchDispatchMode, internal, pytree
 from bendtrace.python.results import can_exchange
 from bendtrace.record.recorded_call import Signature, record
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Counter, Lifting, Place
+from bendtrace.record.varying import Counter, Lifting
+from bendtrace.tape.guards import Place
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 __all__ = [
     "Exported",
@@ -163,7 +168,7 @@ def _each(unseen: Iterable[Unseen]) -> list[str]:
     return [f"    {text}" + (f" ({n} times)" if n > 1 else "") for text, n in often.items()]
 
 
-def export(
+def export_calls(
     model: Callable[..., Any],
     signature: Signature,
     calls: Sequence[Inputs],
@@ -970,3 +975,78 @@ def _pad_dim(value: Tensor, dim: int, size: Any) -> Tensor:
     """Return a tensor with zeros behind it."""
     whole = value.new_zeros([*value.shape[:dim], size, *value.shape[dim + 1 :]])
     return whole.index_copy(dim, torch.arange(value.size(dim), device=value.device), value)
+
+
+def export(
+    bended: BendedModule[Any],
+    /,
+    *inputs: Any,
+    to: str | os.PathLike[str] | None = None,
+    unseen: str = "assert",
+    insertions: str = "constants",
+    tolerance: float = 1e-5,
+) -> Exported:
+    """Turn the model, with its branches and loops, into one program that runs without Python.
+
+    The model runs with copies of the inputs, under `torch.no_grad`, and its state is restored
+    afterwards. The runs become a `torch.export.ExportedProgram` in which questions are
+    `torch.cond` and loops `torch.while_loop`. Before it is returned, the program is compared
+    with the model for each of the inputs, bit by bit; so are files, within `tolerance` for
+    other targets than `.pt2`. A call that reaches a side of a question that no input took
+    raises an error that names the side.
+
+    Args:
+        bended: the model.
+        *inputs: the inputs of one call each: a tensor or another single argument, a tuple of
+            positional arguments, a dict of keyword arguments, or a pair (args, kwargs), as
+            `explore` finds them (`bended.export(*known, *found.inputs)`). All have to pass the
+            same guards of sizes and settings. Sizes that no guard fixes stay open. The default
+            is the inputs of earlier calls that took new paths, up to 1 MiB each and 16 MiB in
+            total.
+        to: a file to write it to: `.pt2` for `torch.export.load`, `.aoti.pt2` for a package
+            compiled by AOTInductor, `.onnx` for onnxruntime (see `OnnxProgram`).
+        unseen: "assert" for an error when the program reaches an unknown side; "error" to
+            refuse the export instead.
+        insertions: insertions are part of the program. "constants" makes their tensors parts
+            of the program, "inputs" makes them keyword inputs (see `Exported.insertions`).
+        tolerance: the largest difference of floats, absolute and relative, that files other
+            than `.pt2` may have, besides the rounding errors of the model itself.
+
+    Returns:
+        An object that you call like the model, with the program; it prints as a report.
+
+    Raises:
+        ExportError: something has no form without Python, an insertion does more than compute
+            tensors, or with `unseen="error"` a side is unknown; the message names the line and
+            says what to do. No file is written then.
+        InputError: there are no inputs, the file cannot be written, or the extra `onnx` is
+            not installed.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> def halved(x):
+        ...     while x.norm() > 1:
+        ...         x = x / 2
+        ...     return x
+        >>> inputs = torch.zeros(3), torch.ones(3), torch.full((3,), 9.0)
+        >>> exported = bt.BendedModule(halved).export(*inputs)
+        >>> print(exported)
+        exported: equal to the model, bit by bit, for 3 inputs
+        >>> exported(torch.tensor([6.0, 8.0, 0.0, 0.0]))
+        tensor([0.3750, 0.5000, 0.0000, 0.0000])
+    """
+    if insertions not in ("constants", "inputs"):
+        raise InputError(f"insertions is 'constants' or 'inputs', not {insertions!r}")
+    inserted = (
+        Insertions(bended._insertion_registry, bended._knowledge) if bended._inserted else None
+    )
+    examples = bended._dispatcher.examples
+    calls = [tuple(Call.of(one)) for one in inputs] if inputs else examples.calls()
+    exported = export_calls(
+        bended.model, bended._signature, calls, to, unseen, inserted, insertions == "inputs",
+        tolerance,
+    )  # fmt: skip
+    if examples.missed and not inputs:
+        note = f"without {examples.missed} of the calls, whose inputs were not kept: pass them"
+        exported.notes = (*exported.notes, note)
+    return exported

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -28,9 +28,11 @@ from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.tape.watchers import Stage
 from bendtrace.watch.code_facts import names_in
 from bendtrace.watch.provenance import is_users_class
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Stage
 
 
 class Insertions:
@@ -278,7 +280,7 @@ class _Marked:
         return self._called("before", at, inputs)
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
-        """Call it in the place of the node."""
+        """Call it instead of the node."""
         return self._called("instead", at, inputs, call)
 
     def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:

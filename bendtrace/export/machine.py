@@ -26,16 +26,17 @@ from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.errors import ExportError
 from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
-from bendtrace.record.varying import Place, number_place
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
     ClassGuard,
     ErrorGuard,
     LengthGuard,
     OtherGuard,
+    Place,
     SameGuard,
     TruthGuard,
     ValueGuard,
+    number_place,
 )
 from bendtrace.tape.tape import Container, Guard, Op, OpKind, Tape, TensorMeta, Use, refs_in
 from bendtrace.watch.functions import (

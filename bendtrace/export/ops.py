@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bendtrace.engine.compile_probing import why_not_op
-from bendtrace.engine.expressions import Expressions, wide_dtype
+from bendtrace.engine.compiled_path import Expressions, wide_dtype
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, gives_nothing
 from bendtrace.errors import ExportError
@@ -404,7 +404,7 @@ class SegmentOps(Expressions):
         return [index for index in indices if isinstance(self.value_of(index), Numeral)]
 
     def _with_tensors(self, op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of an op with tensors in the place of numbers, where that is equal.
+        """Return the arguments of an op with tensors instead of numbers, where that is equal.
 
         Other numbers are passed with `item`, which torch.export may refuse.
         """
@@ -611,7 +611,7 @@ class SegmentOps(Expressions):
 
 
 class _Named(Ref):
-    """A variable, in the place of its value."""
+    """A variable that stands for its value."""
 
     __slots__ = ("text",)
 

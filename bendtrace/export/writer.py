@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.engine.expressions import Expressions
+from bendtrace.engine.compiled_path import Expressions
 from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.schedule import Schedule
 from bendtrace.errors import ExportError

@@ -186,52 +186,9 @@ def get_activations(
     return_output: bool = False,
     allow_none: bool = False,
 ) -> Any:
-    r"""Call a `BendedModule` once, and return the outputs of nodes in that call.
+    r"""Return the outputs of nodes in one call (see `BendedModule.get_activations`).
 
-    The call is an ordinary one: it replays known paths as far as possible, applies the model's
-    insertions, draws random numbers and updates buffers.
-
-    Args:
-        model: the `BendedModule`.
-        where: the nodes: a node path (also of a part, `lstm|sub_0`, of an input, `fc.input`, of a
-            pass, `relu:2`), a name of a module, everything else that `BendedModule.interject`
-            accepts, or several of these. A string that contains one of `\ ^ $ * + ? ( ) { }` is a
-            regular expression: it selects the activations with a name that it matches from the
-            start.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-        passes: the passes of each node: numbers from 0, or from the end if negative, or a function
-            of the number; None for all.
-        detach: whether to return snapshots: copies without a graph, which nothing changes later.
-            Otherwise the tensors themselves are returned: they support gradients, and show in-place
-            changes by the model.
-        bended: whether to return the values that the model continues with, or those from before the
-            insertions at the node.
-        return_output: whether to return the output of the model as well.
-        allow_none: whether to accept that the call reaches no selected node. If not, a
-            `NeverFiredWarning` says why it did not.
-
-    Returns:
-        An `Activations`, which is a dict, by node path, with the number of the pass if the node had
-        several (`relu:1`, `relu:2`). With `return_output`, a pair of that and the output.
-
-    Raises:
-        NodePathError: no node is selected.
-        InputError: an argument is invalid.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> def halved(x):
-        ...     while x.norm() > 1:
-        ...         x = x / 2
-        ...     return torch.relu(x)
-        >>> bended = bt.BendedModule(halved)
-        >>> _ = bended(torch.tensor([4.0, -3.0]))
-        >>> found = get_activations(bended, ["div", "relu"], (torch.tensor([2.0, 0.0]),))
-        >>> dict(found)
-        {'div': tensor([1., 0.]), 'relu': tensor([1., 0.])}
-        >>> list(get_activations(bended, "div", (torch.tensor([4.0, -3.0]),)))
-        ['div:1', 'div:2', 'div:3']
+    A text that contains one of `\ ^ $ * + ? ( ) { }` is a regular expression.
     """
     registry: InsertionRegistry = model._insertion_registry
     args, kwargs = required_arguments(args, kwargs)

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol, Self, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from bendtrace.log.nodes import Text
 from bendtrace.log.path_views import Node
 from bendtrace.python.checks import required_path
 from bendtrace.watch.owners import states_of
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 _FORMAT = "bendtrace bends"
 _VERSION = 1
@@ -1141,3 +1144,50 @@ def _shares(mixture: Mapping[str, Any]) -> dict[str, Any]:
     if not total:
         raise InputError(f"the weights of versions add up to {total!r}: {dict(mixture)!r}")
     return {name: value / total for name, value in values.items()}
+
+
+def bend(
+    bended: BendedModule[Any],
+    /,
+    callback: Bend | BendingConfig | Callable[[Tensor], Any],
+    *where: Where,
+    weights: bool | None = None,
+    activations: bool = True,
+    allow_none: bool = False,
+) -> BendHandle:
+    """Bend activations and weights from now on.
+
+    Args:
+        bended: the model.
+        callback: a bending callback, a function of a tensor, or a `BendingConfig` alone.
+        *where: patterns for names. A pattern for activations (see `print_activations`) matches
+            from the start of the name; a pattern for weights has to match in full, including
+            the last part (`conv.weight`, `.*bias`). Everything else that `interject` accepts is
+            accepted, too.
+        weights: whether patterns apply to weights: None for the weights that they match in
+            full, True also for the parameters that they match from the start, False for no
+            weights.
+        activations: whether patterns apply to activations.
+        allow_none: whether to accept that nothing has such a name so far.
+
+    Returns:
+        A handle, which is also a context manager: `remove()`, `report()`.
+
+    Raises:
+        InputError: nothing has such a name, or an argument is invalid.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        >>> x = torch.ones(1, 2)
+        >>> before = bended(x)
+        >>> handle = bended.bend(bt.bends.Bias(1.0), "0$")
+        >>> torch.equal(bended(x), before + 1)
+        True
+        >>> bended.reset()
+        >>> torch.equal(bended(x), before)
+        True
+    """
+    return bended._bending.bend(
+        callback, *where, weights=weights, activations=activations, allow_none=allow_none
+    )

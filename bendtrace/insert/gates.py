@@ -42,8 +42,8 @@ from bendtrace.insert.leaves import (
     write_count,
 )
 from bendtrace.insert.plan import Called, InsertionPlan, LocatedInsertion, Slot
-from bendtrace.python.places import place_text
-from bendtrace.tape.blocks import KEEPERS
+from bendtrace.python.sites import place_text
+from bendtrace.record.checkpoints import KEEPERS
 from bendtrace.tape.captured import is_inference
 from bendtrace.tape.contexts import any_autocast, function_modes
 from bendtrace.tape.tape import meta_of
@@ -159,7 +159,7 @@ class ObservedNode:
 def collect_returned(
     shape: Any, result: Any, found: list[Any], at: NodePass, entry: LocatedInsertion
 ) -> None:
-    """Put the tensors and numbers that an insertion returned in the place of the old ones.
+    """Replace old values by the tensors and numbers that an insertion returned.
 
     Raises:
         InterjectionError: the value does not fit.

@@ -32,17 +32,16 @@ from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
 from bendtrace.insert.spliced_gate import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
-from bendtrace.python.places import place_text
-from bendtrace.python.sites import Site, user_place
-from bendtrace.python.usage import drops
+from bendtrace.python.bytecode import drops
+from bendtrace.python.sites import Site, place_text, user_place
 from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import ModuleCall, meta_of
-from bendtrace.tape.watchers import Stage
 from bendtrace.watch.code_facts import names_in
+from bendtrace.watch.containers import Watching
 from bendtrace.watch.functions import (
     CONTEXT,
     ESCAPES,
@@ -62,6 +61,7 @@ from bendtrace.watch.writes import storage_of
 
 if TYPE_CHECKING:
     from bendtrace.insert.splicer import Splicer
+    from bendtrace.tape.protocols import Stage
 
 Run = Callable[..., Any]
 Undo = Callable[[], None]
@@ -184,7 +184,7 @@ class LiveInserter:
     # Being asked
 
     def begins(self, stage: Stage) -> None:
-        """Prepare for a run (see `watchers.Inserter`)."""
+        """Prepare for a run (see `protocols.Inserter`)."""
         self.stage = stage
         prefix = "" if self._position is None else self._position.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
@@ -193,7 +193,7 @@ class LiveInserter:
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the inputs of a function (see `watchers.Inserter`)."""
+        """Replace the inputs of a function (see `protocols.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return args, kwargs
         self.names.function(args, kwargs)
@@ -206,7 +206,7 @@ class LiveInserter:
         return self._enter(spot, args, kwargs, frame, None, self._undo)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
-        """Replace the output of a function (see `watchers.Inserter`)."""
+        """Replace the output of a function (see `protocols.Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
         if self._states:
@@ -214,7 +214,7 @@ class LiveInserter:
         return self._after(self._root, self._root.number - 1, (), {}, output, frame)
 
     def ended(self) -> None:
-        """Put back what a function was given in lists (see `watchers.Inserter`)."""
+        """Put back what a function was given in lists (see `protocols.Inserter`)."""
         self._put_back(self._undo)
 
     def module(
@@ -225,7 +225,7 @@ class LiveInserter:
         frame: FrameType,
         run: Run,
     ) -> Any:
-        """Run the call of a module (see `watchers.Inserter`)."""
+        """Run the call of a module (see `protocols.Inserter`)."""
         path = self.names.call(scope, args, kwargs)
         if self._states:
             args, kwargs = self._states.exchanged((args, kwargs), frame)
@@ -247,7 +247,7 @@ class LiveInserter:
             if spot.receivers or written is not None:
                 args, kwargs = self._enter(spot, args, kwargs, frame, written, undo)
             before = self._inputs_before(spot, args, kwargs, frame)
-            self.pending.append(self._needed_after(spot, *before, written))
+            self.pending.append(self._needed_after(*before, written))
             try:
                 if spot.instead:
                     output = self._instead(spot, number, args, kwargs, frame)
@@ -292,7 +292,7 @@ class LiveInserter:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
         run: Run,
     ) -> Any:  # fmt: skip
-        """Run the call of a function (see `watchers.Inserter`)."""
+        """Run the call of a function (see `protocols.Inserter`)."""
         given = args, kwargs
         if self._states:
             args, kwargs = self._states.exchanged(given, frame)
@@ -302,7 +302,9 @@ class LiveInserter:
         scope, site = stage.scope, stage.site(frame)
         states = [] if names.knows(scope, site, function) else self._labels(given)
         path, base = names.op(scope, site, function, states)
-        if function in VALUES:  # Python takes the result before it could be replaced
+        # Python takes the result before it could be replaced. A container of the state is such an
+        # argument only from the second call or so on, and what is inserted sees the same in each.
+        if function in VALUES or (args and isinstance(args[0], Watching)):
             return run(function, args, kwargs, frame)
         spot = self._spots.get(path)
         if spot is None:
@@ -334,7 +336,7 @@ class LiveInserter:
             if spot.receivers or copied is not None:
                 args, kwargs = self._enter(spot, args, kwargs, frame, copied, undo)
             before = self._inputs_before(spot, args, kwargs, frame)
-            self.pending.append(self._needed_after(spot, *before, written))
+            self.pending.append(self._needed_after(*before, written))
             try:
                 if spot.instead:
                     output = self._instead(spot, number, args, kwargs, frame)
@@ -371,7 +373,7 @@ class LiveInserter:
             ) from error
 
     def scalar(self, function: Any, frame: FrameType) -> None:
-        """Name arithmetic (see `watchers.Inserter`)."""
+        """Name arithmetic (see `protocols.Inserter`)."""
         self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
     @property
@@ -380,11 +382,11 @@ class LiveInserter:
         return bool(self._states)
 
     def recomputed(self, entering: bool) -> None:
-        """Record that a checkpointed block begins or ends (see `watchers.Inserter`)."""
+        """Record that a checkpointed block begins or ends (see `protocols.Inserter`)."""
         self._recomputed += 1 if entering else -1
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Return whether values below a call have insertions (see `watchers.Inserter`)."""
+        """Return whether values below a call have insertions (see `protocols.Inserter`)."""
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
@@ -425,7 +427,7 @@ class LiveInserter:
         return f"{self._position.name}.{path}" if path else self._position.name
 
     def inside(self, module: nn.Module, path: str) -> None:
-        """Raise if an insertion is at a place without gates (see `watchers.Inserter`)."""
+        """Raise if an insertion is at a place without gates (see `protocols.Inserter`)."""
         slots = self._slots_at(module, path)
         slots += [
             slot
@@ -558,7 +560,7 @@ class LiveInserter:
         shape, values = take_apart((args, kwargs), objects=False)
         number = next((i for i, value in enumerate(values) if value is written), None)
         gate = EntryGate(self.at(spot, spot.number - 1), spot.receivers, shape, self.plan, number)
-        given = self._through(gate, shape, (args, kwargs), values, values, frame)
+        given = self._through(gate, (args, kwargs), values, values, frame)
         if given is None:
             return args, kwargs
         exchanged: tuple[tuple[Any, ...], dict[str, Any]]
@@ -621,7 +623,7 @@ class LiveInserter:
         gate = AfterGate(
             self.at(spot, number), slots, shape, self.plan, wanted, written is not None
         )
-        given = self._through(gate, shape, (output,), values, handed, frame)
+        given = self._through(gate, (output,), values, handed, frame)
         if given is None:
             return output
         put, changed = given
@@ -694,7 +696,7 @@ class LiveInserter:
         frame: FrameType,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that a gate gives for those of a node."""
-        given = self._through(gate, shape, (args, kwargs), values, values, frame)
+        given = self._through(gate, (args, kwargs), values, values, frame)
         if given is None:
             return args, kwargs
         put, changed = given
@@ -702,7 +704,7 @@ class LiveInserter:
         return exchanged
 
     def _needed_after(
-        self, spot: NodeSlots, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> Sequence[Any]:
         """Return the values of a node's inputs that its gates need again after it."""
         if written is None and not self._wants_inputs:
@@ -733,7 +735,6 @@ class LiveInserter:
     def _through(
         self,
         gate: Any,
-        shape: Any,
         whole: Sequence[Any],
         values: list[Any],
         handed: list[Any],

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.compare import is_uneven, same_bits
-from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES, attributes_of, identical
+from bendtrace.python.compare import same_bits
+from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES, attributes_of, identical, is_uneven
 from bendtrace.tape.contexts import function_modes
 from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.structure import build_instance, can_build

@@ -32,18 +32,17 @@ from bendtrace.insert.resolver import Knowledge
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, Site, SiteTable
-from bendtrace.record.rank_sync import is_joint
+from bendtrace.record.module_proxy import REDIRECTING, call_itself
 from bendtrace.record.recorder import Recording
-from bendtrace.record.redirection import call_itself
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
 from bendtrace.watch.functions import ScriptModule
 from bendtrace.watch.intercepts import INTERCEPT_CODES
 from bendtrace.watch.owners import named_modules
+from bendtrace.watch.rank_sync import is_joint
 
 # `nn.Module.__call__` asks for it first (seen in torch 2.13), and nothing keeps a reference to it,
 # as torch._dynamo does to `__call__` itself: see `_ModuleCall` in `watch/intercepts.py`.
-_KEY = "_compiled_call_impl"
 _WRAPPED: Any = internal("torch.nn.Module._wrapped_call_impl.__code__", None, "calls of modules")
 # Forms of an insertion that need nothing but a tensor that a module returns.
 _PLAIN_FORMS = frozenset({"after", "observes", "permits"})
@@ -98,10 +97,10 @@ class LiveRunner:
         with _lock:
             for mine in self._stations:
                 attributes = mine.module.__dict__
-                interceptor = attributes.get(_KEY)
+                interceptor = attributes.get(REDIRECTING)
                 if type(interceptor) is not _ModuleInterceptor:
                     mine.before, mine.users, interceptor = interceptor, 0, mine
-                    attributes[_KEY] = mine
+                    attributes[REDIRECTING] = mine
                 interceptor.users += 1
         try:
             if self._is_around:
@@ -118,15 +117,15 @@ class LiveRunner:
             with _lock:
                 for mine in self._stations:
                     attributes = mine.module.__dict__
-                    interceptor = attributes.get(_KEY)
+                    interceptor = attributes.get(REDIRECTING)
                     if type(interceptor) is not _ModuleInterceptor:
                         continue  # somebody else has put something there
                     interceptor.users -= 1
                     if not interceptor.users:
                         if interceptor.before is None:
-                            del attributes[_KEY]
+                            del attributes[REDIRECTING]
                         else:
-                            attributes[_KEY] = interceptor.before
+                            attributes[REDIRECTING] = interceptor.before
             _local.run = outer
             run.ended()
             self._idle.append(run)
@@ -167,7 +166,7 @@ def _modules_with_insertions(knowledge: Knowledge, plan: InsertionPlan) -> list[
 
 def _is_called_otherwise(module: nn.Module) -> bool:
     """Return whether the call of a module goes past interceptors, or has been compiled."""
-    return type(module).__call__ is not nn.Module.__call__ or _KEY in vars(module)
+    return type(module).__call__ is not nn.Module.__call__ or REDIRECTING in vars(module)
 
 
 def _modules_at(
@@ -455,7 +454,7 @@ def _call_gate(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class _UnrecordedStage:
-    """The stage of an inserter (see `watchers.Stage`) in a call that is not recorded."""
+    """The stage of an inserter (see `protocols.Stage`) in a call that is not recorded."""
 
     follows_script = False
     is_in_block = False

@@ -192,7 +192,7 @@ class Station:
             if not self.pairs_calls:
                 self.update()
 
-    # A copied module has the same attachments, with a station of its own.
+    # A copied module has the same attachments, with their own station.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"entries": self.entries}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator
 from dataclasses import dataclass, field
 from types import EllipsisType
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from bendtrace.log.path_views import Node, NodeSelector, Tree, find_node, requir
 from bendtrace.python.checks import shown
 from bendtrace.tape.tape import TensorMeta
 from bendtrace.watch.owners import modules_in
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 # The base of all patches, which copies the values that it hands them.
 
@@ -824,8 +827,37 @@ class CustomPatch(Patch[Any]):
         return result
 
 
+class _KeepingPatch(Patch[Any]):
+    """Keeps values of a node, and leaves them as they are."""
+
+    detach: bool
+    requires_clone = False
+    observes = True
+    self_contained = True
+
+    @property
+    def deferrable(self) -> bool:  # type: ignore[override]
+        """Return whether it can look after the run, as it can if its copies need no gradients."""
+        return self.detach
+
+    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
+        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
+        if not takes(output):
+            return self.op(output)
+        self._keep(output)
+        return output
+
+    def op(self, original_output: Any) -> Any:
+        """Keep a copy of the value."""
+        self._keep(_copy_of_value(original_output, self.detach))
+        return original_output
+
+    def _keep(self, value: Any) -> None:
+        raise NotImplementedError
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
-class ProbePatch(Patch[Any]):
+class ProbePatch(_KeepingPatch):
     """Keeps the latest value of a node.
 
     Args:
@@ -846,30 +878,12 @@ class ProbePatch(Patch[Any]):
     activation: Any = field(default=None, init=False)
     detach: bool = True
 
-    requires_clone = False
-    observes = True
-    self_contained = True
-
-    @property
-    def deferrable(self) -> bool:  # type: ignore[override]
-        """Return whether it can look after the run, as it can if its copies need no gradients."""
-        return self.detach
-
-    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
-        if not takes(output):
-            return self.op(output)
-        self.activation = output
-        return output
-
-    def op(self, original_output: Any) -> Any:
-        """Keep a copy of the value."""
-        self.activation = _copy_of_value(original_output, self.detach)
-        return original_output
+    def _keep(self, value: Any) -> None:
+        self.activation = value
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class RecordPatch(Patch[Any]):
+class RecordPatch(_KeepingPatch):
     """Keeps all values of a node, over its passes and over calls of the model.
 
     Args:
@@ -891,26 +905,8 @@ class RecordPatch(Patch[Any]):
     activations: list[Any] = field(default_factory=list)
     detach: bool = True
 
-    requires_clone = False
-    observes = True
-    self_contained = True
-
-    @property
-    def deferrable(self) -> bool:  # type: ignore[override]
-        """Return whether it can look after the run, as it can if its copies need no gradients."""
-        return self.detach
-
-    def after(self, at: NodePass, inputs: Inputs, output: Any) -> Any:
-        """Keep a copy of the value of a node, or the value itself where nobody else has it."""
-        if not takes(output):
-            return self.op(output)
-        self.activations.append(output)
-        return output
-
-    def op(self, original_output: Any) -> Any:
-        """Keep a copy of the value."""
-        self.activations.append(_copy_of_value(original_output, self.detach))
-        return original_output
+    def _keep(self, value: Any) -> None:
+        self.activations.append(value)
 
 
 def _copy_of_value(value: Any, detach: bool) -> Any:
@@ -959,3 +955,31 @@ def patched_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
+
+
+def patch(bended: BendedModule[Any], /, patches: Patches, *, rows: Rows = None) -> PatchContext:
+    """Return a context in which patches apply at nodes; after it the model is as before.
+
+    Args:
+        bended: the model.
+        patches: for each node one patch, or several in the order in which they apply. Nodes are
+            given by path (`layers_0.mlp.relu`, `linear.input`, `linear.weight`,
+            `output|sub_0`), as tree nodes, or in any other way that `interject` accepts.
+        rows: the rows of the batch to patch: an index, several, or a slice; None for all. The
+            patches receive these rows only. So several examples of one batch can each have
+            patches.
+
+    Raises:
+        NodePathError: a node does not exist, or does not hold a single value.
+        InputError: a value in `patches` is not a patch, or `rows` selects no rows.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(lambda x: x.relu().sum())
+        >>> bended(torch.ones(2))
+        tensor(2.)
+        >>> with bended.patch({"relu": bt.patches.AddPatch(value=1, slice=0)}):
+        ...     bended(torch.ones(2))
+        tensor(3.)
+    """
+    return PatchContext(bended._insertion_registry, bended._knowledge, patches, rows)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-from bendtrace.engine.floor import Floor
+from bendtrace.engine.dispatcher import Floor
 from bendtrace.insert.interjection import Interjection
 from bendtrace.log.path_views import Candidate
 from bendtrace.record.recorder import Recording

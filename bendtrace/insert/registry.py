@@ -40,10 +40,10 @@ from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
 from bendtrace.record.recorded_call import Signature
 from bendtrace.record.recorder import Recording
-from bendtrace.record.redirection import Calls
 from bendtrace.tape.scalars import TRACED
 
 if TYPE_CHECKING:
+    from bendtrace.engine.dispatcher import Calls
     from bendtrace.log.run import Run
 
 _DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them

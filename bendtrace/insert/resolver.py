@@ -30,8 +30,7 @@ from bendtrace.log.path_views import (
     plain_path,
 )
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.places import place_text
-from bendtrace.python.sites import users_level
+from bendtrace.python.sites import place_text, users_level
 from bendtrace.record.op_names import NodeRef
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import ModuleCall, Op

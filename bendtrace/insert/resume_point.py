@@ -56,8 +56,7 @@ from bendtrace.insert.state_access import read_and_changed
 from bendtrace.log.capture import aligned_copy
 from bendtrace.log.path_views import Node, Tree, find_node
 from bendtrace.python.checks import required_arguments
-from bendtrace.python.places import place_text
-from bendtrace.record.rank_sync import ENDS, joint_call, needs_agreement
+from bendtrace.python.sites import place_text
 from bendtrace.record.recorder import Recording
 from bendtrace.record.script import Script, Section
 from bendtrace.tape.captured import Access, Captured, identical
@@ -65,6 +64,7 @@ from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, OpKind, Stop, TensorMeta, refs_in
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import is_gate
+from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
 
 
 @dataclass(eq=False)
@@ -201,34 +201,10 @@ def from_activations(
     *,
     bended: bool = True,
 ) -> Any:
-    """Run the rest of a `BendedModule` from given activations, and return its output.
+    """Run the rest of a model from given activations (see `BendedModule.from_activations`).
 
     Operations that only lead to the given values are not run: batch norms among them do not update
     their buffers, and dropouts draw no random numbers.
-
-    Args:
-        model: the `BendedModule`.
-        activations: the values of nodes by path, as `get_activations` returns them; for nodes with
-            several passes, one value per pass (`relu:2`).
-        args: the model's positional arguments, as far as the rest needs them.
-        kwargs: its keyword arguments, as far as the rest needs them.
-        bended: whether the model continues with the values as they are, or first applies the
-            insertions at these nodes.
-
-    Raises:
-        NodePathError: there is no such node.
-        InputError: an argument that the rest needs is missing, or one is invalid.
-        DivergenceError: the rest takes a path that no recorded run took, and arguments needed to
-            run the model's own Python are missing.
-
-    Example:
-        >>> import torch, bendtrace as bt
-        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sigmoid()))
-        >>> _ = bended(torch.ones(1, 2))
-        >>> from_activations(bended, {"sub_0": torch.zeros(3, 2)})
-        tensor([[0.5000, 0.5000],
-                [0.5000, 0.5000],
-                [0.5000, 0.5000]])
     """
     if not isinstance(activations, Mapping):
         raise InputError(f"activations have to be a dict by node path, not {activations!r}")
@@ -500,7 +476,7 @@ class _SuffixRun:
         plan: InsertionPlan | None,
     ) -> Any:
         """Continue where no recorded run went, or none that can be continued."""
-        why = explain_divergence(left.prepared.recording, left.number, left.outcome)()
+        why = explain_divergence(left.prepared.recording, left.number, left.outcome)
         if left.run.missing:
             raise DivergenceError(
                 f"the rest of the model takes a path that no recorded run took: {why.reason}; "

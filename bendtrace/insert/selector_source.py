@@ -15,8 +15,7 @@ from bendtrace.flow import FlowStep, FlowSteps, steps_of
 from bendtrace.insert.selector_algebra import Selector
 from bendtrace.log.nodes import Step, TreeNode, identifier
 from bendtrace.log.path_views import Candidate
-from bendtrace.python.places import is_file, place_text, read_place
-from bendtrace.python.sites import InstructionPlace
+from bendtrace.python.sites import InstructionPlace, is_file, place_text, read_place
 from bendtrace.python.statements import (
     BRANCHES,
     COMPREHENSIONS,

@@ -15,10 +15,9 @@ from bendtrace.engine.source import Interrupted, Unfit
 from bendtrace.insert.gates import AfterGate, attempt, gate_passes, is_repeated, of_call
 from bendtrace.insert.interjection import NO_INPUTS
 from bendtrace.insert.leaves import write_count
-from bendtrace.python.compare import is_uneven
 from bendtrace.python.internals import internal
 from bendtrace.record.scopes import REFERENCES_OF_LOCAL
-from bendtrace.tape.captured import is_leaf, requires_grad
+from bendtrace.tape.captured import is_leaf, is_uneven, requires_grad
 
 if TYPE_CHECKING:
     from bendtrace.insert.splicer import Splicer
@@ -276,5 +275,6 @@ def _is_even_shared(tensor: Tensor) -> bool:
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
 # What it says of memory that one tensor has: asking makes a storage object, which counts as well
 # (2 in torch 2.13), so the number is measured.
-_probe = torch.empty(1, device="cpu")
-_ONE = _uses(_probe.untyped_storage()._cdata)
+with torch._C.DisableTorchFunction():  # a run that imports this does not record it
+    _probe = torch.empty(1, device="cpu")
+    _ONE = _uses(_probe.untyped_storage()._cdata)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bendtrace.insert.insertion import Function
 from bendtrace.insert.interjection import Interjection
 from bendtrace.insert.plan import InsertionPlan
-from bendtrace.record.one_op import assigned_in
+from bendtrace.record.effects import assigned_in
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, Access, Captured, CaptureKind, EnvironmentChange
 from bendtrace.watch.code_facts import cells_of, codes_in, functions_of, names_in

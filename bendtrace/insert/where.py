@@ -35,7 +35,7 @@ from bendtrace.log.path_views import (
     find_node,
 )
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.record.op_names import NodeRef
 from bendtrace.watch.functions import SHAPES, VALUES
 from bendtrace.watch.owners import module_of, module_tree, modules_in

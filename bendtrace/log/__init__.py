@@ -20,7 +20,7 @@ An op does not only read its arguments. `watch/writes.py` uses torch's version c
 which op wrote into a tensor and which op reads it afterwards under another name. `Op.writes` and
 `Op.reads` become parents in the log and "memory" edges in the mirror.
 
-An *observer* keeps values during the run (`tape/watchers.py` defines what it sees, and
+An *observer* keeps values during the run (`tape/protocols.py` defines what it sees, and
 `capture.py` is the only one). `capture.py` also takes lazy clones: torch copies only when
 somebody writes. It does not do so with memory whose address others may know (arguments, state,
 arrays handed to numpy), because a write would then move the memory away from them. `StopRun` ends

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from bendtrace.flow import FlowSteps, LoopFlowStep
 from bendtrace.python.checks import required_choice
 from bendtrace.python.lazy import LazyMethod, required_pandas, tabulate
-from bendtrace.python.places import full_place_text
-from bendtrace.python.sites import assigns, operates
+from bendtrace.python.sites import assigns, full_place_text, operates
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, TensorMeta, map_refs, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, is_inserted, name_of
 

@@ -20,8 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.places import path_text, place_text
-from bendtrace.python.sites import Site
+from bendtrace.python.sites import Site, path_text, place_text
 from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, Access, AttributeKey, Captured, CaptureKind

@@ -45,7 +45,7 @@ from bendtrace.log.path_views import Node, NodePath, OneSelectable, Tree, is_pat
 from bendtrace.python.checks import listed, required_choice
 from bendtrace.python.lazy import imported, required, tabulate
 from bendtrace.python.lazy import networkx as nx
-from bendtrace.python.places import full_place_text, is_installed
+from bendtrace.python.sites import full_place_text, is_installed
 from bendtrace.record.op_names import NodeRef
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from bendtrace.log.saved_tensors import (
     writing,
 )
 from bendtrace.python.checks import did_you_mean, required_path
-from bendtrace.python.places import add_cells, cells_among
+from bendtrace.python.sites import add_cells, cells_among
 from bendtrace.tape.tape import map_leaves
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from bendtrace.errors import InputError
+from bendtrace.python.lazy import errors
 
 
 def did_you_mean(
@@ -58,7 +58,7 @@ def refuse_without_arguments(function: Any) -> None:
         return
     if all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters):
         name = getattr(function, "__name__", type(function).__name__)
-        raise InputError(f"{name} is called with the value of a node, and takes no argument")
+        raise errors.InputError(f"{name} is called with the value of a node, and takes no argument")
 
 
 def required_arguments(
@@ -69,19 +69,19 @@ def required_arguments(
     A tensor would be taken for the tuple of its rows, and a text for the tuple of its letters.
     """
     if type(args) not in (tuple, list):
-        raise InputError(
+        raise errors.InputError(
             f"{names[0]} has to be a tuple of the positional arguments, not a "
             f"{type(args).__qualname__}; for a single argument, pass (argument,)"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise InputError(
+        raise errors.InputError(
             f"{names[1]} has to be a dict of the keyword arguments, not a "
             f"{type(kwargs).__qualname__}"
         )
     wrong = [key for key in kwargs or () if not isinstance(key, str)]
     if wrong:
         message = f"{names[1]} holds keyword arguments by name, but {wrong[0]!r} is not a name"
-        raise InputError(message)
+        raise errors.InputError(message)
     return tuple(args), dict(kwargs or {})
 
 
@@ -89,7 +89,7 @@ def required_choice(name: str, value: Any, *choices: str) -> str:
     """Return an option that has to be one of several words."""
     if not isinstance(value, str) or value not in choices:
         words = " or ".join(f'"{choice}"' for choice in choices)
-        raise InputError(f"{name}= is {words}, not {value!r}")
+        raise errors.InputError(f"{name}= is {words}, not {value!r}")
     return value
 
 
@@ -100,7 +100,7 @@ def required_int(name: str, value: Any, least: int | None = None, *, or_none: bo
     ):  # fmt: skip
         return value
     kind = {None: "an int", 1: "a positive int"}.get(least, f"an int of at least {least}")
-    raise InputError(f"{name}= has to be {kind}, not {value!r}")
+    raise errors.InputError(f"{name}= has to be {kind}, not {value!r}")
 
 
 def required_path(what: str, value: Any) -> str:
@@ -108,13 +108,13 @@ def required_path(what: str, value: Any) -> str:
     try:
         return str(os.fsdecode(value))
     except TypeError:
-        raise InputError(f"{what} has to be a path, not {shown(value)}") from None
+        raise errors.InputError(f"{what} has to be a path, not {shown(value)}") from None
 
 
 def required_kind(what: str, value: Any, *kinds: type) -> Any:
     """Return an argument that has to be of one of some classes, which `what` says in words."""
     if not isinstance(value, kinds):
-        raise InputError(f"{what}, not {shown(value)}")
+        raise errors.InputError(f"{what}, not {shown(value)}")
     return value
 
 
@@ -126,21 +126,6 @@ def shown(value: Any) -> str:
     return text if "\n" not in text and len(text) < 80 else f"a {type(value).__name__}"
 
 
-def required_model(model: Any) -> Any:
-    """Return a model, which has to be an object that can be called.
-
-    A class can be called as well, and would be taken for a model whose output is a module.
-    """
-    if isinstance(model, type):
-        raise InputError(
-            f"{model.__name__} is a class, which makes models: pass an object of it, as in "
-            f"{model.__name__}(...)"
-        )
-    if not callable(model):
-        raise InputError(f"a model has to be callable; {shown(model)} is not")
-    return model
-
-
 def required_number(
     name: str, value: Any, *, or_none: bool = False, finite: bool = False
 ) -> Any:  # fmt: skip
@@ -149,7 +134,7 @@ def required_number(
         return value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not value >= 0 or (finite and value == math.inf):
-        raise InputError(f"{name}= has to be a number of at least 0, not {value!r}")
+        raise errors.InputError(f"{name}= has to be a number of at least 0, not {value!r}")
     return value
 
 

@@ -146,8 +146,3 @@ _NUMBERS: dict[type, Callable[[Any, Any], bool]] = {float: _same_floats, complex
 
 # What has a `__dict__` that does not tell one from another.
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
-
-
-def is_uneven(tensor: Tensor) -> bool:
-    """Return whether a tensor is nested or sparse: it may have no sizes or strides to ask for."""
-    return tensor.is_nested or tensor.layout is not torch.strided

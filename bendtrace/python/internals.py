@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from bendtrace.errors import BendtraceError
+from bendtrace.python.lazy import errors
 
 # Features that are unreliable with this Python and this torch.
 
@@ -92,7 +92,7 @@ class MissingInternal:
         self._path = path
 
     def _fail(self, *_: Any, **__: Any) -> Any:
-        raise BendtraceError(
+        raise errors.BendtraceError(
             f"this needs {self._path}, which torch {torch.__version__} does not have: use another "
             "version of torch, or of bendtrace"
         )

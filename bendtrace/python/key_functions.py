@@ -17,7 +17,7 @@ from types import CodeType
 from typing import Any, NamedTuple, TypeAlias
 
 from bendtrace.python.bytecode import single_steps
-from bendtrace.python.results import COMPUTING
+from bendtrace.python.computations import COMPUTING
 
 
 @dataclass(frozen=True)

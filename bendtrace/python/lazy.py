@@ -1,8 +1,9 @@
 """Modules that are imported when one of their attributes is first used.
 
 networkx alone takes longer to import than all of this package, and most runs never ask for a graph.
-So networkx, and everything that only looks at finished runs, is imported through a proxy, here and
-in the modules that use it. The proxy imports the module at the first attribute access:
+So networkx, everything that only looks at finished runs, and what few models need are imported
+through a proxy, here and in the modules that use them. The proxy imports the module at the first
+attribute access:
 
     if TYPE_CHECKING:
         from bendtrace.show import viewer
@@ -10,7 +11,7 @@ in the modules that use it. The proxy imports the module at the first attribute 
         viewer = LazyModule("bendtrace.show.viewer")
 
 This is the only kind of deferred import in this package, besides the public names themselves
-(`_public.py`). It is for imports that take time, never to break a cycle.
+(`_public.py`) and `LazyMethod`. It is for imports that take time, never to break a cycle.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+# Gives the context of an import. A recorder that is at work notes nothing of the code that runs in
+# it, which may be a finder of the user's (see `Recorder.unwatched`).
+around: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def imported(name: str) -> ModuleType:
@@ -28,13 +35,16 @@ def imported(name: str) -> ModuleType:
     Objects made by an import stay alive. A garbage collection during the import would go through
     all of torch's objects, which takes as long as importing this package.
     """
-    if name in sys.modules or not gc.isenabled():
+    if name in sys.modules:
         return importlib.import_module(name)
+    is_collecting = gc.isenabled()
     gc.disable()
     try:
-        return importlib.import_module(name)
+        with around():
+            return importlib.import_module(name)
     finally:
-        gc.enable()
+        if is_collecting:
+            gc.enable()
 
 
 def required(name: str, use: str, packages: str = "", error: type[Exception] = ImportError) -> Any:
@@ -96,6 +106,9 @@ class LazyMethod:
 if TYPE_CHECKING:
     import networkx as networkx
     import tabulate as tabulate
+
+    from bendtrace import errors as errors
 else:
+    errors = LazyModule("bendtrace.errors")
     networkx = LazyModule("networkx")
     tabulate = LazyModule("tabulate")

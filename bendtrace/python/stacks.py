@@ -564,3 +564,14 @@ def _layout_fits(places: FrameLayout) -> bool:
     if in_call is None or in_call.operands is not None:
         return False
     return in_map is not None and in_map.operands is not None
+
+
+def monitoring_tool() -> int | None:
+    """Reserve an id for a tool of `sys.monitoring`; return None if there is none left."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+    # From the last one down: 0 to 2 are for debuggers, coverage and profilers by convention.
+    free = (number for number in range(5, -1, -1) if monitoring.get_tool(number) is None)
+    tool = next(free, None)
+    if tool is not None:
+        monitoring.use_tool_id(tool, "bendtrace")
+    return tool

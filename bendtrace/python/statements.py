@@ -50,7 +50,7 @@ def role_of(place: InstructionPlace) -> Role:
     if node is None:  # code that a tool made of a statement, as pytest does of `assert`
         statement = file.statements.get(place.span)
         node = statement.test if isinstance(statement, ast.Assert) else None
-    if isinstance(node, ast.FormattedValue):  # `{n}` has a place of its own since Python 3.12
+    if isinstance(node, ast.FormattedValue):  # `{n}` has its own place since Python 3.12
         around_it = file.parents[node]
         node = around_it if isinstance(around_it, ast.JoinedStr) else node
     node = _enclosing_call(file, node)

@@ -58,7 +58,7 @@ def tracks_changes(version: Callable[[dict[Any, Any]], Any]) -> bool:
 def _find_versions() -> Callable[[dict[Any, Any]], Any]:
     # CPython counts what it writes to dicts (up to 3.11), or tells those who watch them (since
     # 3.12); torch.compile's guards ask for it in either case. Seen in torch 2.13 to 2.15;
-    # test_versions.py notices what does not hold any more, and so does this, at once.
+    # test_versions.py notices what does not hold any more, and so does this, immediately.
     version = internal("torch._C._dynamo.guards.dict_version", None)
     try:
         if version is not None and tracks_changes(version):

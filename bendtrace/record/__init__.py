@@ -19,16 +19,15 @@ cheap. It leaves unusual ops to the `Recorder`. Both record the same, and
 `tests/test_fast_path.py` compares them for every model of the corpus.
 
 Arrays of `x.numpy()` are followed as well (`arrays.py`): before each instruction that works on one,
-an object that records an op takes the place of an operand (`python/operands.py`). On the tape, a
-tensor stands for each array (`tape/array_functions.py`).
+an object that records an op takes the place of an operand (`python/results.py`). On the tape, a
+tensor stands for each array (`array_functions.py`).
 
 A block under `torch.utils.checkpoint` without reentry is recorded op by op, and the tape notes
 where it begins and ends (`checkpoints.py`). Torch's own hooks save nothing in it, in a replay as
-in eager; what the backward pass calls is a `Block` (`tape/blocks.py`), which does the recorded
-ops again, or, after the first run, the model's own function. A call may go through a block in
-several portions, along known code and in resumed Python: `Hold` takes the block from one to the
-next. Gates keep the insertions of the call for it, and how often each was passed. An observer is
-not called again.
+in eager; what the backward pass calls is a `Block`, which does the recorded ops again, or, after
+the first run, the model's own function. A call may go through a block in several portions, along
+known code and in resumed Python: `Hold` takes the block from one to the next. Gates keep the
+insertions of the call for it, and how often each was passed. An observer is not called again.
 
 After the run, `finish.py` compares the environment with its former state. Attributes, buffers,
 lists and dicts that the run changed become part of the tape, so that a replay changes them too.

@@ -2,10 +2,10 @@
 
 An array that a run gets from a tensor is the array that eager gets: no subclass, and no object
 around it. So nothing tells what code does with it. But before each instruction of the user's code,
-its operands can be seen (`python/operands.py`). Where one of them is such an array, or a number of
+its operands can be seen (`python/results.py`). Where one of them is such an array, or a number of
 numpy's that was computed from one, an object takes its place for this instruction only: in the
 place of a function, or of the left operand. It records what the instruction does as an op
-(`tape/array_functions.py`), and gives the result, which is followed in turn. Lists and tuples may
+(`array_functions.py`), and gives the result, which is followed in turn. Lists and tuples may
 hold arrays in between, as the arrays are known by identity.
 
 Python's numbers and truth values have no identity. So what makes one of an array becomes a traced
@@ -31,23 +31,25 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import NondeterminismError
-from bendtrace.python import operands, results, stacks
+from bendtrace.python import results, stacks
+from bendtrace.python.computations import COMPUTING
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, user_place
-from bendtrace.tape.array_functions import (
+from bendtrace.record.array_functions import (
     ArrayFunction,
+    address,
     array_of,
     content_of,
     is_content,
     is_in_memory,
-    is_ndarray,
     shares_unseen,
-    stands_for_number,
 )
-from bendtrace.tape.captured import PLAIN_TYPES, module_name_of
+from bendtrace.record.states import OperandProxy
+from bendtrace.tape.captured import PLAIN_TYPES, is_ndarray, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import build_instance
+from bendtrace.tape.tape import stands_for_number
 from bendtrace.tape.watchers import call_silently
 from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
@@ -94,6 +96,7 @@ class Arrays:
         block: receives the reason why a run is live.
         asks_alive: raises where a resumed run has no content for an array.
         goes_astray: receives the error of a resumed run.
+        errors: numpy's handling of errors before the run.
 
     Attributes:
         has_lost: whether code that cannot be followed has received one of them.
@@ -106,6 +109,7 @@ class Arrays:
         block: Callable[[str], None],
         asks_alive: Callable[[Tensor], object],
         goes_astray: Callable[[NondeterminismError], object],
+        errors: dict[str, Any],
     ) -> None:
         self._recorder = recorder
         self._environment = environment
@@ -121,8 +125,7 @@ class Arrays:
         self._reason = ""
         self._codes: dict[CodeType, bool] = {}
         self._adopted = False
-        numpy: Any = sys.modules.get("numpy")
-        self._errors: dict[str, Any] = {} if numpy is None else numpy.geterr()
+        self._errors = errors
 
     # The beginning and the end
 
@@ -132,7 +135,7 @@ class Arrays:
             return False
         if type(tensor) not in (Tensor, nn.Parameter) or not self._is_users(frame):
             return False
-        called = operands.c_function_called_by(frame)
+        called = results.c_function_called_by(frame)
         return called is Tensor.numpy or (
             type(called) is types.BuiltinFunctionType
             and called.__name__ == "numpy"
@@ -140,7 +143,7 @@ class Arrays:
         )
 
     def _can_begin(self) -> bool:
-        return operands.can_exchange_operands() and results.can_exchange()
+        return results.can_exchange_operands() and results.can_exchange()
 
     def numpy(
         self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -203,7 +206,7 @@ class Arrays:
                 if not is_ndarray(array) or tensor.is_meta:
                     continue
                 content = array_of(tensor)
-                if content is array or _begins_at(content) == _begins_at(array):
+                if content is array or address(content) == address(array):
                     continue
                 if sys.getrefcount(array) <= most:
                     continue
@@ -305,15 +308,6 @@ class Arrays:
         known = self._known.get(id(value))
         return None if known is None else known[1]
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether there are arrays to follow."""
-        return self._is_on
-
-    def leads_to_array(self, value: Any) -> bool:
-        """Return whether an array can be reached from a value."""
-        return self._reaches([value])
-
     # Events
 
     def _enter(self, frame: FrameType) -> None:
@@ -336,7 +330,7 @@ class Arrays:
             self._enter(frame)
 
     def _step(self, frame: FrameType) -> None:
-        instruction = operands.instructions(frame.f_code).get(frame.f_lasti)
+        instruction = results.instructions(frame.f_code).get(frame.f_lasti)
         if instruction is None:
             return
         try:
@@ -350,14 +344,14 @@ class Arrays:
         self._block(self._reason + why)
         self.end(is_over=False)
 
-    def _look(self, frame: FrameType, instruction: operands.Instruction) -> None:
+    def _look(self, frame: FrameType, instruction: results.Instruction) -> None:
         places = stacks.frame_layout()
         assert places is not None
-        where = operands.addresses(frame, instruction, places)
+        where = results.addresses(frame, instruction, places)
         words = [stacks.pointer_at(address) for address in where]
         name = instruction.name
         if self._follows_classes and name in _CALLS:
-            place = operands.callee_place(words)
+            place = results.callee_place(words)
             called = stacks.object_at(words[place])
             if type(called) is LEGACY:
                 stacks.put_on_stack(where[place], ClassCall(called))
@@ -431,7 +425,7 @@ class Arrays:
         return found
 
     def _stand(self, value: Any) -> Any:
-        """Return an argument with tensors in the place of the arrays that are followed."""
+        """Return an argument with tensors instead of the arrays that are followed."""
         known = self._known.get(id(value))
         if known is not None:
             return known[1]
@@ -529,7 +523,7 @@ class Arrays:
             container, key = args
             if type(container) in _SEQUENCES:
                 return container[self._index(key, frame)]
-        writes = self._written(function, args, kwargs, way)
+        writes = self._written(args, kwargs, way)
         if writes is not None and not self._may_write(writes, frame):
             self._deny(*args)
             return function(*args, **kwargs)
@@ -596,9 +590,7 @@ class Arrays:
 
     # Writing
 
-    def _written(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], way: str
-    ) -> Any:
+    def _written(self, args: tuple[Any, ...], kwargs: dict[str, Any], way: str) -> Any:
         """Return the array that a call writes to; None if it writes to none."""
         if kwargs.get("out") is not None:
             return kwargs["out"]
@@ -655,7 +647,7 @@ class Arrays:
         return bool(found)
 
     def _index(self, value: Any, frame: FrameType) -> Any:
-        """Return a value with numbers of Python in the place of those of numpy."""
+        """Return a value with numbers of Python instead of numbers of numpy's."""
         if id(value) in self._known:
             return operator.index(self._op(operator.index, (value,), {}, frame))
         if type(value) is slice:
@@ -694,8 +686,8 @@ class Arrays:
     def _handle_call(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
-        place = operands.callee_place(values)
-        function, given = values[place], operands.arguments(instruction, values)
+        place = results.callee_place(values)
+        function, given = values[place], results.arguments(instruction, values)
         if given is None:
             return self._deny(*values)
         way = self._way(function, given)
@@ -849,7 +841,7 @@ class Arrays:
             return self._deny(*values)
         if stacks.is_called_by_c(frame, caller, places):
             # Which it is where C calls functions for an instruction, as torch._dynamo has it.
-            called = operands.c_function_called_by(caller)
+            called = results.c_function_called_by(caller)
             if getattr(getattr(called, "__func__", called), "__code__", None) is not frame.f_code:
                 self._deny(*values)
         return None
@@ -899,7 +891,7 @@ _BUILTINS: dict[Any, str] = {
     **dict.fromkeys((isinstance, type), _CLASS),
     **dict.fromkeys((int, float, complex, abs, round, divmod, pow, any, all), _READ),
     **dict.fromkeys(CHOOSING, _READ),
-    **dict.fromkeys(results.COMPUTING, _READ),
+    **dict.fromkeys(COMPUTING, _READ),
 }  # fmt: skip
 _METHODS = frozenset(
     {
@@ -955,7 +947,7 @@ _ADOPTS = ArrayFunction(_array, "array", False, False, None)
 
 
 def _placeholder(tensor: Tensor) -> Any:
-    """Return an array in the place of one that nothing reads any more."""
+    """Return a substitute for an array that nothing reads any more."""
     numpy: Any = sys.modules["numpy"]
     made = numpy.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     return made[()] if stands_for_number(tensor) else made
@@ -977,10 +969,6 @@ def _untraced(value: Any) -> Any:
     return plain(value)
 
 
-def _begins_at(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 def _is_dtype(value: Any) -> bool:
     return isinstance(value, sys.modules["numpy"].dtype) and not value.hasobject
 
@@ -990,7 +978,7 @@ def _leaves_content_open(name: str, values: list[Any]) -> bool:
     if name not in ("CALL", "CALL_KW"):
         return False
     numpy: Any = sys.modules["numpy"]
-    called = values[operands.callee_place(values)]
+    called = values[results.callee_place(values)]
     return any(called is one for one in (numpy.empty, numpy.empty_like))
 
 
@@ -1045,15 +1033,10 @@ _FUNCTIONS = frozenset(
 # What takes the place of operands, for one instruction.
 
 
-class ArrayCall:
+class ArrayCall(OperandProxy):
     """Takes the place of a function that is given arrays."""
 
-    __slots__ = ("arrays", "operand", "way")
-
-    def __init__(self, arrays: Arrays, function: Any, way: str) -> None:
-        self.arrays: Arrays = arrays
-        self.operand: Any = function
-        self.way: str = way
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call, and do what the function does."""
@@ -1061,16 +1044,11 @@ class ArrayCall:
         return self.arrays.carry_out(function, args, kwargs, sys._getframe(1), self.way)
 
 
-class ArrayOperand:
+class ArrayOperand(OperandProxy):
     """Takes the place of an operand: of the left one, or of the only one."""
 
-    __slots__ = ("arrays", "operand", "way")
+    __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, arrays: Arrays, value: Any, way: str) -> None:
-        self.arrays: Arrays = arrays
-        self.operand: Any = value
-        self.way: str = way
 
     def __bool__(self) -> bool:
         return bool(self._do(bool, sys._getframe(1), (), _TRUTH))

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.operands import exchange_members
-from bendtrace.python.usage import stores_outside
-from bendtrace.tape.array_functions import array_of
+from bendtrace.python.bytecode import stores_outside
+from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     Array,
@@ -52,11 +51,16 @@ from bendtrace.tape.structure import (
     with_attributes,
 )
 from bendtrace.tape.tape import Ref
-from bendtrace.watch.collectives import is_wiring
 from bendtrace.watch.functions import OPERATORS, tells_sizes_from_tuples
+from bendtrace.watch.rank_sync import is_wiring
 
 if TYPE_CHECKING:
+    from bendtrace.python import results
+    from bendtrace.record import array_functions
     from bendtrace.record.values import RunValues
+else:
+    results = LazyModule("bendtrace.python.results")
+    array_functions = LazyModule("bendtrace.record.array_functions")
 
 
 class ListOperand:
@@ -203,7 +207,9 @@ class Encoder:
             return self._values.ref(value)
         if (stands := self._values.tensor_of_array(value)) is not None:
             tensor = self._values.ref(stands)
-            return self._encode_once(value, memo, lambda: Construction(array_of, tensor))
+            return self._encode_once(
+                value, memo, lambda: Construction(array_functions.array_of, tensor)
+            )
         if (part := self._values.environment.find(value)) is not None:
             return Existing(part)
         return self._encode_once(value, memo, lambda: self._new(value, kind, what, memo))
@@ -411,7 +417,7 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if isinstance(value, (tuple, set, frozenset)):
         items = [without_traced(item, memo) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            if isinstance(value, tuple) or not exchange_members(value, items):
+            if isinstance(value, tuple) or not results.exchange_members(value, items):
                 memo[id(value)] = value = build_instance(kind, items, attributes_of(value))
     elif isinstance(value, list):
         for position, item in enumerate(value):
@@ -529,7 +535,7 @@ def _is_constant(value: Any) -> bool:
     if type(value).__module__ == "typing":  # in annotations
         return True
     if isinstance(value, types.FunctionType):
-        # A nested function, and a lambda, can be created anew by each run.
+        # A nested function, and a lambda, can be created again by each run.
         return value.__closure__ is None and "<" not in value.__code__.co_qualname
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from enum import Enum
 from time import perf_counter_ns
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from bendtrace.python.bytecode import code_compares_identity
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
-from bendtrace.python.usage import code_compares_identity
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import RunValues
@@ -42,7 +42,7 @@ from bendtrace.tape.tape import (
     describe_raised,
     ref_to,
 )
-from bendtrace.tape.watchers import Observer, call_silently
+from bendtrace.tape.watchers import call_silently
 from bendtrace.watch.functions import (
     GIVES_BACK,
     OPTIONAL,
@@ -53,6 +53,9 @@ from bendtrace.watch.functions import (
     tells_sizes_from_tuples,
 )
 from bendtrace.watch.monkeypatches import may_be_patched
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Observer
 
 FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 

@@ -8,21 +8,21 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.utils import parametrize
 
+from bendtrace.python.computations import is_computation
 from bendtrace.python.internals import internal
-from bendtrace.python.places import full_place_text
-from bendtrace.python.results import is_computation
+from bendtrace.python.lazy import LazyModule
+from bendtrace.python.sites import full_place_text
+from bendtrace.record.effects import assigned_in
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.record.one_op import assigned_in
-from bendtrace.record.op_names import node_names
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.varying import Place
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
+from bendtrace.tape.guards import Place
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
 from bendtrace.tape.tape import (
@@ -35,7 +35,6 @@ from bendtrace.tape.tape import (
     refs_in,
 )
 from bendtrace.watch.code_facts import codes_in, names_in
-from bendtrace.watch.collectives import JOINT
 from bendtrace.watch.draws import (
     generator_name,
     generator_state,
@@ -52,11 +51,18 @@ from bendtrace.watch.functions import (
     name_of,
 )
 from bendtrace.watch.functions import is_gate as may_be_gate
-from bendtrace.watch.growing import access_name, is_read, note_added
 from bendtrace.watch.kinds import is_value
 from bendtrace.watch.provenance import is_finished
+from bendtrace.watch.rank_sync import JOINT
 from bendtrace.watch.reachability import reachable_from
 from bendtrace.watch.writes import overlap
+
+if TYPE_CHECKING:
+    from bendtrace.record import op_names
+    from bendtrace.watch import growing
+else:
+    op_names = LazyModule("bendtrace.record.op_names")
+    growing = LazyModule("bendtrace.watch.growing")
 
 T = TypeVar("T")
 
@@ -163,7 +169,7 @@ def _plain_ops(recording: Recording) -> list[Op]:
 
 
 def _names_of_nodes(recording: Recording) -> list[str]:
-    return node_names(recording.tape)
+    return op_names.node_names(recording.tape)
 
 
 class Finish:
@@ -285,11 +291,13 @@ class Finish:
     def _look_at_growing(self, changes: list[EnvironmentChange], code_monitor: CodeMonitor) -> None:
         """Block if code has read what the run takes for something that it only adds to."""
         for part in self.environment.parts:
-            if part.kind is CaptureKind.GROWING and is_read(part, code_monitor.codes):
-                self.block(f"the run adds to {part.label}, and reads it", access_name(part))
-        lists = (one.part for one in changes if one.key is None)
-        added = {access_name(part) for part in lists if not is_read(part, code_monitor.codes)}
-        note_added(self._function, added)
+            if part.kind is CaptureKind.GROWING and growing.is_read(part, code_monitor.codes):
+                name = growing.access_name(part)
+                self.block(f"the run adds to {part.label}, and reads it", name)
+        lists = [one.part for one in changes if one.key is None]
+        if lists:
+            unread = (part for part in lists if not growing.is_read(part, code_monitor.codes))
+            growing.note_added(self._function, {growing.access_name(part) for part in unread})
 
     def block(self, reason: str, *names: str) -> None:
         """Record why the run must not be replayed, and where the model uses one of the names."""

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
-from bendtrace.python.bytecode import has, single_steps
+from bendtrace.python.bytecode import asking_comparisons, has, single_steps
 from bendtrace.python.sites import PACKAGE, InstructionPlace, Site, Span, first_offset
 from bendtrace.python.statements import (
     Role,
@@ -28,7 +28,6 @@ from bendtrace.python.statements import (
     leaves_loop,
     role_of,
 )
-from bendtrace.python.usage import asking_comparisons
 from bendtrace.tape.guards import ContentGuard, TruthGuard
 from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.functions import is_gate, name_of

@@ -13,10 +13,39 @@ from typing import TYPE_CHECKING, Any, Generic, Self
 from torch import nn
 from typing_extensions import TypeVar
 
-from bendtrace.record.redirection import in_steps, redirect_calls
+from bendtrace.python.lazy import LazyModule
 from bendtrace.watch.owners import module_of
+from bendtrace.watch.rank_sync import ENDS, is_joint, joint_call
+
+if TYPE_CHECKING:
+    from bendtrace.record import redirection
+else:
+    redirection = LazyModule("bendtrace.record.redirection")
 
 ModelT = TypeVar("ModelT", bound=Callable[..., Any], covariant=True, default=Any)
+
+# `nn.Module.__call__` asks for it first (see `watch/intercepts.py`), so that it can redirect calls.
+REDIRECTING = "_compiled_call_impl"
+
+
+def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call a model itself, without the redirection of one of its methods."""
+    if not is_joint(model):
+        # Usually only the call: this is the whole overhead for a model that runs plainly.
+        if not isinstance(model, nn.Module) or vars(model).get(REDIRECTING) is None:
+            return model(*args, **kwargs)
+        return redirection.call_redirected(model, args, kwargs)
+    with joint_call(model) as joint:
+        if isinstance(model, nn.Module):
+            output = redirection.call_redirected(model, args, kwargs)
+        else:
+            output = model(*args, **kwargs)
+        if joint is not None:
+            joint.ends(output)
+        return output
+
+
+ENDS.add(call_itself.__code__)
 
 
 def _presentation(proxy: Any) -> type:
@@ -204,7 +233,7 @@ class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):
         @contextmanager
         def within() -> Iterator[None]:
             with (
-                redirect_calls(model, self) if is_served else nullcontext(),
+                redirection.redirect_calls(model, self) if is_served else nullcontext(),
                 self._redirect_parts(method),
             ):
                 yield
@@ -214,7 +243,7 @@ class ModuleProxy(nn.Module, _Presented, Generic[ModelT]):
             with within():
                 result = method(*args, **kwargs)
             # What `eval` and the like return; and generators, which run later.
-            return self if result is model else in_steps(result, within)
+            return self if result is model else redirection.in_steps(result, within)
 
         return call
 

@@ -9,22 +9,27 @@ import operator
 from collections.abc import Callable
 from threading import enumerate as enumerate_threads
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bendtrace.python import stacks
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.encoding import Encoder, ListOperand, scalars_in
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.texts import Texts, goes_to_screen
 from bendtrace.record.values import TRACED_AS, RunValues
-from bendtrace.record.varying import Varying
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Raised, Ref, Use, refs_in, use_by
-from bendtrace.tape.watchers import Inserter, current_watcher
+from bendtrace.tape.watchers import current_watcher
+
+if TYPE_CHECKING:
+    from bendtrace.record import texts
+    from bendtrace.tape.protocols import Inserter
+else:
+    texts = LazyModule("bendtrace.record.texts")
 
 
 class NumberRecorder:
@@ -34,13 +39,11 @@ class NumberRecorder:
         writer: records the guards and ops.
         values: the mapping from values to ops.
         encoder: encodes operands.
-        texts: the texts that are not guarded.
         inserter: is called before arithmetic is recorded.
 
     Attributes:
         answers: returns the answer to a question, given its guard and the value; None where the
             value is the answer.
-        varying: keeps numbers traced that differ between runs; None where none does.
         compares: whether the interpreter leaves the operands of a comparison on the stack while it
             asks for the truth of its result.
         compared: the identities of the values that were compared last.
@@ -51,19 +54,16 @@ class NumberRecorder:
         writer: TapeWriter,
         values: RunValues,
         encoder: Encoder,
-        texts: Texts,
         inserter: Inserter | None,
     ) -> None:
         self._writer = writer
         self._values = values
         self._recorder: Any = values.origin  # which is the watcher of the run as well
         self._encoder = encoder
-        self._texts = texts
         self._inserter = inserter
         self.answers: Callable[[Guard, Any], Any] | None = None
         self._thread = get_ident()
         places = stacks.frame_layout()
-        self.varying: Varying | None = None
         self.compares: bool = places is not None and places.leaves
         self.compared: frozenset[int] = frozenset()
 
@@ -71,9 +71,10 @@ class NumberRecorder:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
-        if self.varying is not None and self.varying.answers(use, scalar):
+        varying = self._recorder.varying_asked(use)
+        if varying is not None and varying.answers(use, scalar):
             # While a run follows a script, a number need not be among those that it is found in.
-            return True if self.varying.searches else scalar._value
+            return True if varying.searches else scalar._value
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if use is Use.BOOL:
             self._writer.guard(TruthGuard, index, bool(value), use, outside_scalars())
@@ -130,7 +131,8 @@ class NumberRecorder:
 
     def _is_answered(self) -> bool:
         """Return whether a call computes with its numbers, whose result is traced already."""
-        return self.varying is not None and self.varying.is_answered(outside_scalars())
+        varying = self._recorder.varying
+        return varying is not None and varying.is_answered(outside_scalars())
 
     def _consume_all(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> None:
         """Guard the numbers in operands."""
@@ -228,12 +230,14 @@ class NumberRecorder:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function of numpy on traced scalars (see `scalars.Origin`)."""
-        frame, arrays = outside_scalars(), self._recorder.contents
+        frame = outside_scalars()
         is_seen = get_ident() == self._thread and current_watcher() is self._recorder
-        if is_seen and self.varying is not None and arrays.takes(function, args, kwargs, frame):
-            found = self.varying.computes(frame, lambda: arrays.call(function, args, kwargs, frame))
-            if found is not None:
-                return found[0]
+        if is_seen and (varying := self._recorder.varying) is not None:
+            arrays = self._recorder.contents
+            if arrays.takes(function, args, kwargs, frame):
+                found = varying.computes(frame, lambda: arrays.call(function, args, kwargs, frame))
+                if found is not None:
+                    return found[0]
         return function(*plain_for_numpy(args), **plain_for_numpy(kwargs))
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
@@ -241,14 +245,15 @@ class NumberRecorder:
         if get_ident() != self._thread:
             return str(self._elsewhere(function(scalar._value, *args)))
         frame = outside_scalars()
+        run: texts.Texts = self._recorder.texts
         if current_watcher() is not self._recorder or not (
-            self._texts.printing or goes_to_screen(frame)
+            run.printing or texts.goes_to_screen(frame)
         ):
             return function(self.consume(scalar, Use.FORMAT), *args)
         ref, text = self._values.scalar_ref(scalar), function(scalar._value, *args)
         op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
         op.meta = text
-        return self._texts.mark(op.index, text)
+        return run.mark(op.index, text)
 
 
 def _usable(operand: Any) -> Any:

@@ -12,34 +12,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.errors import InputError
-from bendtrace.record.rank_sync import ENDS, joint_recording
+from bendtrace.python.lazy import errors
 from bendtrace.record.recorder import Recorder, Recording
 from bendtrace.record.self_test import look_once
-from bendtrace.record.varying import Lifting
 from bendtrace.tape.captured import Access, Captured, CaptureKind
-from bendtrace.tape.watchers import Inserter, Observer
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.mode_queries import seeing_modes, without
 from bendtrace.watch.owners import states_of
+from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
     from bendtrace.record.script import Script
-
-
-class Uninitialized(InputError):
-    """A model has lazy modules that have not been called yet, or its code reaches some.
-
-    Args:
-        function: the model.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(
-            "the model has lazy modules, whose parameters are created by the first call: call it "
-            "once first"
-        )
-        self.function = function
+    from bendtrace.record.varying import Lifting
+    from bendtrace.tape.protocols import Inserter, Observer
 
 
 class Signature:
@@ -178,7 +163,7 @@ def record(
         signature: names the arguments.
         script: for a resumed run, what was done before.
         observer: is shown the values of the run.
-        inserter: puts ops of its own into the run.
+        inserter: puts its own ops into the run.
         reads_states: whether it reads all states in which the run asks for values.
         keeps_errors: whether a run that raises is recorded up to there, instead of raising.
         lifting: lifts counters of loops, and numbers in the state.
@@ -194,7 +179,7 @@ def record(
         inputs = frozenset() if lifting is None else lifting.inputs
         environment = Environment(function, signature.bind(args, kwargs), code, inputs)
         if not environment.is_repeated and (environment.is_lazy or has_lazy_modules(function)):
-            raise Uninitialized(function)
+            raise errors.Uninitialized(function)
         recorder = Recorder(
             function, environment, script, observer, inserter, reads_states, keeps_errors,
             lifting,

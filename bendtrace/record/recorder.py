@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from bendtrace.python.bytecode import assign
+from bendtrace.python import lazy
+from bendtrace.python.bytecode import assign, only_tests
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
-from bendtrace.python.usage import only_tests
-from bendtrace.record.arrays import Arrays
-from bendtrace.record.checkpoints import Checkpoints
+from bendtrace.record.effects import ReachableContainers
 from bendtrace.record.encoding import (
     Encoder,
     holds,
@@ -41,18 +41,15 @@ from bendtrace.record.encoding import (
 from bendtrace.record.fast_path import NOT_TAKEN, FastPath, fast_path_for, hooks_around
 from bendtrace.record.finish import Finish, Recording, failing_op
 from bendtrace.record.numbers import NumberRecorder, plain_in
-from bendtrace.record.one_op import ReachableContainers
-from bendtrace.record.rank_sync import has_other_ranks
 from bendtrace.record.scopes import Scopes
 from bendtrace.record.states import StateReader
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.texts import Texts, goes_to_screen
 from bendtrace.record.values import TRACED_AS, RunValues
-from bendtrace.record.varying import Lifting, Varying
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.tape import (
+    FunctionUse,
     Guard,
     ModuleCall,
     Op,
@@ -64,7 +61,8 @@ from bendtrace.tape.tape import (
     describe_raised,
     meta_of,
 )
-from bendtrace.tape.watchers import Inserter, Observer, StopRun, call_silently, set_around
+from bendtrace.tape.watchers import StopRun, call_silently, current_watcher, set_around
+from bendtrace.watch import draws
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import CodeMonitor, new_code_monitor
 from bendtrace.watch.functions import (
@@ -88,11 +86,26 @@ from bendtrace.watch.functions import (
 from bendtrace.watch.intercepts import INTERCEPT_CODES, reporting_to
 from bendtrace.watch.mode_queries import RecordingMode, is_active, run_under_modes
 from bendtrace.watch.monkeypatches import may_be_patched, original_of
+from bendtrace.watch.rank_sync import has_other_ranks
 from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
-from bendtrace.watch.writes import SharedArrays, may_share
+from bendtrace.watch.writes import may_share
 
 if TYPE_CHECKING:
+    from bendtrace.record import array_functions, arrays, checkpoints, texts, varying
+    from bendtrace.record.array_functions import SharedArrays
+    from bendtrace.record.arrays import Arrays
+    from bendtrace.record.checkpoints import Checkpoints
     from bendtrace.record.script import Script
+    from bendtrace.record.texts import Texts
+    from bendtrace.record.varying import Lifting, Varying
+    from bendtrace.tape.guards import Place
+    from bendtrace.tape.protocols import Inserter, Observer
+else:
+    array_functions = LazyModule("bendtrace.record.array_functions")
+    arrays = LazyModule("bendtrace.record.arrays")
+    checkpoints = LazyModule("bendtrace.record.checkpoints")
+    texts = LazyModule("bendtrace.record.texts")
+    varying = LazyModule("bendtrace.record.varying")
 
 __all__ = ["Recorder", "Recording"]
 
@@ -109,7 +122,7 @@ class Recorder(RecordingMode):
         environment: what the run can read.
         script: for a resumed run, what was done before.
         observer: is shown the values of the run.
-        inserter: puts ops of its own into the run.
+        inserter: puts its own ops into the run.
         reads_states: whether it reads all states in which the run asks for values (`states.py`).
         keeps_errors: whether a run that raises is recorded up to there.
         lifting: lifts counters of loops, and numbers in the state (`varying.py`).
@@ -144,23 +157,18 @@ class Recorder(RecordingMode):
         self._encoder = Encoder(self._values)
         self._code_monitor = new_code_monitor(self._wants_inside)
         self._within = False  # in one op, during which the mode stays switched on
-        self._texts = Texts(self._writer, self._as_one)
         outermost = Recorder._outcome.__code__
         reads_states = reads_states or has_other_ranks()  # which cannot begin again by itself
         self._states = StateReader(
-            self._writer, self._values, environment, outermost, reads_states, inserter, self._texts
+            self._writer, self._values, environment, outermost, reads_states, inserter
         )
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
-        self._numbers = NumberRecorder(
-            self._writer, self._values, self._encoder, self._texts, inserter
-        )
-        self._varying = Varying(
-            frozenset() if lifting is None else lifting.places,
-            self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op,
-        )  # fmt: skip
-        self._numbers.varying = self._varying
+        self._numbers = NumberRecorder(self._writer, self._values, self._encoder, inserter)
+        self.varying: Varying | None = None
         if lifting is not None:
+            if lifting.places:
+                self._keep_varying(lifting.places)
             lifting.begin(self._writer, self._values, self._call_paused, outermost)
         self._lifting = lifting
         own = (self, self._values, self._values.scalars, self.tape, environment)
@@ -180,23 +188,17 @@ class Recorder(RecordingMode):
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
         self.numpy: Callable[..., Any] = self._numbers.numpy
-        self.printed: Callable[..., Any] = self._texts.printed
-        self.guard_text: Callable[[str], str] = self._texts.guard_text
         self.module_call: Callable[..., Any] = scopes.call
-        self._checkpoints = Checkpoints(
-            self._writer,
-            environment.changes_so_far,
-            lambda: inserter is not None and inserter.exchanges_state,
-        )
-        self.checkpointed: Callable[..., Any] = self._checkpoints.block
-        self.note_replacement: Callable[..., None] = self._checkpoints.note_replacement
+        self._checkpoints: Checkpoints | None = None
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
-        self._arrays = SharedArrays(self.tape, environment.find)
-        self.contents: Arrays = Arrays(
-            self, environment, self.tape.block, self._values.ref, self._writer.go_astray
-        )
-        self._values.tensor_of_array = self.contents.tensor_of
+        self._arrays: SharedArrays | None = None  # that share memory with tensors of the run
+        self._contents: Arrays | None = None
+        # As they are before the run, which may change them: the streams, and how numpy handles
+        # errors.
+        self._streams = {name: getattr(sys, name) for name in _STREAMS}
+        numpy: Any = sys.modules.get("numpy")
+        self._numpys_errors: dict[str, Any] = {} if numpy is None else numpy.geterr()
         if inserter is not None:
             inserter.begins(self)
 
@@ -208,7 +210,7 @@ class Recorder(RecordingMode):
         The steps stand in this order:
 
         - `Finish` is made first: it notes the random states, seeds and modes before the run.
-        - Arrays get their content back (`contents.end`) before `Finish` looks for changes.
+        - Arrays get their content back (`Arrays.end`) before `Finish` looks for changes.
         - The observer is asked about the writes that the output shows before `close` forgets them.
         - The recorder is inactive from then on: what cleaning up reads is not the model's reading.
         - `clean` makes the known changes plain, and then `make_plain` all other traced scalars. It
@@ -241,15 +243,18 @@ class Recorder(RecordingMode):
                     output = self._outcome(args, kwargs)
                 finally:
                     self._code_monitor.end()
-            self.contents.end()
-            self._arrays.finish()
+            if self._contents is not None:
+                self._contents.end()
+            if self._arrays is not None:
+                self._arrays.finish()
             recording, changes = finish.recording(output, self._code_monitor)
             recording.error, self._error = self._error, None
-            self._varying.finish()
-            recording.places = self._varying.places
-            recording.useless = frozenset(self._varying.useless())
-            recording.guarded = frozenset(self._varying.guarded_places())
-            recording.keyed = frozenset(self._varying.keyed)
+            if self.varying is not None:
+                self.varying.finish()
+                recording.places = self.varying.places
+                recording.useless = frozenset(self.varying.useless())
+                recording.guarded = frozenset(self.varying.guarded_places())
+                recording.keyed = frozenset(self.varying.keyed)
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)
@@ -266,7 +271,8 @@ class Recorder(RecordingMode):
         finally:
             self.active = False
             self._values.retire()
-            self.contents.close()
+            if self._contents is not None:
+                self._contents.close()
             self._fast_path = self._aside = None
             # A cycle of recorder and encoder must not keep the caller's objects alive.
             self._writer.close()
@@ -389,10 +395,12 @@ class Recorder(RecordingMode):
             use = VALUES[func]
             op, value = self._record(func, args, kwargs, frame)
             op.meta = value
-            if self._varying.answers_of(op, value, use, frame):
+            if self.varying is not None and self.varying.answers_of(op, value, use, frame):
                 return value
-            if use is Use.FORMAT and (self._texts.printing or goes_to_screen(users_frame(frame))):
-                return self._texts.mark(op.index, value)
+            if use is Use.FORMAT and (
+                self.texts.printing or texts.goes_to_screen(users_frame(frame))
+            ):
+                return self.texts.mark(op.index, value)
             self._writer.guard(
                 TruthGuard if use is Use.BOOL else ValueGuard, op.index, value, use, frame
             )
@@ -444,7 +452,9 @@ class Recorder(RecordingMode):
         again = None
         if op.index in self._writer.handed:
             again = functools.partial(call_silently, func, args, kwargs)
-        self._arrays.note_result(op, (*args, *kwargs.values()), out, again, frame)
+        if self._arrays is None:
+            self._arrays = array_functions.SharedArrays(self.tape, self.environment.find)
+        self._arrays.note_result((*args, *kwargs.values()), out, again, frame)
         if self._arrays and self._fast_path is not None:
             self._fast_path, self._aside = None, self._fast_path
 
@@ -584,7 +594,7 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType | None = None,
     ) -> Any:
-        """Run a function as one op (see `watchers.Watcher`)."""
+        """Run a function as one op (see `protocols.Watcher`)."""
         frame = frame or sys._getframe(2)
         if self._inserter is not None:
             with self._code_monitor.pause():
@@ -598,13 +608,15 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:
-        """Draw random numbers (see `watchers.Watcher`)."""
-        if self.contents.draws_array(function, args, kwargs, frame):
+        """Draw random numbers (see `protocols.Watcher`)."""
+        if draws.numpys_generator(function, args) is not None and self.contents.draws_array(
+            function, args, kwargs, frame
+        ):
             return self.contents.call(function, args, kwargs, frame)
         return self.opaque_call(function, args, kwargs, frame)
 
     def holds(self, thing: Any) -> bool:
-        """Return whether the environment has an object (see `watchers.Watcher`)."""
+        """Return whether the environment has an object (see `protocols.Watcher`)."""
         return self.environment.find(thing) is not None
 
     def _opaque(
@@ -637,7 +649,7 @@ class Recorder(RecordingMode):
                 )
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Query something of a tensor other than its values (see `watchers.Watcher`)."""
+        """Query something of a tensor other than its values (see `protocols.Watcher`)."""
         with torch._C.DisableTorchFunction():
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
@@ -664,7 +676,68 @@ class Recorder(RecordingMode):
         """Record calls of the classes of old that code has taken under other names."""
         self.contents.follow_classes(frame)
 
+    # Numbers that differ between runs (see `varying.py`)
+
+    def varying_asked(self, use: Use | FunctionUse) -> Varying | None:
+        """Return what may answer where a number is asked for; None where it is guarded.
+
+        In a run that keeps no number traced, caches and numpy alone do not get the number itself.
+        """
+        if self.varying is None and (use is Use.HASH or use is Use.NUMPY):
+            with self.unwatched():  # it tries once what this Python can do
+                self._keep_varying(frozenset())
+        return self.varying
+
+    def _keep_varying(self, places: frozenset[Place]) -> None:
+        self.varying = varying.Varying(
+            places, self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op
+        )
+
+    # Texts, and blocks that the backward pass runs again: most runs have none
+
+    @functools.cached_property
+    def texts(self) -> Texts:
+        """The texts of values that the run formats."""
+        return texts.Texts(self._writer, self._as_one, self._streams)
+
+    def printed(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
+    ) -> None:
+        """Print to the screen (see `protocols.Watcher`)."""
+        self.texts.printed(function, args, kwargs, frame)
+
+    def guard_text(self, text: str) -> str:
+        """Guard the values in a text (see `protocols.Watcher`)."""
+        return self.texts.guard_text(text)
+
+    def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
+        """Return a generator that follows a block (see `protocols.Watcher`)."""
+        if self._checkpoints is None:
+            inserter = self._inserter
+            self._checkpoints = checkpoints.Checkpoints(
+                self._writer,
+                self.environment.changes_so_far,
+                lambda: inserter is not None and inserter.exchanges_state,
+            )
+        return self._checkpoints.block(function, *settings, **kwargs)
+
     # What is done with arrays (see `arrays.py`)
+
+    @property
+    def contents(self) -> Arrays:
+        """The arrays of the run whose content comes from tensors; most runs have none."""
+        if self._contents is None:
+            block, ref = self.tape.block, self._values.ref
+            self._contents = arrays.Arrays(
+                self, self.environment, block, ref, self._writer.go_astray, self._numpys_errors
+            )
+            self._values.tensor_of_array = self._contents.tensor_of
+        return self._contents
+
+    @property
+    def has_lost_arrays(self) -> bool:
+        """Return whether code that cannot be followed has received an array of these."""
+        return self._contents is not None and self._contents.has_lost
 
     def array_op(
         self,
@@ -718,12 +791,13 @@ class Recorder(RecordingMode):
         return self._writer.scope
 
     def site(self, frame: FrameType) -> Site | None:
-        """Return the site of `frame` (see `watchers.Stage`)."""
+        """Return the site of `frame` (see `protocols.Stage`)."""
         return self._writer.site(frame)
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Record a call on the tape that is not the model's own (see `watchers.Stage`)."""
-        self._checkpoints.note_gate()
+        """Record a call on the tape that is not the model's own (see `protocols.Stage`)."""
+        if self._checkpoints is not None:
+            self._checkpoints.note_gate()
         with torch._C.DisableTorchFunction():
             op, args, _ = self._write(function, args, {}, frame)
             self._writer.writes.watch_memory()
@@ -739,19 +813,19 @@ class Recorder(RecordingMode):
 
     @property
     def is_in_block(self) -> bool:
-        """Return whether the run is in a block that is run again (see `watchers.Stage`)."""
-        return self._checkpoints.current is not None
+        """Return whether the run is in a block that is run again (see `protocols.Stage`)."""
+        return self._checkpoints is not None and self._checkpoints.current is not None
 
     @property
     def follows_script(self) -> bool:
-        """Return whether the run follows a script (see `watchers.Stage`)."""
+        """Return whether the run follows a script (see `protocols.Stage`)."""
         script = self._writer.script
         return script is not None and script.is_active
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
     ) -> Any:
-        """Let a function replace a result of a node (see `watchers.Stage`)."""
+        """Let a function replace a result of a node (see `protocols.Stage`)."""
         outer, self._within = self._within, True
         try:
             with torch._C.DisableTorchFunction():
@@ -763,7 +837,8 @@ class Recorder(RecordingMode):
             )
             if ref is None or not is_sole:
                 return None
-            self._checkpoints.passes(ref.index, value)
+            if self._checkpoints is not None:
+                self._checkpoints.passes(ref.index, value)
             self._code_monitor.leave(answers=True)
             try:
                 given = call_silently(function, (value,), {})
@@ -774,17 +849,22 @@ class Recorder(RecordingMode):
         with torch._C.DisableTorchFunction():
             return given if self._values.exchange(value, given, ref) else None
 
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
+        """Note the gate that has let a function replace a result (see `protocols.Stage`)."""
+        if self._checkpoints is not None:
+            self._checkpoints.note_replacement(gate)
+
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
-        """Guard that the model holds no tensor like this (see `watchers.Stage`)."""
+        """Guard that the model holds no tensor like this (see `protocols.Stage`)."""
         with torch._C.DisableTorchFunction():
             self._values.guard_ownership(tensor, frame)
 
     def block(self, reason: str) -> None:
-        """Have the recording never be replayed (see `watchers.Stage`)."""
+        """Have the recording never be replayed (see `protocols.Stage`)."""
         self.tape.block(reason)
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Guard a truth value that a gate has returned (see `watchers.Stage`)."""
+        """Guard a truth value that a gate has returned (see `protocols.Stage`)."""
         if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
@@ -801,12 +881,12 @@ class Recorder(RecordingMode):
         self._writer.handed = values
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the captured value for a tensor (see `watchers.Stage`)."""
+        """Return the captured value for a tensor (see `protocols.Stage`)."""
         part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
-        """Record that autocast clears its cache (see `watchers.Watcher`)."""
+        """Record that autocast clears its cache (see `protocols.Watcher`)."""
         self._writer.forgot_casts()
 
     def forget(self, *tensors: Tensor) -> None:
@@ -822,25 +902,25 @@ class Recorder(RecordingMode):
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
-        """Tell the inserter of a module without gates (see `watchers.Watcher`)."""
+        """Tell the inserter of a module without gates (see `protocols.Watcher`)."""
         self.tape.is_closed = True
         if self._inserter is not None:
             with self._code_monitor.pause():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
-        """Tell the inserter of a checkpointed block (see `watchers.Watcher`)."""
+        """Tell the inserter of a checkpointed block (see `protocols.Watcher`)."""
         if self._inserter is not None:
             self._inserter.recomputed(entering)
 
     def identified(self, tensor: Tensor) -> None:
-        """Record that code tells a tensor by its identity (see `watchers.Watcher`)."""
+        """Record that code tells a tensor by its identity (see `protocols.Watcher`)."""
         index = self._values.producer_of(tensor)
         if index is None or self.tape.ops[index].target in GIVES_BACK:
             self.unseen("a lookup of a tensor by its identity, in a dict, a set or a cache,")
 
     def unseen(self, what: str) -> None:
-        """Record something that a replay could not repeat (see `watchers.Watcher`)."""
+        """Record something that a replay could not repeat (see `protocols.Watcher`)."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
         # The run is live in any case; unwatched code may compile.
         self._code_monitor.leave(answers=True)
@@ -848,9 +928,16 @@ class Recorder(RecordingMode):
         self.tape.block(f"{what} {self._values.here()} cannot be watched")
 
 
+def _around_import() -> AbstractContextManager[None]:
+    watcher = current_watcher()
+    return nullcontext() if watcher is None else watcher.unwatched()
+
+
+lazy.around = _around_import
 BEHIND.update({Recorder.run.__code__, Recorder._outcome.__code__})
 _PLAIN_CLASSES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 _ITEMS = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+_STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 _GLOBAL_HOOKS = (
     "forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks",
 )  # fmt: skip

@@ -12,22 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from bendtrace.record.rank_sync import ENDS, is_joint, joint_call
+from bendtrace.record.module_proxy import REDIRECTING
 
-_KEY = "_compiled_call_impl"  # `nn.Module.__call__` asks for it first, see `watch/intercepts.py`
 _lock = threading.Lock()
-
-
-class Calls(threading.local):
-    """The number of calls of the model that the thread is in; a context that counts one more."""
-
-    depth: int = 0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.depth -= 1
 
 
 class _Redirection:
@@ -45,7 +32,7 @@ class _Redirection:
         return (self.itself() if call is None else call)(*args, **kwargs)
 
     def current(self) -> Callable[..., Any] | None:
-        """Return what the calling thread calls; None where no method of its own is running."""
+        """Return what the calling thread calls; None where none of its methods is running."""
         calls = self.calls.get(threading.get_ident())
         if calls:
             return calls[-1]
@@ -83,9 +70,9 @@ def redirect_calls(module: nn.Module, call: Callable[..., Any]) -> Iterator[None
     attributes = vars(module)
     thread = threading.get_ident()
     with _lock:
-        before = attributes.get(_KEY)
+        before = attributes.get(REDIRECTING)
         redirection = before if isinstance(before, _Redirection) else _Redirection(module, before)
-        attributes[_KEY] = redirection
+        attributes[REDIRECTING] = redirection
         if not redirection.users:
             if not _active and threading.Thread.__init__ is _make_thread:
                 threading.Thread.__init__ = _made_of_method  # type: ignore[method-assign]
@@ -105,11 +92,11 @@ def redirect_calls(module: nn.Module, call: Callable[..., Any]) -> Iterator[None
                 _active.remove(redirection)
                 if not _active and threading.Thread.__init__ is _made_of_method:
                     threading.Thread.__init__ = _make_thread  # type: ignore[method-assign]
-                if attributes.get(_KEY) is redirection:
+                if attributes.get(REDIRECTING) is redirection:
                     if redirection.before is None:
-                        del attributes[_KEY]
+                        del attributes[REDIRECTING]
                     else:
-                        attributes[_KEY] = redirection.before
+                        attributes[REDIRECTING] = redirection.before
 
 
 def redirect_target(module: Any) -> object | None:
@@ -118,29 +105,15 @@ def redirect_target(module: Any) -> object | None:
     It is the same object for as long as one of the methods of a `BendedModule` runs, such as
     `generate`.
     """
-    redirection = vars(module).get(_KEY) if isinstance(module, nn.Module) else None
+    redirection = vars(module).get(REDIRECTING) if isinstance(module, nn.Module) else None
     return redirection if isinstance(redirection, _Redirection) else None
 
 
-def call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call a model itself, without the redirection."""
-    if not is_joint(model):
-        # Usually only the call: this is the whole overhead for a model that runs plainly.
-        redirection = vars(model).get(_KEY) if isinstance(model, nn.Module) else None
-        if not isinstance(redirection, _Redirection):
-            return model(*args, **kwargs)
-        return _call_itself(model, args, kwargs)
-    with joint_call(model) as joint:
-        output = _call_itself(model, args, kwargs)
-        if joint is not None:
-            joint.ends(output)
-        return output
-
-
-def _call_itself(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-    redirection = redirect_target(model)
+def call_redirected(module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call a module without the redirection, if its calls are redirected."""
+    redirection = redirect_target(module)
     if not isinstance(redirection, _Redirection):
-        return model(*args, **kwargs)
+        return module(*args, **kwargs)
     return redirection.itself()(*args, **kwargs)
 
 
@@ -215,6 +188,3 @@ async def _asynchronous_steps(
                 step = made.athrow(error)
     finally:
         await _ContextAwaitable(made.aclose(), within)
-
-
-ENDS.add(call_itself.__code__)

@@ -6,22 +6,29 @@ import os
 import sys
 import weakref
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace.python.internals import internal
-from bendtrace.python.statements import callee_keys
+from bendtrace.python.lazy import LazyModule
 from bendtrace.record.encoding import Encoder
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.tape.watchers import Inserter, Observer
-from bendtrace.watch.collectives import has_joint_hooks, with_joint_hooks
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import CodeMonitor
+from bendtrace.watch.rank_sync import has_joint_hooks
+
+if TYPE_CHECKING:
+    from bendtrace.python import statements
+    from bendtrace.tape.protocols import Inserter, Observer
+    from bendtrace.watch import collectives
+else:
+    collectives = LazyModule("bendtrace.watch.collectives")
+    statements = LazyModule("bendtrace.python.statements")
 
 # Where `make_fx` and `torch.fx` call modules while they have replaced `nn.Module.__call__`.
 _FX = frozenset(
@@ -58,7 +65,7 @@ class Scopes:
         environment: the values that the run can read.
         code_monitor: notes which code the run executes.
         observer: is shown the outputs of modules.
-        inserter: runs the calls, with ops of its own around them.
+        inserter: runs the calls, with its own ops around them.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Scopes:
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's call as a scope (see `watchers.Watcher`)."""
+        """Run a module's call as a scope (see `protocols.Watcher`)."""
         path = self._environment.module_paths.get(id(module))
         if path is None:
             path = self._substitute_path(module)
@@ -112,7 +119,7 @@ class Scopes:
         if iterates and frame.f_code is _CHAIN:
             keys: Any = [(sum(call.parent is outer for call in self._tape.calls), True)]
         else:
-            keys = callee_keys(frame, owner)
+            keys = statements.callee_keys(frame, owner)
         found, names = owner, []
         for key, is_item in keys:
             inner = found._modules
@@ -148,7 +155,7 @@ class Scopes:
         try:
             # Not `module(...)`: the intercept of that call has led here.
             if has_joint_hooks(module):
-                with with_joint_hooks(module):
+                with collectives.with_joint_hooks(module):
                     output = module._call_impl(*args, **kwargs)
             else:
                 output = module._call_impl(*args, **kwargs)

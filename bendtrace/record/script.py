@@ -22,13 +22,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from bendtrace.errors import NondeterminismError
-from bendtrace.tape.array_functions import make_stand_for_number
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.tape.captured import attributes_of, identical
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.guards import (
@@ -56,6 +55,11 @@ from bendtrace.tape.tape import (
     map_refs,
 )
 from bendtrace.watch.functions import display_name
+
+if TYPE_CHECKING:
+    from bendtrace.record import array_functions
+else:
+    array_functions = LazyModule("bendtrace.record.array_functions")
 
 Name: TypeAlias = Any
 
@@ -192,7 +196,7 @@ class _SectionNames:
 
 
 class Follower(Protocol):
-    """Knows states that a run comes to (see `Following` in `engine/program.py`)."""
+    """Knows states that a run comes to (see `Following` in `engine/comparison.py`)."""
 
     def state(self, tape: Tape) -> RunState | None:
         """Return the state of the latest question; None if it has to be read."""
@@ -345,7 +349,7 @@ class Script:
             NondeterminismError: there is no such value.
         """
         if not all(names.tape.ops[index].is_given for index in op.operands):
-            raise NondeterminismError(f"{op} is needed, and not known")
+            raise errors.NondeterminismError(f"{op} is needed, and not known")
         wanted = names.arguments(op)
         for number, step in enumerate(self._steps):
             if (
@@ -355,7 +359,7 @@ class Script:
                 and identical(step.names.arguments(step.op), wanted)
             ):
                 return number
-        raise NondeterminismError(f"{op} is needed, and was not reached")
+        raise errors.NondeterminismError(f"{op} is needed, and was not reached")
 
     def _learn(self, name: Name, value: Any) -> None:
         """Note the value of a name."""
@@ -446,11 +450,11 @@ class Script:
         step = self._steps[self._taken] if self._taken < len(self._steps) else None
         asked = self._questions[self._asked] if self._asked < len(self._questions) else None
         if step is None or (asked is not None and asked.at == self._taken):
-            raise NondeterminismError(
+            raise errors.NondeterminismError(
                 f"the resumed run did {op} where it asked for a value before, with all guards equal"
             )
         if not self._agree(op, step):
-            raise NondeterminismError(
+            raise errors.NondeterminismError(
                 f"the resumed run did {op} where it did {step.op} before, with all guards equal"
                 + (f" (at {op.site.place})" if op.site is not None else "")
             )
@@ -631,7 +635,7 @@ class Script:
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         if question is None or not self.expects(guard):
             was = "" if question is None else f" where it asked for {question.answer!r} before"
-            raise NondeterminismError(
+            raise errors.NondeterminismError(
                 f"the resumed run asked whether a value is {guard.answer!r}{was}, with all guards "
                 "equal"
             )
@@ -675,7 +679,7 @@ def _stand_in(outline: Any, elements: Mapping[Any, Any], path: tuple[Any, ...], 
             return made if cls is Tensor else torch.Tensor._make_subclass(cls, made)
     if kind is NumberMeta:
         made = _stand_in(outline.tensor, {}, (), Tensor)
-        make_stand_for_number(made)
+        array_functions.make_stand_for_number(made)
         return made
     if isinstance(outline, (tuple, list)):
         items = [_stand_in(item, elements, (*path, i), Tensor) for i, item in enumerate(outline)]

@@ -19,17 +19,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bendtrace.errors import IncompatibleVersionWarning
 from bendtrace.python import internals
-from bendtrace.python.bytecode import global_uses
+from bendtrace.python.bytecode import (
+    code_compares_identity,
+    global_uses,
+    only_tests,
+    stores_outside,
+)
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.python.sites import is_covered, users_level
-from bendtrace.python.usage import code_compares_identity, only_tests, stores_outside
-from bendtrace.record.iterations import Iterations, marks_of
 from bendtrace.record.recorder import Recorder
 from bendtrace.tape.contexts import dispatch_modes, function_modes
 from bendtrace.tape.guards import TruthGuard
@@ -37,6 +40,11 @@ from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.tape import OpKind, Tape
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import name_of
+
+if TYPE_CHECKING:
+    from bendtrace.record import iterations
+else:
+    iterations = LazyModule("bendtrace.record.iterations")
 
 
 def look_once() -> None:
@@ -79,7 +87,7 @@ def warn_of(failed: list[str]) -> None:
     if failed:
         versions = f"Python {platform.python_version()} and torch {torch.__version__}"
         warnings.warn(
-            IncompatibleVersionWarning(
+            errors.IncompatibleVersionWarning(
                 f"parts of bendtrace are switched off: {'; '.join(failed)} (with {versions})"
             ),
             stacklevel=users_level(),
@@ -229,10 +237,10 @@ def _reads_iterations() -> bool:
         if is_plain and name != "shrinks":  # the others test numbers
             continue
         with _as_it_was():
-            marks = list(marks_of(_tape(name, torch.tensor(values))))
-        iterations = Iterations(marks)
+            marks = list(iterations.marks_of(_tape(name, torch.tensor(values))))
+        order = iterations.Iterations(marks)
         found = [
-            (mark.role.kind, iterations.at(mark.order)) for mark in marks
+            (mark.role.kind, order.at(mark.order)) for mark in marks
             if isinstance(mark.record, TruthGuard)
         ]  # fmt: skip
         if found != expected:

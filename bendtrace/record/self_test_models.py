@@ -74,7 +74,8 @@ def maps(x: Tensor) -> Tensor:
 
 def saves(x: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        return x * 2
+        pass  # no op, of which the recorder would ask who handles its errors
+    return x * 2
 
 
 def dispatches(x: Tensor) -> Tensor:
@@ -85,7 +86,8 @@ def dispatches(x: Tensor) -> Tensor:
 
 def is_dual(x: Tensor) -> Tensor:
     with forward_ad.dual_level():
-        return x + 0
+        pass
+    return x + 0
 
 
 def starts_thread(x: Tensor) -> Tensor:
@@ -105,7 +107,8 @@ def reads_environment(x: Tensor) -> Tensor:
 
 def opens(x: Tensor) -> Tensor:
     with open(os.devnull):
-        return x + 0
+        pass
+    return x + 0
 
 
 def draws(x: Tensor) -> Tensor:

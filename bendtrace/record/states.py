@@ -23,7 +23,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,12 @@ from torch.overrides import TorchFunctionMode
 
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import MACHINERY, PACKAGE
-from bendtrace.record.arrays import ArrayCall, ArrayOperand
-from bendtrace.record.checkpoints import CheckpointedBlock
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.texts import Texts, has_marks
-from bendtrace.record.values import LOOKS, RunValues
-from bendtrace.record.varying import Rounds
-from bendtrace.tape.array_functions import array_address, carries_array
+from bendtrace.record.values import LOOKS, MARK, RunValues
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     AttributeKey,
@@ -54,12 +50,34 @@ from bendtrace.tape.contexts import current_context, current_settings, dispatch_
 from bendtrace.tape.guards import IdentityGuard
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
-from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, map_refs
-from bendtrace.tape.watchers import Inserter
+from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, carries_array, map_refs
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
 from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
+
+if TYPE_CHECKING:
+    from bendtrace.record import array_functions
+    from bendtrace.tape.protocols import Inserter
+else:
+    array_functions = LazyModule("bendtrace.record.array_functions")
+
+
+class OperandProxy:
+    """Replaces a function or an operand for one instruction (see `arrays.py`).
+
+    Args:
+        arrays: the arrays of the run.
+        operand: what it replaces.
+        way: how the instruction is recorded.
+    """
+
+    __slots__ = ("arrays", "operand", "way")
+
+    def __init__(self, arrays: Any, operand: Any, way: str) -> None:
+        self.arrays = arrays
+        self.operand: Any = operand
+        self.way: str = way
 
 
 class StateReader:
@@ -71,8 +89,7 @@ class StateReader:
         environment: the values that the run could read at its start.
         outermost: the code that called the model.
         reads_all: whether to read all states, including those that take long to read.
-        inserter: puts ops of its own into the run, if something does.
-        texts: the texts that were formatted without a guard.
+        inserter: puts its own ops into the run, if something does.
 
     Attributes:
         unread: the reasons why states could not be read.
@@ -88,9 +105,7 @@ class StateReader:
         outermost: CodeType,
         reads_all: bool,
         inserter: Inserter | None,
-        texts: Texts,
     ) -> None:
-        self._texts = texts
         self._writer = writer
         self._values = values
         self._environment = environment
@@ -130,7 +145,7 @@ class StateReader:
             self.go_on_from(known, answer, turn)
             return known
         with torch._C.DisableTorchFunction():
-            reader = _StateWalk(self._values, self._environment, self._texts)
+            reader = _StateWalk(self._values, self._environment)
             try:
                 key = _state_digest(
                     "identity" if is_identity else guard.name,
@@ -230,8 +245,7 @@ def _global_state(modes: int) -> tuple[Any, ...]:
 class _StateWalk:
     """Reads one state."""
 
-    def __init__(self, values: RunValues, environment: Environment, texts: Texts) -> None:
-        self._texts = texts
+    def __init__(self, values: RunValues, environment: Environment) -> None:
         self._values = values
         self._ops = values.tape.ops
         self._environment = environment
@@ -303,8 +317,9 @@ class _StateWalk:
     def value(self, value: Any) -> Any:
         """Return the representation of a value in the key."""
         kind = type(value)
-        if kind is str and has_marks(value):
-            parts = self._texts.parts(value)
+        if kind is str and MARK in value:
+            recorder: Any = self._values.origin
+            parts = recorder.texts.parts(value)
             return "text", *(p if isinstance(p, str) else self.value_of(p[0]) for p in parts)
         if kind in PLAIN_TYPES:
             return _plain_key(value, kind)
@@ -320,7 +335,7 @@ class _StateWalk:
             return _plain_key(value._value, type(value._value))
         if (stands := self._values.tensor_of_array(value)) is not None:
             return "array", self._by_identity(kind), self._tensor(stands)
-        if kind is ArrayCall or kind is ArrayOperand:
+        if issubclass(kind, OperandProxy):
             return kind.__name__, self.value(value.operand)
         if (part := self._environment.find(value)) is not None:
             return part.named
@@ -347,6 +362,8 @@ class _StateWalk:
             return self._array(value)
         if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
             return "recorder"
+        if kind.__module__.startswith("bendtrace.record.") and hasattr(kind, "state_parts"):
+            return kind.__name__, self.values_of(value.state_parts())
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
             raise _Unreadable(f"a {kind.__qualname__} cannot be read")
         items: Any = ()
@@ -367,7 +384,7 @@ class _StateWalk:
         if base is not None:
             if not is_array(base):
                 raise _Unreadable("an array shares memory that is not numpy's")
-            place = array_address(array) - array_address(base)
+            place = array_functions.address(array) - array_functions.address(base)
         dtype = array.dtype
         kind = self._by_identity(dtype) if dtype.names or dtype.metadata else str(dtype)
         content = kind, array.shape, array.strides, array.flags.writeable, array.tobytes()
@@ -541,12 +558,6 @@ class _StateWalk:
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
 
-    def _read_block(self, block: CheckpointedBlock) -> Any:
-        return self.values_of(block.settings)
-
-    def _rounds(self, rounds: Rounds) -> Any:
-        return self.values_of((rounds.at, rounds.end, rounds.step))
-
     def _slice(self, value: slice) -> Any:
         return self.values_of((value.start, value.stop, value.step))
 
@@ -590,8 +601,6 @@ _READERS: dict[type, Any] = {
     frozenset: _StateWalk._read_keys,
     dict: _StateWalk._mapping,
     slice: _StateWalk._slice,
-    CheckpointedBlock: _StateWalk._read_block,
-    Rounds: _StateWalk._rounds,
     types.FunctionType: _StateWalk._function,
     types.MethodType: _StateWalk._method,
     types.BuiltinFunctionType: _StateWalk._builtin,
@@ -768,8 +777,8 @@ def _is_single(value: Any) -> bool:
     """Return whether an operator on a value asks at most one question at a time."""
     kind = type(value)
     return (
-        kind in TRACED or kind in RETIRED or isinstance(value, Tensor) or kind is ArrayOperand
-        or kind in _NUMBERS or _is_of_python(value)
+        kind in TRACED or kind in RETIRED or isinstance(value, Tensor)
+        or issubclass(kind, OperandProxy) or kind in _NUMBERS or _is_of_python(value)
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bendtrace.errors import NondeterminismError
+from bendtrace.python.bytecode import compares_items
+from bendtrace.python.lazy import errors
 from bendtrace.python.sites import Site, SiteTable, user_place
-from bendtrace.python.usage import compares_items
 from bendtrace.tape.captured import CaptureKind
 from bendtrace.tape.contexts import (
     Context,
@@ -111,7 +111,7 @@ class TapeWriter:
         self.tracked: dict[int, TrackedTensor] = {}
         self.aliases: dict[int, int] = self.tape.aliases
         self.facts: dict[tuple[int, Any], Any] = {}
-        self.gone_astray: NondeterminismError | None = None
+        self.gone_astray: errors.NondeterminismError | None = None
         self.writes: Writes = Writes()
         self.given: list[Any] = []
         self._environment = environment
@@ -151,9 +151,11 @@ class TapeWriter:
             raise self.gone_astray
         self.ask_implied()
         if self.script is not None and self.script.is_active:
-            raise NondeterminismError("the resumed run ended before the point where it diverged")
+            raise errors.NondeterminismError(
+                "the resumed run ended before the point where it diverged"
+            )
 
-    def go_astray(self, error: NondeterminismError) -> None:
+    def go_astray(self, error: errors.NondeterminismError) -> None:
         """Have a resumed run raise an error at its end."""
         self.gone_astray = error
 
@@ -249,7 +251,7 @@ class TapeWriter:
         if script is not None:
             try:
                 state = script.asks(guard)
-            except NondeterminismError as error:
+            except errors.NondeterminismError as error:
                 self.gone_astray = error
                 raise
             if state is not None and self.goes_on_from is not None:
@@ -304,7 +306,7 @@ class TapeWriter:
                 self.writes.repeat(op)
             else:
                 script.name_element(op)
-        except NondeterminismError as error:
+        except errors.NondeterminismError as error:
             self.gone_astray = error
             raise
 
@@ -318,7 +320,7 @@ class TapeWriter:
             return
         for index in indices:
             if index in self.script.dead:
-                self.gone_astray = NondeterminismError(
+                self.gone_astray = errors.NondeterminismError(
                     f"the resumed run needs the value of {self.tape.ops[index]}, which no code of "
                     "the model could reach any more (please report this)"
                 )

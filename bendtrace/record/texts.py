@@ -23,18 +23,14 @@ import torch
 from bendtrace.python.sites import outside_scalars, place_at
 from bendtrace.python.statements import FUNCTIONS, SourceFile, source_file
 from bendtrace.record.tape_writer import TapeWriter
+from bendtrace.record.values import MARK
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import OpKind, Ref, Use
 
-_MARK = "\ue0b7{}\ue0b8"  # characters for private use, which nothing else has
-_MARKS = re.compile("\ue0b7([0-9]+)\ue0b8")
-
-
-def has_marks(text: str) -> bool:
-    """Return whether a text has marks in place of values."""
-    return "\ue0b7" in text
+_MARK = f"{MARK}{{}}\ue0b8"  # characters for private use, which nothing else has
+_MARKS = re.compile(f"{MARK}([0-9]+)\ue0b8")
 
 
 class Texts:
@@ -43,18 +39,21 @@ class Texts:
     Args:
         writer: records what is printed.
         as_one: carries out a recorded op: op, function, arguments, keyword arguments, frame.
+        streams: the streams before the run, by their name in `sys`.
 
     Attributes:
         given: the op that returned each text, with the text.
         printing: whether values are being formatted for the screen only.
     """
 
-    def __init__(self, writer: TapeWriter, as_one: Callable[..., Any]) -> None:
+    def __init__(
+        self, writer: TapeWriter, as_one: Callable[..., Any], streams: dict[str, Any]
+    ) -> None:
         self._writer = writer
         self._as_one = as_one
         self.given: list[tuple[int, str]] = []
         self.printing: bool = False
-        self._streams = {name: getattr(sys, name) for name in _STREAMS}
+        self._streams = streams
 
     def mark(self, index: int, text: str) -> str:
         """Return the mark for the text that an op returned."""
@@ -73,7 +72,7 @@ class Texts:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> None:  # fmt: skip
-        """Print to the screen (see `watchers.Watcher`)."""
+        """Print to the screen (see `protocols.Watcher`)."""
         stream = self._stream_of(kwargs.get("file"))
         if stream is None:
             arguments = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
@@ -115,7 +114,7 @@ class Texts:
             self.printing = outer
 
     def guard_text(self, text: str) -> str:
-        """Guard the values in a text, and return it without marks (see `watchers.Watcher`)."""
+        """Guard the values in a text, and return it without marks (see `protocols.Watcher`)."""
         parts, frame = [], outside_scalars()
         for part in self.parts(text):
             if not isinstance(part, str):
@@ -138,7 +137,6 @@ def shows(
     print(*parts, sep="", end="", file=to[stream], flush=flush)
 
 
-_STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 shows.__name__ = shows.__qualname__ = "print"
 shows.gives_nothing = True  # type: ignore[attr-defined]
 
@@ -189,7 +187,7 @@ def _uses(place: Any) -> frozenset[str] | None:
     """Return the function that receives a text formatted at a place; None if unknown."""
     file = source_file(place.file)
     node = file.expressions.get(place.span)
-    if isinstance(node, ast.FormattedValue):  # which has a place of its own since Python 3.12
+    if isinstance(node, ast.FormattedValue):  # which has its own place since Python 3.12
         node = file.parents[node]  # type: ignore[assignment]
     if node is None or not _is_text(node):
         return None

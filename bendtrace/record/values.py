@@ -8,16 +8,15 @@ import types
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from bendtrace.python.bytecode import code_compares_identity, only_tests
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import user_place, users_code
-from bendtrace.python.usage import code_compares_identity, only_tests
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
-from bendtrace.tape.array_functions import stands_for_number, works_on_arrays
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
     attributes_of,
@@ -57,8 +56,8 @@ from bendtrace.tape.tape import (
     meta_of,
     ref_to,
     refs_in,
+    stands_for_number,
 )
-from bendtrace.tape.watchers import Observer
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import (
     GIVES_BACK,
@@ -70,9 +69,13 @@ from bendtrace.watch.functions import (
     is_loose,
     is_torchs_function,
     may_vary,
+    works_on_arrays,
 )
 from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Observer
 
 TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
@@ -548,7 +551,7 @@ class RunValues:
         return kind(bound), tuple(metas)
 
     def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
-        """Let a tensor take the place of another; return False if it has a name of its own."""
+        """Let a tensor take the place of another; return False if it has its own name."""
         tracked = self._writer.tracked
         before = tracked.get(id(new))
         if new is old:
@@ -627,5 +630,7 @@ def structure_of(value: Any) -> tuple[Any, ...]:
 
 
 _ITER_CODE: Any = internal("torch.Tensor.__iter__.__code__", None)
+# The first character of what stands for a value in a text (see `texts.py`).
+MARK = "\ue0b7"
 # What a result is looked at with before the model receives it.
 LOOKS: frozenset[Any] = frozenset({operator.is_, tuple, structure_of})

@@ -1,7 +1,7 @@
 """Numbers that differ between calls at one place stay traced where Python makes others of them.
 
 `int(n)`, `math.sqrt(n)`, `rates[n]`, `range(n)`: C code asks a traced scalar for its number, so
-that the number is guarded, and each number is a path of its own. `max(m, n)` and `sorted(numbers)`
+that the number is guarded, and each number has its own path. `max(m, n)` and `sorted(numbers)`
 ask which of two numbers is greater, so that each order is a path. After a few numbers at one place
 (`TraceTree`), the frame receives a traced scalar in place of the plain result, and a loop over
 `range(n)` asks in each round whether there is another one (`Rounds`). So the replay computes the
@@ -17,23 +17,25 @@ import sys
 from collections import Counter as Votes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from bendtrace.python import stacks
-from bendtrace.python.bytecode import assign, counters_at, local_in, single_steps
-from bendtrace.python.key_functions import KeyOrder, parts_of_key
-from bendtrace.python.results import (
+from bendtrace.python.bytecode import (
+    assign,
+    code_compares_identity,
+    counters_at,
+    local_in,
+    only_tests,
+    single_steps,
+)
+from bendtrace.python.computations import (
     COMPUTING,
     GIVING_LISTS,
-    call_after,
-    can_exchange,
     contains_not,
-    exchange,
     in_order,
-    is_awaited,
     is_computation,
     item_among,
     item_of,
@@ -44,13 +46,22 @@ from bendtrace.python.results import (
     with_item,
     without_item,
 )
+from bendtrace.python.lazy import LazyModule
+from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
-from bendtrace.python.usage import code_compares_identity, only_tests, tests_directly
 from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
-from bendtrace.tape.guards import TruthGuard, ValueGuard
+from bendtrace.tape.guards import (
+    ASKING,
+    COMPARING,
+    VARYING_USES,
+    Place,
+    TruthGuard,
+    ValueGuard,
+    number_place,
+)
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
@@ -62,35 +73,12 @@ from bendtrace.tape.scalars import (
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.provenance import is_finished
 
-Place: TypeAlias = tuple[CodeType, int]
+if TYPE_CHECKING:
+    from bendtrace.python import key_functions
+else:
+    key_functions = LazyModule("bendtrace.python.key_functions")
 
-# How Python asks where its result can be traced (see `Use`).
-ASKS = frozenset({Use.INT, Use.INDEX, Use.FLOAT, Use.LEN, Use.HASH})
-_VARYING_USES = ASKS | {Use.NUMPY}
 _OF_TENSORS = frozenset({bool, int, float, len, operator.index})
-
-
-def number_place(guard: Guard) -> Place | None:
-    """Return where a guard asks for a number that could stay traced; None if it does not.
-
-    A truth that C code asks for may be the result of a comparison, or an item: `any(flags)`.
-    """
-    if guard.site is None:
-        return None
-    if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
-        code, offset = guard.site.chain[0]
-        if code.co_filename.startswith(TORCH) or tests_directly(code, offset):
-            return None
-        return (code, offset) if stacks.instruction_name(code, offset) in _COMPARING else None
-    if not isinstance(guard, ValueGuard) or guard.use not in _VARYING_USES:
-        return None
-    if type(guard.answer) not in (int, float):
-        return None
-    code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
-    instruction = stacks.instruction_name(code, offset)
-    if code.co_filename.startswith(TORCH) or instruction not in _ASKING:
-        return None
-    return code, offset
 
 
 class Varying:
@@ -278,7 +266,7 @@ class Varying:
 
     def _place(self, frame: FrameType, use: Use | FunctionUse) -> Place | None:
         """Return where a number is asked for, if numbers differ there."""
-        if self._is_busy or not (use in _VARYING_USES or (use is Use.BOOL and self._places)):
+        if self._is_busy or not (use in VARYING_USES or (use is Use.BOOL and self._places)):
             return None
         code = frame.f_code
         offset = instruction_at(code, frame.f_lasti)
@@ -310,10 +298,10 @@ class Varying:
                 return self._scalars(self._list_op(in_order, (items, reverse)))
             return self._arithmetic(function, (items,))
         columns = [*zip(*given, strict=True)] if are_pairs else [given]
-        parts = parts_of_key(key) if all(map(_is_of_one_kind, columns)) else None
+        parts = key_functions.parts_of_key(key) if all(map(_is_of_one_kind, columns)) else None
         if parts is None or not all(map(self._can_be_read, parts.operands)):
             return None
-        order = KeyOrder(function, parts.key, reverse)
+        order = key_functions.KeyOrder(function, parts.key, reverse)
         operands = (self._operand([*given]), *map(self._operand, parts.operands))
         self._key_code = parts.code
         if function is sorted:
@@ -482,7 +470,7 @@ class Varying:
         Also those whose numbers come to code that cannot be followed.
         """
         tape = self._writer.tape
-        if self._recorder.contents.has_lost:
+        if self._recorder.has_lost_arrays:
             yield from self._of_numpy
         for place, rounds in self._rounds:
             states = [tape.states[number].key for number in rounds.asked if number in tape.states]
@@ -569,6 +557,10 @@ class Rounds:
         self._guards = guards
         self.asked: list[int] = []
 
+    def state_parts(self) -> tuple[Any, ...]:
+        """Return the values that a state consists of in which these are."""
+        return self.at, self.end, self.step
+
     def __iter__(self) -> Rounds:
         return self
 
@@ -609,8 +601,6 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 _REPEATABLE = frozenset(
     {list, tuple, range, dict, *(type(getattr({}, name)()) for name in ("keys", "values", "items"))}
 )
-_ASKING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
-_COMPARING = frozenset({"CALL", "CALL_KW", "CONTAINS_OP"})  # items of lists, one after the other
 
 
 def _asking_frames() -> tuple[FrameType, FrameType]:
@@ -629,7 +619,7 @@ def _call_of(
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
     places = stacks.frame_layout()
     stack = None if places is None else stacks.read_frame(frame, callee, places)
-    if stack is None or stack.name not in _ASKING | _COMPARING or stack.operands is None:
+    if stack is None or stack.name not in ASKING | COMPARING or stack.operands is None:
         return None
     if stack.name == "BINARY_SUBSCR":
         return item_of, tuple(stack.operands), {}
@@ -822,7 +812,7 @@ class Lifting:
             writer.before_question = self._lift
 
     def place(self) -> None:
-        """Put traced scalars in the place of the numbers in the state."""
+        """Replace the numbers in the state by traced scalars."""
         environment, scalars = self._values.environment, []
         for part in environment.lift(self.inputs):
             op = self._writer.emit(OpKind.STATE, part, (), {}, None)

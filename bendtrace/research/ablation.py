@@ -407,9 +407,9 @@ def _substitute_of(
     if named is not None:
         if reference is not None:
             if named == "mean":
-                source, mean = _mean_over(bended, items, at, reference, axes, seed)
+                source, mean = _mean_over(bended, items, at, reference, axes)
                 return _Substitute(named, source, compiled=mean)
-            return _Substitute(named, _samples_of(bended, items, at, reference, axes, seed))
+            return _Substitute(named, _samples_of(bended, items, at, reference, seed))
         if named == "mean":
             own = _own_mean(axes)
             return _Substitute(
@@ -497,7 +497,7 @@ def _shuffle(seed: int) -> Source:
 
 
 def _mean_over(
-    bended: BendedModule, items: Sequence[Any], at: At, reference: Any, over: Any, seed: int
+    bended: BendedModule, items: Sequence[Any], at: At, reference: Any, over: Any
 ) -> tuple[Source, Callable[[str, int, TensorMeta], Effect | str]]:
     """Run a reference, and take the means over all of its batches, of sums in float64."""
     sums: dict[tuple[str, int], tuple[Tensor, int]] = {}
@@ -563,7 +563,7 @@ def _add_sum(
 
 
 def _samples_of(
-    bended: BendedModule, items: Sequence[Any], at: At, reference: Any, over: Any, seed: int
+    bended: BendedModule, items: Sequence[Any], at: At, reference: Any, seed: int
 ) -> Source:
     """Run a reference, and take samples of its values."""
     if are_several(reference):

@@ -11,7 +11,7 @@ from bendtrace.errors import InputError
 from bendtrace.log.entries import LayerEntry, Table, in_percent, in_seconds, rounded, size_text
 from bendtrace.log.run_log import RunLog
 from bendtrace.python.checks import required_choice, required_kind
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.tape.tape import refs_in
 from bendtrace.watch.writes import works_in_place
 

@@ -29,7 +29,7 @@ from bendtrace.flow import (
     steps_of,
 )
 from bendtrace.log.saved_tensors import crc32
-from bendtrace.python.places import file_text
+from bendtrace.python.sites import file_text
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.tape import OpKind, TensorMeta
 from bendtrace.watch.functions import is_inserted

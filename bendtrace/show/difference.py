@@ -23,7 +23,7 @@ from bendtrace.log.entries import LayerEntry, Table, counted
 from bendtrace.log.run_log import RunLog
 from bendtrace.python.checks import required_number
 from bendtrace.python.compare import same_bits
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.show.matching import (
     FlowChange,
     LayerChange,
@@ -680,7 +680,7 @@ class Timeline:
         time = min(times)
         anchor = max((i for i in self._anchors[0] if i < time[0]), default=-1)
         following = min((i for i in self._anchors[0] if i > time[0]), default=len(self.a.entries))
-        # Both go on with something of their own: one line says so.
+        # Each goes on with something else: one line says so.
         a = b = None
         if only_a is not None and anchor < only_a < following:
             a = self.a.entries[only_a]

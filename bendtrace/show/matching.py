@@ -25,7 +25,7 @@ from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep
 from bendtrace.log.entries import LayerEntry, ModuleEntry, Source, number_text
 from bendtrace.log.run_log import RunLog
 from bendtrace.python.compare import same_bits
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 
 Pair = tuple[int, int]
 

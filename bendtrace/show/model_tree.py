@@ -17,7 +17,7 @@ from bendtrace.flow import steps_of
 from bendtrace.log.entries import counted
 from bendtrace.python.checks import required_choice
 from bendtrace.python.lazy import networkx as nx
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
 from bendtrace.show.canvas import cut

@@ -19,8 +19,7 @@ from bendtrace.flow import _plain_json
 from bendtrace.log.entries import Listing, counted, number_text
 from bendtrace.python.checks import required_choice
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import is_installed, place_text
-from bendtrace.python.sites import InstructionPlace, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span, is_installed, place_text
 from bendtrace.record.iterations import running_code
 from bendtrace.show.walks import (
     Choice,
@@ -628,7 +627,7 @@ class _Survey:
             for choice in choices_in(file, function):
                 branch = self._of(choice)
                 if choice.kind in ("and", "or") and not branch.watched:
-                    continue  # part of a condition that has a line of its own
+                    continue  # part of a condition that has its own line
                 total += 1
                 if branch.missing:
                     found.append(branch)

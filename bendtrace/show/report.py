@@ -14,7 +14,7 @@ from bendtrace.flow import FlowStep, FlowSteps, LoopFlowStep
 from bendtrace.log.entries import LayerEntry, ModuleEntry, counted, number_text
 from bendtrace.python.checks import listed
 from bendtrace.python.lazy import tabulate
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.show.canvas import Canvas, Caption, Mark, Marks, Polygon, Rectangle, cut
 from bendtrace.show.matching import (
     FlowChange,

@@ -16,7 +16,7 @@ from bendtrace.errors import InputError
 from bendtrace.flow import FlowStep, IndexFlowStep, LogicalFlowStep, LoopFlowStep
 from bendtrace.log.entries import LayerEntry, ModuleEntry, Source, counted, number_text
 from bendtrace.python.checks import did_you_mean, listed, required_int
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.show.canvas import cut, printable
 
 if TYPE_CHECKING:

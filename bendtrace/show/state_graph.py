@@ -15,7 +15,7 @@ from bendtrace.engine.tree import TraceTree
 from bendtrace.errors import InputError
 from bendtrace.flow import _plain_json
 from bendtrace.log.entries import counted
-from bendtrace.python.places import place_text
+from bendtrace.python.sites import place_text
 from bendtrace.record.op_names import NodeRef
 from bendtrace.record.recorder import Recording
 from bendtrace.show.model_tree import Chart, joined, selection, signature_of

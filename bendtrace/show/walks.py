@@ -15,8 +15,7 @@ from bendtrace.engine.program import Program
 from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.stretches import GuardSide, RecordedPath, RunPiece, Stretch
 from bendtrace.flow import FlowStep, LogicalFlowStep, LoopFlowStep, ShapeFlowStep, steps_of
-from bendtrace.python.places import place_text
-from bendtrace.python.sites import InstructionPlace, Site, Span
+from bendtrace.python.sites import InstructionPlace, Site, Span, place_text
 from bendtrace.python.statements import (
     FUNCTIONS,
     SourceFile,

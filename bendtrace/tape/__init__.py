@@ -10,7 +10,7 @@ instructions) receives plain ones, and so do functions of other packages when th
 (`record/recorder.py`).
 
 Where numbers differ from call to call (`TraceTree` counts them by place), `record/varying.py`
-keeps them traced: `python/results.py` puts a traced scalar in the place of the plain result of
+keeps them traced: `python/results.py` puts a traced scalar in place of the plain result of
 `int(n)`, and has the functions for which this holds; a loop over `range(n)` becomes one that asks
 for its next round.
 """

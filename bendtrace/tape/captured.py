@@ -157,10 +157,21 @@ def is_leaf(tensor: torch.Tensor) -> bool:
     return (base is None or not requires_grad(base)) and tensor.is_leaf
 
 
+def is_uneven(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is nested or sparse: it may have no sizes or strides to ask for."""
+    return tensor.is_nested or tensor.layout is not torch.strided
+
+
 def is_array(value: Any) -> bool:
     """Return whether a value is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def is_ndarray(value: Any) -> bool:
+    """Return whether a value is an array of numpy's own class, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
 
 
 class TensorFacts(NamedTuple):

@@ -211,7 +211,7 @@ class Hold:
     precision.
 
     Attributes:
-        block: the checkpointed block that the call is in (see `blocks.py`).
+        block: the checkpointed block that the call is in (see `checkpoints.py`).
     """
 
     # Of the class until they are set: most calls of a small model need neither.

@@ -33,15 +33,20 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bendtrace.python.bytecode import constant_of, has, instructions_of, single_steps
 from bendtrace.python.internals import is_off
-from bendtrace.python.results import can_exchange
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import PACKAGE, TORCH
 from bendtrace.tape.scalars import TracedBool, TracedFloat, TracedInt
+
+if TYPE_CHECKING:
+    from bendtrace.python import results
+else:
+    results = LazyModule("bendtrace.python.results")
 
 # Functions and types written in C that give for a traced number what they give for a plain one.
 _BUILTINS = (
@@ -190,7 +195,7 @@ MAKES_ARRAYS = frozenset({"array", "asarray"})
 
 
 def _is_numpys(name: str) -> bool:
-    return name in _OF_NUMPY or (name in MAKES_ARRAYS and can_exchange())
+    return name in _OF_NUMPY or (name in MAKES_ARRAYS and results.can_exchange())
 
 
 _NOT_OF_NUMPY = frozenset({"timedelta64", "datetime64", "void", "object_"})

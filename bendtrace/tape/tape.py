@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import getitem
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import InstructionPlace, Site
-from bendtrace.python.statements import asks_for_error, is_under_handler
-from bendtrace.tape.captured import PLAIN_TENSORS, identical
+from bendtrace.tape.captured import PLAIN_TENSORS, identical, is_ndarray
 from bendtrace.tape.contexts import Context
+
+if TYPE_CHECKING:
+    from bendtrace.python import statements
+else:
+    statements = LazyModule("bendtrace.python.statements")
 
 # Nothing else is written during a run. The graph, the flow steps, the guards and the replay
 # function are all derived from the tape afterwards.
@@ -73,6 +78,22 @@ class NumberMeta(NamedTuple):
     """The kept properties of a tensor that stands for a number of numpy's."""
 
     tensor: TensorMeta
+
+
+# The attribute of a tensor that stands for an array of numpy's (see `array_functions.py`). No code
+# assigns one of that name.
+ARRAY = "array (bendtrace)"
+
+
+def carries_array(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for an array."""
+    return ARRAY in vars(tensor)
+
+
+def stands_for_number(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor stands for a number of numpy's, which is no array."""
+    array = vars(tensor).get(ARRAY)
+    return array is not None and not is_ndarray(array)
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
@@ -415,7 +436,7 @@ class CheckpointSettings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A block that the backward pass does again (see `blocks.py`).
+    """A block that the backward pass does again (see `checkpoints.py`).
 
     Attributes:
         begin: how many ops and guards come before.
@@ -578,12 +599,12 @@ def counts(op: Op) -> bool:
 
 def is_handled(scope: ModuleCall | None, site: Site | None) -> bool:
     """Return whether the model might continue after an error at a place."""
-    return any(map(is_under_handler, _covering_places(scope, site)))
+    return any(statements.is_under_handler(place) for place in _covering_places(scope, site))
 
 
 def describe_raised(op: Op, error: Exception) -> Raised:
     """Describe an error as far as handlers of the model can distinguish it from others."""
-    seen = any(map(asks_for_error, _covering_places(op.scope, op.site)))
+    seen = any(statements.asks_for_error(place) for place in _covering_places(op.scope, op.site))
     return Raised(type(error), str(error) if seen else None)
 
 

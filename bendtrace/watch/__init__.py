@@ -35,17 +35,16 @@ receives the answer of eager: a profiler (`executed.py`) sees the question befor
 it, and hides the recorder meanwhile (`mode_queries.py`).
 
 Lists and deques that code only appends to (`growing.py`) are not looked into: all code that may
-run, or all that did, is searched for other uses of their names (`python/usage.py`). What the run
-has added is a change. Where the keys of a dict or set keep changing, an object that records each
-operation takes its place while a run goes on (`containers.py`), as it does for generators of
-numpy. Each replay does the operations again. Code may do nothing else with it
-(`python/usage.py`). If it does, the run is live, and `TraceTree.exclude` has the content guarded
-from then on.
+run, or all that did, is searched for other uses of their names. What the run has added is a
+change. Where the keys of a dict or set keep changing, an object that records each operation takes
+its place while a run goes on (`containers.py`), as it does for generators of numpy. Each replay
+does the operations again. Code may do nothing else with it (`growing.py`). If it does, the run is
+live, and `TraceTree.exclude` has the content guarded from then on.
 
 What the ranks of a process group do together is intercepted as well: `collectives.py` knows which
 functions are collectives and how tensors are spread, and records what DDP and FSDP2 do around a
 forward as ops. Before each collective of the model, and at the end of a call, the ranks tell each
-other what they are about to do (`record/rank_sync.py`), through the store by which they found
+other what they are about to do (`rank_sync.py`), through the store by which they found
 each other (`collectives.py`), in live, traced and replayed runs alike. `distributed.py` is the
 public part.
 """

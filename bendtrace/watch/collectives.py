@@ -9,9 +9,12 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,23 +22,32 @@ import torch.distributed
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.errors import RankDivergenceError
-from bendtrace.python.internals import internal, pytree
+from bendtrace.errors import InputError, RankDivergenceError
+from bendtrace.python.internals import TorchDispatchMode, internal, pytree
+from bendtrace.python.sites import BEHIND, is_users_file, place_text
+from bendtrace.tape.tape import Op, Tape, Use
 from bendtrace.tape.watchers import current_watcher
+from bendtrace.watch.functions import is_gate
 from bendtrace.watch.owners import module_tree
+from bendtrace.watch.rank_sync import (
+    ENDS,
+    JOINT,
+    asked_groups,
+    fsdp_states,
+    is_attachable,
+    is_joint,
+    known_groups,
+    note_groups,
+    settings,
+)
 
 # Which things of torch.distributed say who communicates and how.
 
 
-def is_wiring(value: Any) -> bool:
-    """Return whether an object defines who communicates, and never changes: a group, a mesh.
-
-    Such objects are constants of a run: they are created once, on all ranks, and never change.
-    """
-    module = type(value).__module__
-    if not module.startswith(("torch._C._distributed_c10d", "torch.distributed")):
-        return False
+def is_group_or_mesh(value: Any) -> bool:
+    """Return whether an object of torch.distributed defines who communicates (see `rank_sync`)."""
     return isinstance(value, _wirings(len(sys.modules)))
 
 
@@ -284,18 +296,6 @@ def parameters_reached(model: Any, output: Any) -> str | None:
 _before: Any = internal("torch.nn.parallel.DistributedDataParallel._pre_forward", None)
 _after: Any = internal("torch.nn.parallel.DistributedDataParallel._post_forward", None)
 _forward: Any = DistributedDataParallel.forward
-# All else that a DDP module has is read only in what is one op here.
-_OF_COMPOSABLE = "__composable_api_"  # what `fully_shard` and `replicate` keep in a module
-_READ_BY_FORWARD = frozenset({"training", "_delay_all_reduce_all_params", "_use_python_reducer"})
-
-
-def hidden_of(module: nn.Module) -> frozenset[str]:
-    """Return the attributes of a module that its forward does not depend on."""
-    if isinstance(module, DistributedDataParallel):
-        return frozenset(vars(module)) - _READ_BY_FORWARD
-    if "torch.distributed._composable.contract" not in sys.modules:
-        return frozenset()
-    return frozenset(name for name in vars(module) if name.startswith(_OF_COMPOSABLE))
 
 
 def entries_of_ddp() -> Iterator[tuple[Any, str, Any]]:
@@ -353,13 +353,9 @@ def _after_ddp(module: Any, output: Any) -> Any:
 # FSDP2
 
 
-def _fsdp_states() -> Any:
-    return sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-
-
 def _hook_of_fsdp(hooks: Mapping[int, Any], name: str) -> tuple[int, Any] | None:
     """Return the hook of FSDP's in a table, with its number."""
-    states = _fsdp_states()
+    states = fsdp_states()
     if states is None:
         return None
     for number, hook in hooks.items():
@@ -376,12 +372,12 @@ def _hook_of_fsdp(hooks: Mapping[int, Any], name: str) -> tuple[int, Any] | None
 _BEFORE, _AFTER = "_pre_forward", "_post_forward"
 
 
-def is_joint_hook(hook: Any) -> bool:
+def is_fsdp_hook(hook: Any) -> bool:
     """Return whether a forward hook on a module is FSDP's."""
     return any(_hook_of_fsdp({0: hook}, name) is not None for name in (_BEFORE, _AFTER))
 
 
-def gather_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
+def fsdp_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]:
     """Yield the locations of each parameter that FSDP gathers when a module is called.
 
     These are modules and names; between calls they hold shards.
@@ -394,7 +390,7 @@ def gather_locations(module: nn.Module) -> Iterator[list[tuple[nn.Module, str]]]
 
 def gather_records(module: nn.Module) -> Iterator[Any]:
     """Yield FSDP's record of each parameter that it gathers when a module is called."""
-    states = _fsdp_states()
+    states = fsdp_states()
     if states is None or type(module).__hash__ is None:  # FSDP finds modules by their hash
         return
     for group in _groups_of_state(states._get_module_fsdp_state(module)):
@@ -415,7 +411,7 @@ def gather_parameters(module: nn.Module, *tensors: Tensor) -> Any:
     found = _hook_of_fsdp(module._forward_pre_hooks, _BEFORE)
     assert found is not None
     args, _ = found[1](module, tensors, {})
-    return (*args, *(places[0][0]._parameters[places[0][1]] for places in gather_locations(module)))
+    return (*args, *(places[0][0]._parameters[places[0][1]] for places in fsdp_locations(module)))
 
 
 def release_parameters(module: nn.Module, *tensors: Tensor) -> Any:
@@ -444,7 +440,7 @@ class _JointPreHook(_JointHook):
             return self.hook(module, args, kwargs)
         tensors, rebuild = _take_tensors_out((args, kwargs))
         given = watcher.opaque_call(gather_parameters, (module, *tensors), {})
-        for places, parameter in zip(gather_locations(module), given[len(tensors) :], strict=True):
+        for places, parameter in zip(fsdp_locations(module), given[len(tensors) :], strict=True):
             for holder, name in places:
                 table = holder._parameters
                 # A resumed run reaches what was done before: FSDP has the shards back in place.
@@ -469,12 +465,6 @@ def _restore_shards(shards: list[_Shard]) -> None:
     for table, name, shard in shards:
         table[name] = shard
     shards.clear()
-
-
-def has_joint_hooks(module: nn.Module) -> bool:
-    """Return whether FSDP may act around the forward of a module."""
-    hooked = module._forward_pre_hooks or module._forward_hooks
-    return bool(hooked) and _fsdp_states() is not None
 
 
 @contextmanager
@@ -534,10 +524,7 @@ def _take_tensors_out(value: Any) -> tuple[list[Tensor], Callable[[Any], Any]]:
     return tensors, rebuild
 
 
-# Ops that read of a module what only they and the backward pass change.
-JOINT: frozenset[Any] = frozenset(
-    {prepare_forward, prepare_backward, gather_parameters, release_parameters}
-)
+JOINT.update((prepare_forward, prepare_backward, gather_parameters, release_parameters))
 
 
 # How ranks exchange what they are about to do: through the store of the process group.
@@ -782,12 +769,9 @@ _ranks: dict[str, Any] = {}
 _events: dict[str, int] = {}  # go on counting if the process group is made again
 
 
-def ranks(timeout: float) -> Ranks:
-    """Return the object through which this process communicates with the others.
-
-    Args:
-        timeout: the number of seconds to wait for others.
-    """
+def ranks_of_process() -> Ranks:
+    """Return the object through which this process communicates with the others."""
+    timeout = settings.timeout
     default = dist.group.WORLD
     with _lock:
         cached: Ranks | None = _ranks.get("ranks")
@@ -800,3 +784,313 @@ def ranks(timeout: float) -> Ranks:
             _ranks.update(ranks=cached, group=default)
         cached.timeout = timeout
     return cached
+
+
+# Calls of models, on which ranks agree
+
+_calls: MutableMapping[Any, tuple[str, int]] = WeakIdKeyDictionary()
+_named: Counter[str] = Counter()
+
+
+def _next_call(model: Any) -> tuple[str, int]:
+    """Return a name for a model that is likely to be the same on all ranks, and count its calls."""
+    cached = _calls.get(model)
+    if cached is None:
+        name = model.__qualname__ if hasattr(model, "__qualname__") else type(model).__qualname__
+        _named[name] += 1
+        cached = f"{name} {_named[name]}", 0
+    found = _calls[model] = cached[0], cached[1] + 1
+    return found
+
+
+def _look_at(model: Any, names: frozenset[str]) -> None:
+    """Record, when a run of a model begins, the groups in which it communicates."""
+    found = groups_of(model) if isinstance(model, nn.Module) else []
+    communicates = names_collectives(names)
+    if communicates and len(torch.distributed.distributed_c10d._world.pg_map) == 1:
+        found.append(world())
+    if found or communicates:
+        note_groups(model, found)
+
+
+def _groups_of_model(model: Any) -> tuple[RankGroup, ...]:
+    if not is_attachable(model):
+        return ()
+    size = torch.distributed.get_world_size()  # the current one: it may have been initialised again
+    found = (*known_groups.get(model, ()), *asked_groups.get(model, ()))
+    return tuple(group for group in found if max(group.ranks) < size)
+
+
+class _CurrentJointCall(threading.local):
+    call: JointCall | None = None
+    forbidden: str = ""
+
+
+_local = _CurrentJointCall()
+
+
+class JointCall:
+    """A call of a model whose collectives the ranks agree on.
+
+    Attributes:
+        model: the called model.
+        groups: the groups that communicate, as far as known.
+        counts: the number of collectives so far, by group.
+        tape: the tape of the run that is being recorded or replayed; None for a live one.
+        error: the error raised because ranks did not agree.
+        is_left: whether the call is suspended, to be continued by another run.
+    """
+
+    def __init__(self, model: Any, groups: Iterable[RankGroup]) -> None:
+        self.model = model
+        self.groups: list[RankGroup] = list(dict.fromkeys(groups))
+        self.counts: dict[RankGroup, int] = {}
+        self.tape: Tape | None = None
+        self.replays: bool = False
+        self.error: RankDivergenceError | None = None
+        self.is_left: bool = False
+
+    def follows(self, tape: Tape) -> None:
+        """Record the tape that is replayed from now on."""
+        self.tape, self.replays = tape, True
+
+    def agree_on(self, collective: Collective, frame: FrameType) -> None:
+        """Agree on a collective that is about to begin.
+
+        Raises:
+            RankDivergenceError: the ranks are about to do different things.
+        """
+        group = collective.group
+        place, op = self._place(frame)
+        if place is None or not settings.enabled or len(group.ranks) < 2:
+            return
+        number = self.counts[group] = self.counts.get(group, 0) + 1
+        if group not in self.groups:
+            self.groups.append(group)
+        what = f"collective {number} in this call, {collective}" + (f" at {place}" if place else "")
+        self._meet(group, what, op)
+
+    def leaves(self, divergence: object) -> None:
+        """Suspend the call: a replay has diverged, and will be resumed or given up."""
+        self.is_left = True
+        weakref.finalize(divergence, _abandon, self).atexit = False
+
+    def ends(self, output: Any) -> None:
+        """Agree that the call is at its end.
+
+        Raises:
+            RankDivergenceError: it is not at its end on all ranks.
+        """
+        if self.error is not None:
+            raise self.error  # the model has caught it
+        if not settings.enabled:
+            return
+        if not self.groups:  # others may wait for this rank, which will not come
+            if not is_joint(self.model):
+                return
+            ranks_of_process().withdraw("ended its call without a collective" + self._guards(None))
+            return
+        reached = parameters_reached(self.model, output)
+        for group in sorted(self.groups, key=lambda group: group.name):
+            if len(group.ranks) > 1:
+                count = self.counts.get(group, 0)
+                what = f"the end of the call, after {count} collectives"
+                if reached is not None:
+                    what += f", and gradients of {reached}"
+                self._meet(group, what, None)
+
+    def fails(self, error: BaseException) -> None:
+        """Tell the others that the call has ended with an error on this rank."""
+        if not settings.enabled or not (self.groups or is_joint(self.model)):
+            return
+        met = error.group if isinstance(error, RankDivergenceError) else None
+        others = [g for g in self.groups if g.name != met and len(g.ranks) > 1]
+        text = f"raised {type(error).__name__}: {str(error)[:400]}"
+        try:
+            ranks_of_process().leave(others, text + self._guards(None))
+        except RuntimeError:  # the store is gone: so are the others
+            pass
+
+    def _meet(self, group: RankGroup, what: str, op: Op | None) -> None:
+        try:
+            ranks_of_process().meet(group, what, what + self._guards(op))
+        except RankDivergenceError as error:
+            self.error = error
+            raise
+
+    def _place(self, frame: FrameType | None) -> tuple[str | None, Op | None]:
+        """Return the place of the model; None for the place if other code communicates."""
+        found: str | None = None
+        op: Op | None = None
+        while frame is not None:
+            code = frame.f_code
+            if code in _OF_DDP:
+                return None, None
+            if found is None:
+                tape: Tape | None = None
+                if code.co_filename == "<bendtrace run>":
+                    tape = frame.f_globals.get("__tape__")
+                if tape is not None:
+                    op = tape.ops[frame.f_globals["__op_of_line__"][frame.f_lineno]]
+                    found = _op_place_text(op, tape)
+                elif code in BEHIND or code in ENDS:
+                    found = ""
+                elif is_users_file(code.co_filename):
+                    found = place_text(code.co_filename, frame.f_lineno)
+            if code in ENDS:
+                break
+            frame = frame.f_back
+        if self.tape is not None and not self.replays and self.tape.ops:
+            op = self.tape.ops[-1]
+            self.tape.joint.setdefault(op.index, found or "")
+        return found or "", op
+
+    def _guards(self, op: Op | None) -> str:
+        """Return the branches that led the run here, as far as they depend on values."""
+        tape = self.tape
+        if tape is None:
+            return " (it runs live)"
+        until = len(tape.ops) if op is None else op.index
+        taken = [
+            f"`{guard.site.place.text}` was {guard.answer!r}"
+            for guard in tape.guards
+            if guard.position <= until and guard.site is not None and guard.use not in _NO_FLOW
+        ]
+        return f" (by {'; '.join(taken[-3:])})" if taken else " (by no branch)"
+
+
+_NO_FLOW = (Use.RESULT, Use.METADATA, Use.LENGTH, Use.ITER)
+_OF_DDP = frozenset(
+    {
+        internal("torch.nn.parallel.DistributedDataParallel._pre_forward.__code__", None),
+        internal("torch.nn.parallel.DistributedDataParallel._post_forward.__code__", None),
+    }
+)
+
+
+def _op_place_text(op: Op, tape: Tape) -> str:
+    """Return the place of an op in a replay, as recorded."""
+    joint = tape.joint.get(op.index)
+    if joint is not None:
+        return joint
+    site, scope = op.site, op.scope
+    while site is None and scope.parent is not None:
+        site, scope = scope.site, scope.parent
+    return "" if site is None else place_text(site.place.file, site.place.line)
+
+
+class _CollectiveListener(TorchDispatchMode):
+    """Sees collectives before they begin, and nothing else."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if types and any(map(_is_dtensor, types)):
+            return NotImplemented  # what it does with its parts reaches here
+        if func.namespace in _NAMESPACES:
+            collective = collective_of(func, args)
+            if collective is not None:
+                _handle_collective(collective, sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_dtensor(kind: type) -> bool:
+    return any(
+        base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
+        for base in kind.__mro__
+    )
+
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor", "c10d_functional"})
+
+
+def _handle_collective(collective: Collective, frame: FrameType) -> None:
+    if _local.forbidden:
+        raise InputError(
+            f"{_local.forbidden} reached {collective}, which all ranks have to take part in: "
+            "call the model once first, or use node paths, modules, or selectors that do not "
+            "look ahead"
+        )
+    watcher = current_watcher()
+    if watcher is not None:  # outside of all ops
+        watcher.unseen(f"{collective}, called without the tracer,")
+    if _local.call is not None:
+        _local.call.agree_on(collective, frame)
+
+
+@contextmanager
+def alone(what: str) -> Iterator[None]:
+    """Refuse collectives within the context: its code must not involve other ranks.
+
+    Args:
+        what: a description of its code, for messages.
+
+    Raises:
+        InputError: the code reaches a collective.
+    """
+    outer, _local.forbidden = _local.forbidden, what
+    call, _local.call = _local.call, None
+    try:
+        yield
+    finally:
+        _local.forbidden = outer
+        _local.call = call
+
+
+@contextmanager
+def call_context(model: Any, goes_on: bool = False) -> Iterator[JointCall | None]:
+    """Make the ranks agree on the collectives of a call (see `rank_sync.joint_call`)."""
+    call = _local.call
+    if call is not None and call.is_left:
+        if not goes_on:
+            _abandon(call)
+            call = None
+    elif call is not None:  # a call in a call
+        before = call.tape, call.replays
+        try:
+            yield None
+        finally:
+            call.tape, call.replays = before
+        return
+    if call is None:
+        call = JointCall(model, _groups_of_model(model))
+        if is_joint(model):
+            ranks_of_process().call = _next_call(model)
+    call.is_left, call.tape, call.replays = False, None, False
+    _local.call = call
+    try:
+        with _CollectiveListener():
+            yield call
+    except BaseException as error:
+        call.fails(error)
+        raise
+    finally:
+        if not call.is_left:
+            _local.call = None
+
+
+def _abandon(call: JointCall) -> None:
+    """A call was suspended, and nothing continued it."""
+    if call.is_left:
+        if _local.call is call:
+            _local.call = None
+        call.is_left = False
+        call.fails(RuntimeError("the run was not continued"))
+
+
+@contextmanager
+def recording_context(
+    model: Any, names: frozenset[str], tape: Tape, goes_on: bool
+) -> Iterator[JointCall | None]:
+    """Make the ranks agree on a run that is recorded (see `rank_sync.joint_recording`)."""
+    _look_at(model, names)
+    with call_context(model, goes_on) as call:
+        if call is not None:
+            call.tape = tape
+        yield call
+        # Insertions may communicate in one run, and not in another.
+        if call is not None and (call.counts or any(map(is_gate, tape.ops))):
+            note_groups(model, call.counts)
+        if call is not None and is_attachable(model) and model in known_groups:
+            tape.is_joint = True

@@ -23,7 +23,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -39,7 +39,10 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.scalars import TRACED, TracedFloat, plain
 from bendtrace.tape.structure import entries_of
-from bendtrace.tape.watchers import Watcher, current_watcher
+from bendtrace.tape.watchers import current_watcher
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Watcher
 
 _KINDS = (CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE)
 _OF_DICTS = frozenset(

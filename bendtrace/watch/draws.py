@@ -311,7 +311,7 @@ def _methods_of(kind: type) -> list[str]:
 @functools.cache
 def _generator_class(kind: type) -> type:
     space: dict[str, Any] = {name: _watching_method(name) for name in _methods_of(kind)}
-    space |= {name: _reporting_property(kind, name) for name in CHANGING if hasattr(kind, name)}
+    space |= {name: _reporting_property(name) for name in CHANGING if hasattr(kind, name)}
     return type(kind.__name__, (kind,), space)
 
 
@@ -326,7 +326,7 @@ def _watching_method(name: str) -> Callable[..., Any]:
     return call
 
 
-def _reporting_property(kind: type, name: str) -> property:
+def _reporting_property(name: str) -> property:
     def get(self: Any) -> Any:
         watcher = current_watcher()
         if watcher is not None:

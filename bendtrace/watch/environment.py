@@ -10,16 +10,18 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.usage import code_compares_identity, hands_over
+from bendtrace.python.bytecode import code_compares_identity
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.versions import Depends
 from bendtrace.tape.captured import (
     COPIED,
@@ -38,29 +40,22 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.tape.structure import cached_results, entries_of, key_parts
 from bendtrace.watch.code_facts import codes_in, other_names_in
-from bendtrace.watch.containers import (
-    Watching,
-    can_be_watched,
-    is_cache,
-    is_watchable,
-    watched_container,
-)
 from bendtrace.watch.draws import is_drawn_from, is_module_of_draws, stand_in_for
 from bendtrace.watch.findings import LookupPlaces, ScanResult
-from bendtrace.watch.growing import (
-    READING,
-    access_name,
-    additions_to,
-    growing_in,
-    is_full,
-    is_known_to_user_only,
-    nesting_level,
-    owners_in,
-)
 from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.watch.provenance import is_finished, is_installed_file
 from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
+
+if TYPE_CHECKING:
+    from bendtrace.watch import containers, growing
+else:
+    containers = LazyModule("bendtrace.watch.containers")
+    growing = LazyModule("bendtrace.watch.growing")
+
+
+class _Blocked(Exception):
+    """The run has changed something that cannot be followed."""
 
 
 class Environment(ScanResult):
@@ -104,8 +99,9 @@ class Environment(ScanResult):
         self.computed: dict[functools._lru_cache_wrapper[Any], int] = {}
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
+        self._is_in_progress = False
         self._placed: list[tuple[Captured, Any]] = []
-        self._containers_placed: list[tuple[Captured, Watching]] = []
+        self._containers_placed: list[tuple[Captured, containers.Watching]] = []
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # Neither a run around this one nor the class of a tensor may see what is asked here: it is
@@ -125,16 +121,16 @@ class Environment(ScanResult):
             self._scan(arguments, self._is_for_plain())
         # Where the calls of caches are ops, numbers may be traced, and dicts be watched as well.
         for _ in range(2):
-            containers = self._containers(inputs)
-            if containers.keys() <= self.watched_containers.keys():
+            watched = self._containers(inputs)
+            if watched.keys() <= self.watched_containers.keys():
                 break
             self.is_repeated = False
-            self._scan(arguments, self._is_for_plain(), None, self.watched_containers | containers)
+            self._scan(arguments, self._is_for_plain(), None, self.watched_containers | watched)
         for part in self.parts:
             if part.kind is CaptureKind.ALIAS:
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
-                stand_in: Any = watched_container(part.value)
+                stand_in: Any = containers.watched_container(part.value)
                 self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
@@ -154,29 +150,33 @@ class Environment(ScanResult):
         Code that asks for exact types would see what takes their place, and so might code that does
         not name them. Code that tests identities might find a tensor in two places.
         """
-        found = [part for part in self.parts if part.label in labels and can_be_watched(part)]
+        found = [
+            part for part in self.parts if part.label in labels and containers.can_be_watched(part)
+        ]
         if not found or self._compares_tensors():
             return {}
         others = [part for part in self.parts if part.kind is CaptureKind.ALIAS]
         named = {id(part.value.value) for part in others}
         stay = {id(part.value.value) for part in others if not is_exchangeable(part)}
         caches = {
-            id(one.value): one.value for one in found if is_cache(one) and id(one.value) not in stay
+            id(one.value): one.value
+            for one in found
+            if containers.is_cache(one) and id(one.value) not in stay
         }
         if self.plain_numbers or self.tells_numbers or self.computes:
             return caches
-        if not self.names.isdisjoint(READING):
+        if not self.names.isdisjoint(growing.READING):
             return caches
-        owners = owners_in(self)
+        owners = growing.owners_in(self)
         read = {name for one in self.functions for name in other_names_in(one)}
         return caches | {
             id(part.value): part.value
             for part in found
-            if not is_cache(part)
+            if not containers.is_cache(part)
             and id(part.value) not in named
-            and access_name(part) not in read
-            and is_watchable(part.value)
-            and is_known_to_user_only(part, owners, self)
+            and growing.access_name(part) not in read
+            and containers.is_watchable(part.value)
+            and growing.is_known_to_user_only(part, owners, self)
             and not self._is_handed_over(
                 part, (code for one in self.functions for code in codes_in(one.__code__))
             )
@@ -184,9 +184,9 @@ class Environment(ScanResult):
 
     @staticmethod
     def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
-        name, level = access_name(part), nesting_level(part)
+        name, level = growing.access_name(part), growing.nesting_level(part)
         return any(
-            hands_over(code, name, level)
+            growing.hands_over(code, name, level)
             for code in codes
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
@@ -194,7 +194,7 @@ class Environment(ScanResult):
     def look_at_containers(self, codes: Iterable[types.CodeType]) -> None:
         """Note which containers code has handed over that the search for uses did not find."""
         for part, one in self._containers_placed:
-            if is_cache(part) or one.is_misused:
+            if containers.is_cache(part) or one.is_misused:
                 continue
             if self._is_handed_over(part, codes):
                 one.is_misused = True
@@ -217,7 +217,7 @@ class Environment(ScanResult):
     @property
     def watches_caches(self) -> bool:
         """True if calls of caches are ops of the run."""
-        return any(is_cache(part) for part, _ in self._containers_placed)
+        return any(containers.is_cache(part) for part, _ in self._containers_placed)
 
     def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
@@ -227,13 +227,13 @@ class Environment(ScanResult):
         self,
         arguments: dict[str, Any],
         plain_numbers: bool,
-        growing: dict[int, Any] | None = None,
-        containers: dict[int, Any] | None = None,
+        lists: dict[int, Any] | None = None,
+        watched: dict[int, Any] | None = None,
     ) -> None:
         scan = self._begin(arguments, plain_numbers)
-        self.growing: dict[int, Any] = growing or {}
-        self.watched_containers: dict[int, Any] = containers or {}
-        is_repeatable = scan.is_untouched and not containers
+        self.growing: dict[int, Any] = lists or {}
+        self.watched_containers: dict[int, Any] = watched or {}
+        is_repeatable = scan.is_untouched and not watched
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
@@ -244,12 +244,12 @@ class Environment(ScanResult):
             }
             self._scan(arguments, True, None, caches)  # where no other operation is an op
             return
-        found = growing_in(self) if growing is None else growing
-        if growing is None and found:
-            self._scan(arguments, plain_numbers, found, containers)
+        found = self._growing() if lists is None else lists
+        if lists is None and found:
+            self._scan(arguments, plain_numbers, found, watched)
             return
-        if growing and growing_in(self).keys() != growing.keys():
-            self._scan(arguments, plain_numbers, {}, containers)
+        if lists and self._growing().keys() != lists.keys():
+            self._scan(arguments, plain_numbers, {}, watched)
             return
         self.places = LookupPlaces(self.parts, self.content_of)
         self.contents = self.places.read()
@@ -260,6 +260,11 @@ class Environment(ScanResult):
             if scanned.is_usable and not self.inserted:
                 self._keep(scanned)
                 remember(self.function, scanned)
+
+    def _growing(self) -> dict[int, Any]:
+        """Return the lists and deques, by identity, that code only adds to."""
+        has_lists = any(part.type is list or part.type is deque for part in self.parts)
+        return growing.growing_in(self) if has_lists else {}
 
     def _begin(self, arguments: dict[str, Any], plain_numbers: bool) -> Scan:
         """List the arguments, and nothing else."""
@@ -459,10 +464,10 @@ class Environment(ScanResult):
             yield from self._changes_of(part, before.get(part.index), is_over)
         for index, listed in self._items.items():
             part = self.parts[index]
-            added = additions_to(listed, part.value)
+            added = growing.additions_to(listed, part.value)
             if added is None:
                 # A deque gets full once, and is compared with what it held from then on.
-                self.leaves_watched_objects |= is_full(part.value)
+                self.leaves_watched_objects |= growing.is_full(part.value)
                 self.block(f"the run does more with {part.label} than add to it", "")
             elif added:
                 yield EnvironmentChange(part, Added.ITEMS, added)
@@ -479,12 +484,20 @@ class Environment(ScanResult):
 
     def changes_so_far(self) -> list[EnvironmentChange] | None:
         """Return the changes of a run in progress; None if they cannot be followed."""
-        kept, left = list(self.blockers), self.leaves_watched_objects
+        left, self._is_in_progress = self.leaves_watched_objects, True
         try:
             found = list(self.changes(is_over=False))
-            return found if self.blockers == kept and self.leaves_watched_objects == left else None
+            return found if self.leaves_watched_objects == left else None
+        except _Blocked:
+            return None
         finally:
-            self.blockers[:], self.leaves_watched_objects = kept, left
+            self.leaves_watched_objects, self._is_in_progress = left, False
+
+    def block(self, reason: str, label: str) -> None:
+        """Note what a replay could not do, with where the code mentions what has that label."""
+        if self._is_in_progress:
+            raise _Blocked  # nobody reads the reason, and finding its place takes long
+        super().block(reason, label)
 
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.python.bytecode import CONSTANTS, single_steps
-from bendtrace.python.places import full_place_text
-from bendtrace.python.results import monitoring_tool
-from bendtrace.python.usage import asks_for_ids
+from bendtrace.python.bytecode import CONSTANTS, asks_for_ids, single_steps
+from bendtrace.python.sites import full_place_text
+from bendtrace.python.stacks import monitoring_tool
 from bendtrace.tape.plain_numbers import is_of_c, looks_up, may_receive_traced, objects_by_name
 from bendtrace.watch.code_facts import UNDETECTABLE, codes_in, line_naming
 from bendtrace.watch.host_io import MEASURES
@@ -25,7 +24,7 @@ from bendtrace.watch.mode_queries import QUESTIONS, hide_recorder, is_answered_w
 from bendtrace.watch.provenance import is_finished_code
 
 # Functions of torch's that are recorded where they are asked for as attributes of torch, which is
-# not so where forward has them under a name of its own; and those that tell how busy a GPU is.
+# not so where forward has them under another name; and those that tell how busy a GPU is.
 OF_GENERATORS = frozenset(
     {
         "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all",

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import abc
-import array
 import builtins
 import calendar
-import collections
 import copyreg
 import csv
 import ctypes
-import datetime
 import decimal
-import fractions
 import functools
 import gc
-import inspect
-import itertools
 import logging
-import numbers
 import operator
-import pathlib
 import random
-import re
 import reprlib
 import sys
-import threading
 import time
 import types
-import uuid
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from enum import Enum
 from itertools import chain
 from operator import attrgetter, getitem, is_, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.versions import Depends, Words, all_same, version_of
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -51,17 +40,19 @@ from bendtrace.tape.captured import (
     child_label,
     identical,
     is_array,
-    is_scalar,
     module_name_of,
     slot_names,
     slot_of,
 )
-from bendtrace.tape.structure import entries_of, has_state_of_c, is_heap_type, read_partial
+from bendtrace.tape.structure import entries_of, read_partial
 from bendtrace.watch.code_facts import place_naming
 from bendtrace.watch.provenance import is_users_class
 
 if TYPE_CHECKING:
+    from bendtrace.watch import readers
     from bendtrace.watch.scan import Scan
+else:
+    readers = LazyModule("bendtrace.watch.readers")
 
 # Objects that a run can read and no captured value describes, watched by their content.
 #
@@ -89,15 +80,6 @@ def read_members(table: dict[str, Any]) -> tuple[Any, ...]:
 
 
 _ASKED = frozenset({"__call__", "__getattr__", "__setattr__", "__getitem__", "__iter__", "__len__"})
-
-
-def _dict_order(value: Any) -> tuple[Any, ...]:
-    ordered = collections.OrderedDict
-    return (*ordered.keys(value), *ordered.values(value))
-
-
-def _factory(value: Any) -> tuple[Any, ...]:
-    return (value.default_factory, *read_items(value))
 
 
 def read_slots(names: tuple[str, ...], value: Any) -> tuple[Any, ...]:
@@ -131,24 +113,6 @@ def read_added_to_tensors(table: dict[str, Any]) -> list[str]:
     ]
 
 
-def _array_of(value: Any) -> Any:
-    plain = value.view(sys.modules["numpy"].ndarray)
-    if plain.dtype.hasobject:
-        return (plain.dtype, plain.shape, *plain.ravel().tolist())
-    return [plain.dtype, plain.shape, plain.strides, plain.flags.writeable, plain.tobytes()]
-
-
-def _state_of(value: Any) -> Any:
-    generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
-    return [_state_items(generator.state)]
-
-
-def _state_items(state: Any) -> Any:
-    if isinstance(state, dict):
-        return [(key, _state_items(item)) for key, item in state.items()]
-    return state.tobytes() if is_array(state) else state
-
-
 def read_logger(value: Any) -> Any:
     """Return the settings that decide which records a logger passes on, and where to."""
     found: list[Any] = [value.manager.disable]
@@ -165,178 +129,6 @@ def read_definition(value: Any) -> Any:
 
 # What Python itself keeps of functions and classes.
 PYTHONS = ("__name__", "__qualname__", "__doc__", "__module__")
-
-
-def _own_bytes(value: Any) -> Any:
-    return [bytes(value)]
-
-
-def _iterate(base: Any) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda value: tuple(base.__iter__(value))
-
-
-_BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (collections.OrderedDict, _dict_order),
-    (collections.defaultdict, _factory),
-    (dict, read_items),
-    (list, _iterate(list)),
-    (tuple, _iterate(tuple)),
-    (set, _iterate(set)),
-    (frozenset, _iterate(frozenset)),
-    (collections.deque, _iterate(collections.deque)),
-    (bytearray, _own_bytes),
-    (array.array, lambda value: [value.typecode, value.tobytes()]),
-    (types.MappingProxyType, lambda value: (*value.keys(), *value.values())),
-    (functools.partial, read_partial),
-    (functools.partialmethod, attrgetter("func", "args", "keywords")),
-    (types.MethodType, attrgetter("__func__", "__self__")),
-    (types.MethodWrapperType, lambda value: (value.__self__,)),
-    (types.CellType, lambda value: tuple(_of_cell(value))),
-    (slice, attrgetter("start", "stop", "step")),
-    (type(threading.Lock()), lambda value: [value.locked()]),
-    (BaseException, lambda value: (value.args,)),
-    (random.SystemRandom, lambda value: [object()]),
-    (random.Random, lambda value: [random.Random.getstate(value)]),
-    (staticmethod, lambda value: (value.__func__,)),
-    (classmethod, lambda value: (value.__func__,)),
-    (property, attrgetter("fget", "fset", "fdel")),
-    (functools.singledispatchmethod, lambda value: read_items({**value.dispatcher.registry})),
-    (functools.cached_property, lambda value: (value.func,)),
-    (type({}.keys()), lambda value: tuple(value)),
-    (type({}.values()), lambda value: tuple(value)),
-    (inspect.Signature, lambda value: tuple(p.default for p in value.parameters.values())),
-)
-
-
-def _of_cell(cell: types.CellType) -> Iterator[Any]:
-    try:
-        yield cell.cell_contents
-    except ValueError:
-        return
-
-
-def content_reader(value: Any) -> Callable[[Any], Any] | None:
-    """Return a reader of the content of an object that is not in attributes."""
-    for kind, reader in _BUILTIN_READERS:
-        if isinstance(value, kind):
-            return reader
-    if is_array(value):
-        return _array_of
-    if is_scalar(type(value)) and type(value).__name__ == "void":
-        return lambda value: [value.dtype, value.tobytes()]
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        if isinstance(value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)):
-            return _state_of
-    if type(value) is types.BuiltinMethodType:
-        free = isinstance(value.__self__, (types.ModuleType, type, types.NoneType))
-        return None if free or value.__module__ is not None else _bound_to
-    if callable(value) and hasattr(value, "__self__") and hasattr(value, "__func__"):
-        return _bound_to  # a method that is written in Cython
-    return None
-
-
-def _bound_to(value: Any) -> tuple[Any, ...]:
-    return (value.__self__,)
-
-
-# What has no content that changes, or none that a forward would ask for.
-_STEADY_KINDS = (
-    numbers.Number, str, bytes, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
-    pathlib.PurePath, re.Pattern, uuid.UUID, decimal.Decimal, fractions.Fraction,
-    type(threading.Lock()), type(threading.RLock()), types.ModuleType, type, Enum,
-    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
-    types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.ClassMethodDescriptorType, types.CodeType, operator.itemgetter, operator.attrgetter,
-    operator.methodcaller, functools._lru_cache_wrapper, types.GenericAlias, types.UnionType,
-    torch.Tensor, torch.Generator, torch.finfo, torch.iinfo, logging.Logger,
-    type(vars(collections.namedtuple("Pair", "first"))["first"]),  # of named tuples
-)  # fmt: skip
-
-
-def is_opaque(value: Any) -> bool:
-    """Return whether a thing has content, besides its attributes, that cannot be read."""
-    kind = type(value)
-    if isinstance(value, _STEADY_KINDS) or kind is object:
-        return False
-    if isinstance(value, (weakref.ref, weakref.finalize)):
-        return True
-    if hasattr(kind, "__get__") and not is_heap_type(kind):
-        return False  # what a class has instead of an attribute
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.generic, numpy.dtype, numpy.ufunc)):
-        return False
-    if (
-        module_name_of(kind).partition(".")[0] == "torch"
-        and module_name_of(kind) != "torch.classes"
-    ):
-        return not callable(value) and not all(map(_is_pythons, kind.__mro__))
-    return not all(map(_is_pythons, kind.__mro__))
-
-
-# Iterators that Python's own code makes, of which can be read how far they have come.
-_EMPTY: tuple[Any, ...] = (
-    [], (), "", b"", bytearray(), range(0), range(1 << 70), collections.deque(),
-)  # fmt: skip
-_KEYED: tuple[Any, ...] = ({}, {}.values(), {}.items(), set())
-_OF_KEYED = frozenset(type(iter(one)) for one in _KEYED)  # whose `__reduce__` copies what is left
-_ITERATORS = _OF_KEYED | {
-    types.GeneratorType, itertools.count, enumerate, filter, map, reversed, zip,
-    type(reversed([])), *(type(iter(one)) for one in _EMPTY),
-}  # fmt: skip
-_ASKING_A_FUNCTION = type(iter(int, None))  # which has a position of its own
-# Later versions of Python deprecate and remove what tells their positions.
-_OF_ITERTOOLS = frozenset(
-    kind for name, kind in vars(itertools).items() if name[0] != "_" and isinstance(kind, type)
-)
-
-
-def position_reader(value: Any) -> Callable[[Any], Any] | None:
-    """Return a reader of an iterator's position; None for iterators other than Python's own.
-
-    It returns something new each time where that cannot be read.
-    """
-    if type(value) is _ASKING_A_FUNCTION:
-        return lambda value: [object()]
-    if type(value) in _OF_ITERTOOLS and type(value) is not itertools.count:
-        return _position if sys.version_info < (3, 12) else lambda value: [object()]
-    return _position if type(value) in _ITERATORS else None
-
-
-def _position(iterator: Any) -> Any:
-    """Return what tells a position; its items are held, so that no other object takes their id."""
-    kind: Any = type(iterator)
-    if kind is itertools.count:
-        return [repr(iterator)]
-    if kind is types.GeneratorType:
-        frame = iterator.gi_frame
-        return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
-    if kind in _OF_KEYED:
-        return [operator.length_hint(iterator)]
-    return tuple(_marks(iterator.__reduce__()))
-
-
-def _marks(value: Any) -> Iterator[Any]:
-    """Yield what tells two positions apart."""
-    if type(value) is tuple:
-        for part in value:
-            yield from _marks(part)
-    elif (reader := position_reader(value)) is not None:
-        yield from reader(value)
-    elif hasattr(type(value), "__next__"):  # whose position is not known
-        yield object()
-    elif type(value) is list and not value:  # an iterator that is done holds a new one
-        yield 0
-    else:
-        yield value
-
-
-def _is_pythons(base: type) -> bool:
-    """Return whether all that a class adds to its objects is in their attributes."""
-    return base is object or base in _TRANSPARENT or not has_state_of_c(base)
-
-
-_TRANSPARENT = frozenset({types.SimpleNamespace, BaseException, Exception, property})
 
 
 def class_dict(cls: type) -> dict[Any, Any]:
@@ -451,7 +243,7 @@ class WatchedContent:
 
     def add_position(self, value: Any, label: str) -> None:
         """Watch how far an iterator of Python's own has come; do nothing for anything else."""
-        reader = position_reader(value)
+        reader = readers.position_reader(value)
         if reader is not None:
             self._add_content(value, reader, label)
 
@@ -583,7 +375,7 @@ class WatchedContent:
             self._add_content(value, read_logger, label)
             return []
         found: list[tuple[Any, str]] = []
-        reader = content_reader(value)
+        reader = readers.content_reader(value)
         if reader is not None:
             self._note(value)
             if reader is read_items and kind is dict:
@@ -591,7 +383,7 @@ class WatchedContent:
             else:
                 content = self._add_content(value, reader, label)
                 found += [(item, f"{label}[...]") for item in content.items()]
-        elif is_opaque(value):
+        elif readers.is_opaque(value):
             self._finder.note_opaque(value, label)
         # What code of the user's does not name, it does not look at; other code may.
         form = "{}.{}" if is_users_class(kind) else "{}[{}]"

@@ -17,7 +17,6 @@ from torch.nn import functional
 
 from bendtrace.python.bytecode import branches, global_uses
 from bendtrace.python.internals import Never, internal
-from bendtrace.tape.array_functions import works_on_arrays
 from bendtrace.tape.tape import Op, Use
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.transforms import REGISTERS
@@ -216,7 +215,7 @@ SHAPES: dict[Any, str] = {
     torch.numel: "numel",
 }
 
-# Facts about a tensor that are not its values. Their answers are plain and guarded at once.
+# Facts about a tensor that are not its values. Their answers are plain and guarded immediately.
 METADATA: dict[Any, str] = {
     **_getters(
         "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "is_cuda", "is_cpu",
@@ -447,6 +446,11 @@ def tells_sizes_from_tuples(function: Any) -> bool:
     """
     by_size = type(function) is LEGACY or function is torch.Tensor or function is Tensor.new
     return by_size or not is_torchs_function(function)
+
+
+def works_on_arrays(function: Any) -> bool:
+    """Return whether a function is given, or gives, tensors that stand for arrays of numpy's."""
+    return getattr(function, "works_on_arrays", False) is True
 
 
 def may_vary(function: Any) -> bool:

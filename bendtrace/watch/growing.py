@@ -1,4 +1,7 @@
-"""Lists and deques that a run only adds to, so that what is in them does not matter."""
+"""Lists and deques that a run only adds to, so that what is in them does not matter.
+
+Also judges by the instructions of code what it does with containers.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,20 @@ import operator
 import pickle
 import types
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.python.usage import ADDS, names_used, only_adds
+from bendtrace.python.bytecode import (
+    CONSTANTS,
+    InstructionStep,
+    constant_of,
+    loads_method,
+    single_steps,
+)
 from bendtrace.tape.captured import Access, Captured, CaptureKind, module_name_of
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.executed import key_of
@@ -63,9 +73,7 @@ def growing_in(found: ScanResult) -> dict[int, Any]:
     return {id(value): value for index, value in growing.items() if index not in inside}
 
 
-def is_read(
-    part: Captured, codes: Iterable[types.CodeType], otherwise: Container[str] = ()
-) -> bool:
+def is_read(part: Captured, codes: Iterable[CodeType], otherwise: Container[str] = ()) -> bool:
     """Return whether code does more with a list or deque than to add to it.
 
     Args:
@@ -83,7 +91,7 @@ def is_read(
 def _keys_of(part: Captured) -> list[Any]:
     """Return the keys by which code gets from what it names to a part, the outermost first.
 
-    A class of one's own may look its keys up in another way.
+    A class of the user's may look its keys up in another way.
     """
     root, keys = _root_of(part), []
     while part is not root and part.parent is not None:
@@ -221,3 +229,290 @@ READING = frozenset(
 _READERS = frozenset(
     map(id, (copy.copy, copy.deepcopy, dataclasses.asdict, dataclasses.astuple, pickle.dumps, vars))
 )
+
+
+# What code does with containers: whether it only adds to them, judging by its instructions.
+
+# Methods that add to a list or deque, and say nothing of what is in it.
+ADDS = frozenset({"append", "extend"})
+
+_found: dict[int, tuple[CodeType, frozenset[str]]] = {}
+
+
+def names_used(code: CodeType) -> frozenset[str]:
+    """Return the names under which code uses something in another way than to add to it.
+
+    These are names of attributes, globals and variables of functions around it. In
+    `self.seen["x"].append(y)`, nothing but an item of what `seen` stands for is added to. Texts
+    in the code count as names: code may look them up.
+
+    Args:
+        code: the code, without the functions in it.
+    """
+    known = _found.get(id(code))
+    if known is None:
+        steps = single_steps(code)
+        names = {step.value for at, step in enumerate(steps) if _is_read(steps, at)}
+        names.update(_texts_in(code.co_consts))
+        known = _found[id(code)] = (code, frozenset(names))
+    return known[1]
+
+
+def hands_over(code: CodeType, name: str, level: int) -> bool:
+    """Return whether code does more with a container than to operate on it.
+
+    Its methods and operators may be called, and `len`. It may not be passed to anything else, kept
+    or returned: code that asks for its type, or reads its memory, might receive it.
+
+    Args:
+        code: the code, without the functions in it.
+        name: the attribute, global or variable of a function around it that leads to the container.
+        level: how many items of items lie between.
+    """
+    if name in _texts_in(code.co_consts):
+        return True
+    if name not in code.co_names and name not in code.co_freevars + code.co_cellvars:
+        return False
+    return _Operating(code).hands_over(name, level)
+
+
+def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
+    """Return whether code does nothing with a list or deque but add to it.
+
+    Code may look up what the list is in, and other things there: `m = self.metrics["train"]`,
+    then `m["losses"].append(x)` and `m["calls"] += 1`.
+
+    Args:
+        code: the code, without the functions in it.
+        name: the attribute, global or variable of a function around it that leads to the list.
+        keys: the keys of the items that lie between, the outermost first; None for one that code
+            may write in another way.
+    """
+    if name in _texts_in(code.co_consts):
+        return False
+    return not _Adding(code, name, keys).hands_over(name, len(keys))
+
+
+class _Operating:
+    """Follows a container on the stack, from where code loads it."""
+
+    def __init__(self, code: CodeType) -> None:
+        self._code = code
+        self._steps = single_steps(code)
+        self._variables: set[tuple[str, int]] = set()
+
+    def hands_over(self, name: str, level: int) -> bool:
+        for at, step in enumerate(self._steps):
+            if step.value != name or step.name.endswith("_FAST") or step.name in _IDLE:
+                continue
+            if step.name.startswith("STORE_"):
+                continue  # another container, which the next run finds
+            if step.name not in _LOADS or self._is_lost(at, level):
+                return True
+        return False
+
+    def _is_lost(self, at: int, level: int) -> bool:
+        """Return whether the container that an instruction loads gets where it is not followed."""
+        # What is on the stack: the levels of containers, None for others, and `len`.
+        stack: list[Any] = ["len"] * self._is_length(at) + [level]
+        for step in self._steps[at + 1 :]:
+            if not any(map(_leads_on, stack)):
+                return False
+            name = "BINARY_SUBSCR" if _is_subscript(step) else step.name
+            count = step.argument or 0
+            if name == "KW_NAMES":
+                continue
+            if name == "STORE_FAST":
+                kept = stack.pop()
+                if type(kept) is _StackMethod and kept.level:
+                    return True
+                if type(kept) is int and self._is_variable_lost(step.value, kept):
+                    return True
+            elif name in CONSTANTS:
+                stack.append(_StackConstant(constant_of(self._code, step.name, count)))
+            elif name in ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF"):
+                stack.append("len" if step.value == "len" else None)
+            elif name == "COPY" and count <= len(stack):
+                stack.append(stack[-count])
+            elif name == "STORE_ATTR" and stack[-2:-1] == [0] and self._stays(step):
+                del stack[-2:]
+            elif name == "SWAP":
+                stack[:0] = [None] * (count - len(stack))
+                stack[-1], stack[-count] = stack[-count], stack[-1]
+            elif name in _TAKING or name in _BUILDING:
+                takes = _TAKING.get(name, count + (name == "CALL"))
+                taken = [*[None] * (takes - len(stack)), *stack[max(len(stack) - takes, 0) :]]
+                del stack[max(len(stack) - takes, 0) :]
+                # What is operated on is the last, or the last but one in front of a key.
+                place = -1 if takes == 1 or name == "CONTAINS_OP" else -2
+                own = taken.pop(place) if takes and name in _TAKING else None
+                if name == "CALL" and taken[0] == "len" and takes == 2 and self._may_ask(taken[1]):
+                    taken.pop()
+                if name == "CALL" and type(taken[0]) is _StackMethod:
+                    own = taken.pop(0)
+                if any(map(_leads_on, taken)):
+                    return True
+                if type(own) in (int, _StackMethod) and not self._may(step, name, own):
+                    return True
+                if name not in _GIVING_NOTHING:
+                    stack.append(self._result(step, name, own, taken))
+            elif _is_test_instruction(name):
+                if not (self._may_ask(stack.pop()) or name == "POP_TOP"):
+                    return True
+                if any(type(one) is int for one in stack):
+                    return True
+            else:
+                return True
+        return True
+
+    def _may_ask(self, one: Any) -> bool:
+        """Return whether code may ask for the length, or the truth, of what is on the stack."""
+        return True
+
+    def _stays(self, step: InstructionStep) -> bool:
+        """Return whether code assigns a container to where it has it from."""
+        return False
+
+    def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
+        """Return whether code may do an instruction to a container of some level."""
+        return True
+
+    def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
+        """Return what an instruction leaves on the stack: a level, or None."""
+        return own - 1 if name == "BINARY_SUBSCR" and type(own) is int and own else None
+
+    def _is_length(self, at: int) -> bool:
+        """Return whether `len` is called with what an instruction loads, or with an item of it."""
+        first = at
+        while first > 0 and self._steps[first].name in ("LOAD_ATTR", "LOAD_METHOD"):
+            first -= 1
+        before = self._steps[first - 1] if first else None
+        return before is not None and (before.name, before.value) == ("LOAD_GLOBAL", "len")
+
+    def _is_variable_lost(self, variable: str, level: int) -> bool:
+        if (variable, level) in self._variables:
+            return False
+        self._variables.add((variable, level))
+        return any(
+            self._is_lost(at, level)
+            for at, step in enumerate(self._steps)
+            if step.name == "LOAD_FAST" and step.value == variable
+        )
+
+
+class _StackConstant(NamedTuple):
+    """A constant on the stack."""
+
+    value: Any
+
+
+class _StackMethod(NamedTuple):
+    """A method on the stack, of a container at some level."""
+
+    name: str
+    level: int
+
+
+class _Adding(_Operating):
+    """Follows a list that is to be added to, and what it is in.
+
+    Args:
+        code: the code.
+        name: what leads to the list.
+        keys: the keys of the items that lie between.
+    """
+
+    def __init__(self, code: CodeType, name: str, keys: Sequence[Any]) -> None:
+        super().__init__(code)
+        self._name, self._keys = name, keys
+
+    def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
+        if type(own) is _StackMethod:
+            return True
+        if own:  # what the list is in: to have its items, or its keys
+            return name in _OF_HOLDERS or (loads_method(step) and step.value in _LOOKING_UP)
+        return _extends(step) or (loads_method(step) and step.value in ADDS)
+
+    def _may_ask(self, one: Any) -> bool:
+        return one is None or one != 0
+
+    def _stays(self, step: InstructionStep) -> bool:
+        return not self._keys and bool(step.value == self._name)
+
+    def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
+        if type(own) is int and loads_method(step):
+            return _StackMethod(step.value, own)
+        if own == 0 and _extends(step):
+            return own
+        level = own.level if type(own) is _StackMethod else own
+        if not level or not (name == "BINARY_SUBSCR" or type(own) is _StackMethod):
+            return None
+        key = taken[0] if taken else None
+        own_key = self._keys[len(self._keys) - level]
+        # Texts alone: an item of a list has two numbers, `parts[1]` and `parts[-1]`.
+        if type(key) is _StackConstant and type(key.value) is type(own_key) is str:
+            return level - 1 if key.value == own_key else None
+        return level - 1
+
+
+def _leads_on(one: Any) -> bool:
+    """Return whether what is on the stack is a container, or gives one."""
+    return type(one) is int or (type(one) is _StackMethod and one.level > 0)
+
+
+def _extends(step: InstructionStep) -> bool:
+    return step.name == "BINARY_OP" and step.shown == "+="
+
+
+_OF_HOLDERS = frozenset({"BINARY_SUBSCR", "CONTAINS_OP", "STORE_SUBSCR"})
+_LOOKING_UP = frozenset({"get", "setdefault"})
+
+
+def _is_test_instruction(name: str) -> bool:
+    return name.startswith("POP_JUMP") or name == "POP_TOP"
+
+
+# Instructions that operate on what they take from the stack, and how much that is.
+_TAKING = {
+    "LOAD_ATTR": 1, "LOAD_METHOD": 1, "GET_ITER": 1, "TO_BOOL": 1, "UNARY_NOT": 1,
+    "UNARY_NEGATIVE": 1,
+    "BINARY_SUBSCR": 2, "CONTAINS_OP": 2, "COMPARE_OP": 2, "BINARY_OP": 2, "DELETE_SUBSCR": 2,
+    "STORE_SUBSCR": 3,
+}  # fmt: skip
+_BUILDING = frozenset({"CALL", "BUILD_TUPLE", "BUILD_LIST", "BUILD_SLICE"})
+_GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR"})
+
+
+def _is_read(steps: Sequence[InstructionStep], at: int) -> bool:
+    """Return whether an instruction uses a name, and what it stands for is not only added to."""
+    name = steps[at].name
+    if name.endswith("_FAST") or not isinstance(steps[at].value, str):
+        return False
+    if name.startswith(("STORE_", "DELETE_")) or name not in _LOADS:
+        return name.startswith(("STORE_", "DELETE_", "LOAD_", "IMPORT_")) and name not in _IDLE
+    at += 1
+    while at + 1 < len(steps) and steps[at].name in _KEYS and _is_subscript(steps[at + 1]):
+        at += 2
+    return not (loads_method(steps[at]) and steps[at].value in ADDS)
+
+
+def _is_subscript(step: InstructionStep) -> bool:
+    return step.name == "BINARY_SUBSCR" or (step.name == "BINARY_OP" and step.shown == "[]")
+
+
+def _texts_in(values: tuple[Any, ...]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (tuple, frozenset)):
+            yield from _texts_in(tuple(value))
+
+
+_LOADS = frozenset(
+    {
+        "LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF",
+        "LOAD_FROM_DICT_OR_DEREF", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_SUPER_ATTR",
+    }
+)  # fmt: skip
+_KEYS = CONSTANTS | {"LOAD_FAST"}
+_IDLE = CONSTANTS | {"LOAD_CLOSURE"}  # (a function in the code has its own look at the variable)

@@ -17,11 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bendtrace.tape.watchers import Watcher, current_watcher
+from bendtrace.tape.watchers import current_watcher
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Watcher
 
 # Whoever puts something of their own here wants that to be asked: it is what `__wrapped__` of
 # those that are exchanged is set to.

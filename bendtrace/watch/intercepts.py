@@ -17,7 +17,7 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.autograd.forward_ad
@@ -27,24 +27,23 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils.hooks import BackwardHook
 
-from bendtrace.errors import InputError
 from bendtrace.python.internals import Never, TorchDispatchMode, disable_dynamo, internal
-from bendtrace.tape.blocks import checkpointed
+from bendtrace.python.lazy import LazyModule, errors
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import FunctionUse
-from bendtrace.tape.watchers import (
-    Watcher,
-    _local,
-    current_watcher,
-    note_call,
-    set_watcher,
-)
-from bendtrace.watch.collectives import entries_of_ddp, joint_functions, layout_properties
+from bendtrace.tape.watchers import _local, current_watcher, note_call, set_watcher
 from bendtrace.watch.draws import entries_of_numpys_draws, entries_of_pythons_draws, numpys_random
 from bendtrace.watch.functions import GONE, ScriptFunction, ScriptMethod, entries_of_constructors
 from bendtrace.watch.host_io import OFTEN_PATCHED, entries_of_outside
+from bendtrace.watch.rank_sync import is_running
 from bendtrace.watch.transforms import as_one_op, entries_of_transforms
+
+if TYPE_CHECKING:
+    from bendtrace.tape.protocols import Watcher
+    from bendtrace.watch import collectives
+else:
+    collectives = LazyModule("bendtrace.watch.collectives")
 
 # Full backward hooks of modules, which each replay sets up on its own.
 #
@@ -158,7 +157,7 @@ def opaque(function: Callable[P, R]) -> Callable[P, R]:
         (tensor([3., 6., 6.]), 1)
     """
     if not callable(function):
-        raise InputError(f"only a callable can be opaque, not {function!r}")
+        raise errors.InputError(f"only a callable can be opaque, not {function!r}")
     return as_one_op(function)
 
 
@@ -372,12 +371,18 @@ def _run_compiled_code_eagerly() -> None:
         _stances.append(stance)
 
 
+# Also in `blocks.py`, which most runs do not load.
+_checkpointed: Any = internal(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator", None
+)
+
+
 def _through_block(function: Any, *settings: Any, **kwargs: Any) -> Any:
     watcher = current_watcher()
     followed = None
     if watcher is not None and torch.is_grad_enabled():
         followed = watcher.checkpointed(function, *settings, **kwargs)
-    return checkpointed(function, *settings, **kwargs) if followed is None else followed
+    return _checkpointed(function, *settings, **kwargs) if followed is None else followed
 
 
 def _through_block_by_keywords(function: Any, args: Any, kwargs: Any, **settings: Any) -> Any:
@@ -458,8 +463,8 @@ def _entry_points() -> Iterator[_EntryPoint]:
     for owner, name, what in _UNFOLLOWED:
         if name in vars(owner):
             yield entry(owner, name, _reports(what, vars(owner)[name]))
-    if checkpointed is not None:
-        yield entry(torch.utils.checkpoint, checkpointed.__name__, _through_block)
+    if _checkpointed is not None:
+        yield entry(torch.utils.checkpoint, _checkpointed.__name__, _through_block)
         if _keywords_of_blocks is not None:
             yield entry(torch.utils.checkpoint, _BY_KEYWORDS, _through_block_by_keywords)
     yield entry(_SavedTensors, "__enter__", _enters_saved)
@@ -493,7 +498,6 @@ def _entry_points() -> Iterator[_EntryPoint]:
         *entries_of_transforms(),
     ):
         yield entry(owner, name, ours)
-    yield from (entry(*one) for one in entries_of_ddp())
 
 
 _ENTRY_POINTS = list(_entry_points())
@@ -516,10 +520,13 @@ def _add_numpys() -> None:
 
 def _add_joint() -> None:
     """Intercept what torch.distributed has imported so far; it imports some parts on first use."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_running():
         return
     entries = {(id(entry.owner), entry.name) for entry in _ENTRY_POINTS}
-    for owner, name in (*joint_functions(), *layout_properties()):
+    for entry in collectives.entries_of_ddp():
+        if (id(entry[0]), entry[1]) not in entries:
+            _ENTRY_POINTS.append(_EntryPoint(*entry, vars(entry[0])[entry[1]]))
+    for owner, name in (*collectives.joint_functions(), *collectives.layout_properties()):
         if (id(owner), name) not in entries:
             original = vars(owner)[name]
             ours: Any

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bendtrace.python.places import full_place_text
+from bendtrace.python.sites import full_place_text
 from bendtrace.tape.captured import PLAIN_TYPES, CaptureKind, is_scalar, module_name_of, slot_names
 from bendtrace.tape.plain_numbers import function_needs_plain
 from bendtrace.tape.structure import can_build
-from bendtrace.watch.collectives import is_wiring
 from bendtrace.watch.owners import module_tree
+from bendtrace.watch.rank_sync import is_wiring
 from bendtrace.watch.reachability import reachable_from
 
 _DEEP = 8  # plain objects nested deeper than this are guarded by identity

@@ -23,8 +23,8 @@ import torch.nn.init
 import torch.special
 from torch.nn import functional
 
-from bendtrace.errors import InputError
 from bendtrace.python.internals import internal
+from bendtrace.python.lazy import errors
 from bendtrace.python.sites import TORCH
 from bendtrace.python.versions import TELLS_CHANGES, reader_of_versions, version_of
 from bendtrace.watch.intercepts import REPLACED
@@ -210,7 +210,9 @@ def original_of(function: Any, frame: types.FrameType) -> Any:
         original = _original_of(function, None)
         if original is None and type(function) is types.FunctionType:
             if id(function) not in _ORIGINALS:
-                raise InputError(f"{function!r} {_AMBIGUOUS}: replace it with a plain function")
+                raise errors.InputError(
+                    f"{function!r} {_AMBIGUOUS}: replace it with a plain function"
+                )
         return function if original is None else original
     code = asking.f_code
     if not code.co_filename.startswith(TORCH):
@@ -237,7 +239,7 @@ def _original_of(value: Any, code: types.CodeType | None) -> Any:
         matches = [s for s in matches if getattr(s.original, "__code__", None) is code]
     if len(matches) > 1:
         names = ", ".join(sorted(patch.name for patch in matches))
-        raise InputError(f"{value!r} replaces {names}: {_ONE_EACH}")
+        raise errors.InputError(f"{value!r} replaces {names}: {_ONE_EACH}")
     return matches[0].original if matches else None
 
 

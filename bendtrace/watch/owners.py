@@ -6,11 +6,31 @@ import functools
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from bendtrace.errors import InputError
+from bendtrace.python.lazy import LazyModule, errors
+
+if TYPE_CHECKING:
+    from bendtrace.python import checks
+else:
+    checks = LazyModule("bendtrace.python.checks")
+
+
+def required_model(model: Any) -> Any:
+    """Return a model, which has to be an object that can be called.
+
+    A class can be called as well, and would be taken for a model whose output is a module.
+    """
+    if isinstance(model, type):
+        raise errors.InputError(
+            f"{model.__name__} is a class, which makes models: pass an object of it, as in "
+            f"{model.__name__}(...)"
+        )
+    if not callable(model):
+        raise errors.InputError(f"a model has to be callable; {checks.shown(model)} is not")
+    return model
 
 
 def module_of(model: Any) -> nn.Module | None:
@@ -109,7 +129,7 @@ def without_hooks(model: Any) -> Iterator[None]:
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     hooked = [part for part in modules_in(model).values() if "_hf_hook" in vars(part)]
     if hooked and any(tensor.is_meta for _, tensor in states_of(model)):
-        raise InputError(
+        raise errors.InputError(
             "accelerate has put weights of the model somewhere else: load it without offloading, "
             "or call accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
         )

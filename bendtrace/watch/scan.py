@@ -23,13 +23,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from enum import Enum
 from itertools import chain, filterfalse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bendtrace.python.results import is_computation
+from bendtrace.python.computations import is_computation
+from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import (
     COPIED,
     PLAIN_TYPES,
@@ -57,7 +58,6 @@ from bendtrace.tape.structure import (
     read_partial,
 )
 from bendtrace.watch.code_facts import ASKING, facts_in, names_in, other_names_in, undetectable_in
-from bendtrace.watch.collectives import gather_locations, hidden_of, is_joint_hook
 from bendtrace.watch.draws import is_host_generator
 from bendtrace.watch.executed import functions_of_runs, is_steady_type
 from bendtrace.watch.findings import (
@@ -67,9 +67,6 @@ from bendtrace.watch.findings import (
     Route,
     ScanResult,
     WatchedContent,
-    content_reader,
-    is_opaque,
-    position_reader,
 )
 from bendtrace.watch.functions import LEGACY, ScriptModule
 from bendtrace.watch.kinds import (
@@ -98,6 +95,7 @@ from bendtrace.watch.provenance import (
     is_users_class,
     is_users_module,
 )
+from bendtrace.watch.rank_sync import gather_locations, hidden_of, is_joint_hook
 from bendtrace.watch.reachability import (
     DESCRIBED,
     Reachable,
@@ -106,6 +104,11 @@ from bendtrace.watch.reachability import (
     reachable_from,
 )
 from bendtrace.watch.scan_cache import Notes, tensor_facts
+
+if TYPE_CHECKING:
+    from bendtrace.watch import readers
+else:
+    readers = LazyModule("bendtrace.watch.readers")
 
 # The scan of what code can read: globals, closures, defaults, and members of classes.
 #
@@ -568,7 +571,7 @@ def _is_content(value: Any) -> bool:
     return not is_torchs(module_name_of(type(value))) and (
         isinstance(value, (Mapping, list, tuple, set, frozenset))
         or is_plain_object(type(value), 0)
-        or position_reader(value) is not None
+        or readers.position_reader(value) is not None
         or isinstance(value, random.Random)
         or module_name_of(type(value)).startswith("numpy.random")
     )
@@ -956,7 +959,7 @@ class Scan(CodeScan):
 
     def _holds(self, value: Any) -> bool:
         """Return whether an object that can be called has content."""
-        return content_reader(value) is not None or is_opaque(value)
+        return readers.content_reader(value) is not None or readers.is_opaque(value)
 
     def _scan_container(self, value: Any, route: Route) -> None:
         part = self._add(value, route, container_kind(type(value)))

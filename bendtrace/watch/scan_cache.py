@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.versions import CodeVersion, all_same
 from bendtrace.tape.captured import (
     COPIED,
@@ -39,10 +40,14 @@ from bendtrace.tape.captured import (
 )
 from bendtrace.watch.executed import functions_of_runs
 from bendtrace.watch.findings import Contents, ScanResult
-from bendtrace.watch.growing import is_full
 from bendtrace.watch.monkeypatches import monkeypatches
 from bendtrace.watch.provenance import is_users_class
 from bendtrace.watch.reachability import namespace_of
+
+if TYPE_CHECKING:
+    from bendtrace.watch import growing
+else:
+    growing = LazyModule("bendtrace.watch.growing")
 
 _values = methodcaller("values")
 _about = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -293,7 +298,7 @@ class CachedScan:
                 return None
             if part.kind in COPIED and not is_as_copied(part, part.value):
                 return None
-            if part.kind is CaptureKind.GROWING and is_full(part.value):
+            if part.kind is CaptureKind.GROWING and growing.is_full(part.value):
                 return None
             noted = self._content.get(old.index)
             if noted is None:

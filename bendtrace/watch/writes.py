@@ -8,20 +8,15 @@ later readers.
 from __future__ import annotations
 
 import functools
-import sys
 import types
-from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
-from types import FrameType
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.errors import NondeterminismError
-from bendtrace.python.sites import user_place
-from bendtrace.tape.captured import PLAIN_TENSORS, Array, is_array, is_inference
-from bendtrace.tape.tape import Op, Ref, Tape, refs_in
+from bendtrace.tape.captured import PLAIN_TENSORS, is_inference
+from bendtrace.tape.tape import Op, Ref, refs_in
 from bendtrace.watch.functions import (
     SHARING,
     OpOverload,
@@ -175,7 +170,7 @@ class Writes:
         ]
 
 
-# After these, two tensors are in one memory and each has a version of its own.
+# After these, two tensors are in one memory and each has its own version.
 _SHARING = {
     "__get__": Tensor.data.__get__,  # type: ignore[attr-defined]
     "__set__": Tensor.data.__set__,  # type: ignore[attr-defined]
@@ -310,14 +305,6 @@ def works_in_place(op: Op) -> bool:
     return is_named_in_place(name)
 
 
-# numpy arrays that share their memory with a tensor of the run.
-#
-# `torch.from_numpy(array)` copies nothing: writes to the array by Python appear in the tensor,
-# and writes to the tensor by torch appear in the array. A replay creates the tensor from its own
-# array, with the content of the recorded one. So no such write may occur as long as anything but
-# the tensor can reach the array.
-
-
 def may_share(function: Any) -> bool:
     """Return whether a torch function, or class, may return a tensor in the memory of an array."""
     return function in SHARING or isinstance(function, type)
@@ -358,126 +345,3 @@ def _memory_extent(array: Any) -> tuple[int, int]:
         else:
             end += (size - 1) * stride
     return begin, end
-
-
-@dataclass(slots=True)
-class _SharedArray:
-    """An array, and the tensors in its memory.
-
-    Attributes:
-        array: the array.
-        content: what was in it.
-        predates_run: whether it was there before the run: then a replay takes it, and no copy.
-        is_resumed: whether the tensors are those of the replay that the run resumes, which are in
-            the memory of another array.
-        place: where that was.
-    """
-
-    array: Any
-    content: Array
-    predates_run: bool
-    is_resumed: bool
-    place: str
-
-
-class SharedArrays:
-    """Watches the arrays that tensors of a run share their memory with.
-
-    Args:
-        tape: receives a reason if a replay would behave differently.
-        find: finds an array that existed before the run.
-    """
-
-    def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
-        self._tape = tape
-        self._find = find
-        self._shared: dict[int, _SharedArray] = {}  # by the storage of the tensors
-
-    def __bool__(self) -> bool:
-        return bool(self._shared)
-
-    def note_result(
-        self,
-        op: Op,
-        args: Iterable[Any],
-        out: Any,
-        again: Callable[[], Any] | None,
-        frame: FrameType,
-    ) -> None:
-        """Record the result of an op that may be in the memory of its arguments.
-
-        Args:
-            op: the op.
-            args: its arguments.
-            out: its result.
-            again: if the result comes from a replay, runs the op.
-            frame: the frame of the run.
-        """
-        arrays = [array for array in args if is_array(array) and array.nbytes]
-        if not arrays or not isinstance(out, Tensor):
-            return
-        made = out if again is None else again()
-        for array in arrays:
-            first = array.__array_interface__["data"][0]
-            if first <= made.data_ptr() < first + array.nbytes:
-                predates_run = self._find(array) is not None
-                self._shared[storage_of(out)] = _SharedArray(
-                    array, Array(array), predates_run, again is not None and not predates_run,
-                    user_place(frame),
-                )  # fmt: skip
-
-    def check_arguments(self, given: Iterable[Tensor]) -> None:
-        """Check the arrays before an op with tensor arguments."""
-        for storage in self._storages_of(given):
-            self._compare(self._shared[storage])
-        for storage, shared in list(self._shared.items()):
-            if not shared.predates_run and _is_free(shared):
-                self._compare(shared)
-                self._shared.pop(storage, None)
-
-    def check_writes(self, op: Op, given: Iterable[Tensor]) -> None:
-        """Check the tensors that an op has written to."""
-        for storage in self._storages_of(given) if op.writes else ():
-            shared = self._shared[storage]
-            if shared.predates_run or not _is_free(shared):
-                self._block(shared, "is written to through the tensor")
-
-    def finish(self) -> None:
-        """Check the arrays that still exist at the end of the run."""
-        self.check_arguments(())
-        for shared in list(self._shared.values()):
-            self._compare(shared)
-            if not shared.predates_run:
-                self._block(shared, "still exists after the run")
-        self._shared.clear()
-
-    def _storages_of(self, given: Iterable[Tensor]) -> set[int]:
-        return {storage_of(tensor) for tensor in given} & self._shared.keys()
-
-    def _compare(self, shared: _SharedArray) -> None:
-        if shared.content != shared.array:
-            self._block(shared, "is written to afterwards")
-
-    def _block(self, shared: _SharedArray, what: str) -> None:
-        reason = f"the array whose memory a tensor shares since {shared.place} {what}"
-        if shared.is_resumed:
-            raise NondeterminismError(
-                f"{reason}, along a path that a replay has begun with another array: "
-                "name the function around it with bendtrace.opaque, or copy the array with "
-                "torch.tensor"
-            )
-        self._tape.block(reason)
-        # Once is enough.
-        self._shared = {key: other for key, other in self._shared.items() if other is not shared}
-
-
-def _is_free(shared: _SharedArray) -> bool:
-    """Return whether nobody but the tensor can reach an array."""
-    references = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
-    if references > (0 if shared.is_resumed else 1):
-        return False
-    if shared.array.base is None:
-        return bool(shared.array.flags.owndata)
-    if not is_array(shared.array.base) or not shared.array.base.flags.owndata:
-        return False
-    return sys.getrefcount(shared.array.base) <= 2  # the view, and the call

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
-from bendtrace.python.operands import can_exchange_operands
+from bendtrace.python.results import can_exchange_operands
 from tests.borders.border import Border, Case, Stateful
 from tests.promise import Inputs, bits
 

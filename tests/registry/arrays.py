@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bendtrace as bt
-from bendtrace.python.operands import can_exchange_operands
+from bendtrace.python.results import can_exchange_operands
 from tests.registry.calls import Call, args, case
 
 

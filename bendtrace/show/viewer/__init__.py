@@ -19,7 +19,7 @@ from torch import Tensor
 from bendtrace.flow import FlowStep, LoopFlowStep
 from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, Source, number_text
 from bendtrace.log.run_log import RunLog
-from bendtrace.python.places import path_text
+from bendtrace.python.sites import path_text
 from bendtrace.show.paint import FILLS, STROKES
 
 # In the order in which they build on each other.

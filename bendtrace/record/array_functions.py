@@ -1,4 +1,4 @@
-"""Functions that work on arrays, as ops on tensors that stand for the arrays.
+"""Arrays of numpy in a run: functions on them as ops, and the memory that tensors share with them.
 
 A tape has tensors and numbers. So an array of numpy is on it as a tensor with the same content,
 which carries the array: `x.numpy()` gives the tensor of its array, `numpy.sort(a)` is an op from
@@ -10,21 +10,27 @@ memory share a storage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bendtrace.errors import NondeterminismError
+from bendtrace.python.sites import user_place
+from bendtrace.tape.captured import Array, is_array, is_ndarray
 from bendtrace.tape.structure import build_instance
+from bendtrace.tape.tape import ARRAY, Op, Tape
+from bendtrace.watch.writes import storage_of
 
-_NAME = "array (bendtrace)"  # of the attribute: no code assigns one of that name
-_SHARED = "shared (bendtrace)"  # likewise, of those in the memory of a tensor of the model's
+_SHARED = "shared (bendtrace)"  # of those in the memory of a tensor of the model's; see `ARRAY`
 
 
 def array_of(tensor: Tensor) -> Any:
     """Return the array, or number of numpy's, that a tensor stands for."""
-    array = vars(tensor).get(_NAME)
+    array = vars(tensor).get(ARRAY)
     if array is None or not is_ndarray(array):
         # Something inserted has given another tensor, or written to this one.
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
@@ -32,31 +38,9 @@ def array_of(tensor: Tensor) -> Any:
     return array
 
 
-def works_on_arrays(function: Any) -> bool:
-    """Return whether a function is given, or gives, tensors that stand for arrays."""
-    return function is content_of or isinstance(function, ArrayFunction)
-
-
-def carries_array(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for an array."""
-    return _NAME in vars(tensor)
-
-
-def stands_for_number(tensor: Tensor) -> bool:
-    """Return whether a tensor stands for a number of numpy's, which is no array."""
-    array = vars(tensor).get(_NAME)
-    return array is not None and not is_ndarray(array)
-
-
 def make_stand_for_number(tensor: Tensor) -> None:
     """Have a tensor without content stand for a number of numpy's."""
-    vars(tensor)[_NAME] = "number"
-
-
-def is_ndarray(value: Any) -> bool:
-    """Return whether a value is an array of numpy's own class, without importing numpy."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray
+    vars(tensor)[ARRAY] = "number"
 
 
 def is_content(value: Any) -> bool:
@@ -79,8 +63,11 @@ class ArrayFunction:
     Attributes:
         function: as given.
         is_written: whether it writes to its first argument, or to `out`.
+        works_on_arrays: that it does (see `functions.works_on_arrays`).
         __name__: as given; with the ending of torch's where it writes to its first argument.
     """
+
+    works_on_arrays = True
 
     def __init__(
         self,
@@ -119,7 +106,7 @@ class ArrayFunction:
     def _open(self, value: Any, given: list[tuple[Tensor, Any]]) -> Any:
         kind = type(value)
         if isinstance(value, Tensor):
-            if self._given_tensors and _NAME not in vars(value):
+            if self._given_tensors and ARRAY not in vars(value):
                 return value
             array = array_of(value)
             given.append((value, array))
@@ -151,17 +138,18 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the tensor that stands for the array of `tensor.numpy()`."""
     array: Any = Tensor.numpy(tensor, *args, **kwargs)
     plain = tensor.detach()
-    if plain.data_ptr() != array_address(array) or plain.device.type != "cpu":
+    if plain.data_ptr() != address(array) or plain.device.type != "cpu":
         return _arrays_to_tensors(array, [])
-    vars(plain).update({_NAME: array, _SHARED: True})
+    vars(plain).update({ARRAY: array, _SHARED: True})
     return plain
 
 
 content_of.__name__ = "numpy"
+content_of.works_on_arrays = True  # type: ignore[attr-defined]
 
 
 def _arrays_to_tensors(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
-    """Return a result with tensors in the place of arrays."""
+    """Return a result with tensors instead of arrays."""
     kind = type(result)
     if is_content(result):
         return _standing_for(result, given)
@@ -183,7 +171,7 @@ def _standing_for(array: Any, given: list[tuple[Tensor, Any]]) -> Any:
             if before is array:
                 return other
         tensor = _view(array, given)
-    vars(tensor)[_NAME] = array
+    vars(tensor)[ARRAY] = array
     return tensor
 
 
@@ -196,9 +184,9 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
         for other, _ in given:
             first = other.data_ptr() - other.storage_offset() * size
             end = first + other.untyped_storage().nbytes()
-            away = array_address(array) - first
+            away = address(array) - first
             if (
-                first <= array_address(array) < end
+                first <= address(array) < end
                 and str(other.dtype) == _dtype_name(array)
                 and (is_in_memory(other) and away % size == 0)
             ):
@@ -217,7 +205,7 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
 def is_in_memory(tensor: Tensor) -> bool:
     """Return whether a tensor that stands for an array is in the memory of the array."""
     array = array_of(tensor)
-    return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == array_address(array))
+    return is_ndarray(array) and (not array.nbytes or tensor.data_ptr() == address(array))
 
 
 def _in_memory_of(given: list[tuple[Tensor, Any]], tensor: Tensor) -> Tensor:
@@ -238,13 +226,13 @@ def shares_unseen(tensor: Tensor, given: list[Tensor]) -> bool:
     first, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     return any(
         is_ndarray(array := array_of(other))
-        and first <= array_address(array) < end
+        and first <= address(array) < end
         and other.untyped_storage().data_ptr() != first
         for other in given
     )
 
 
-def array_address(array: Any) -> int:
+def address(array: Any) -> int:
     """Return the address of the first element of an array."""
     return int(array.__array_interface__["data"][0])
 
@@ -257,12 +245,141 @@ def _dtypes() -> frozenset[Any]:
     """Return the types of numpy that torch has as well."""
     if not _torch_dtypes:
         numpy = sys.modules["numpy"]
-        _torch_dtypes.append(frozenset(map(numpy.dtype, _NAMES)))
+        _torch_dtypes.append(frozenset(map(numpy.dtype, ARRAYS)))
     return _torch_dtypes[0]
 
 
 _torch_dtypes: list[frozenset[Any]] = []
-_NAMES = (
+ARRAYS = (
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16",
     "float32", "float64", "complex64", "complex128",
 )  # fmt: skip
+
+
+# numpy arrays that share their memory with a tensor of the run.
+#
+# `torch.from_numpy(array)` copies nothing: writes to the array by Python appear in the tensor,
+# and writes to the tensor by torch appear in the array. A replay creates the tensor from its own
+# array, with the content of the recorded one. So no such write may occur as long as anything but
+# the tensor can reach the array.
+
+
+@dataclass(slots=True)
+class _SharedArray:
+    """An array, and the tensors in its memory.
+
+    Attributes:
+        array: the array.
+        content: what was in it.
+        predates_run: whether it was there before the run: then a replay takes it, and no copy.
+        is_resumed: whether the tensors are those of the replay that the run resumes, which are in
+            the memory of another array.
+        place: where that was.
+    """
+
+    array: Any
+    content: Array
+    predates_run: bool
+    is_resumed: bool
+    place: str
+
+
+class SharedArrays:
+    """Watches the arrays that tensors of a run share their memory with.
+
+    Args:
+        tape: receives a reason if a replay would behave differently.
+        find: finds an array that existed before the run.
+    """
+
+    def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
+        self._tape = tape
+        self._find = find
+        self._shared: dict[int, _SharedArray] = {}  # by the storage of the tensors
+
+    def __bool__(self) -> bool:
+        return bool(self._shared)
+
+    def note_result(
+        self,
+        args: Iterable[Any],
+        out: Any,
+        again: Callable[[], Any] | None,
+        frame: FrameType,
+    ) -> None:
+        """Record the result of an op that may be in the memory of its arguments.
+
+        Args:
+            args: the arguments of the op.
+            out: its result.
+            again: if the result comes from a replay, runs the op.
+            frame: the frame of the run.
+        """
+        arrays = [array for array in args if is_array(array) and array.nbytes]
+        if not arrays or not isinstance(out, Tensor):
+            return
+        made = out if again is None else again()
+        for array in arrays:
+            first = array.__array_interface__["data"][0]
+            if first <= made.data_ptr() < first + array.nbytes:
+                predates_run = self._find(array) is not None
+                self._shared[storage_of(out)] = _SharedArray(
+                    array, Array(array), predates_run, again is not None and not predates_run,
+                    user_place(frame),
+                )  # fmt: skip
+
+    def check_arguments(self, given: Iterable[Tensor]) -> None:
+        """Check the arrays before an op with tensor arguments."""
+        for storage in self._storages_of(given):
+            self._compare(self._shared[storage])
+        for storage, shared in list(self._shared.items()):
+            if not shared.predates_run and _is_free(shared):
+                self._compare(shared)
+                self._shared.pop(storage, None)
+
+    def check_writes(self, op: Op, given: Iterable[Tensor]) -> None:
+        """Check the tensors that an op has written to."""
+        for storage in self._storages_of(given) if op.writes else ():
+            shared = self._shared[storage]
+            if shared.predates_run or not _is_free(shared):
+                self._block(shared, "is written to through the tensor")
+
+    def finish(self) -> None:
+        """Check the arrays that still exist at the end of the run."""
+        self.check_arguments(())
+        for shared in list(self._shared.values()):
+            self._compare(shared)
+            if not shared.predates_run:
+                self._block(shared, "still exists after the run")
+        self._shared.clear()
+
+    def _storages_of(self, given: Iterable[Tensor]) -> set[int]:
+        return {storage_of(tensor) for tensor in given} & self._shared.keys()
+
+    def _compare(self, shared: _SharedArray) -> None:
+        if shared.content != shared.array:
+            self._block(shared, "is written to afterwards")
+
+    def _block(self, shared: _SharedArray, what: str) -> None:
+        reason = f"the array whose memory a tensor shares since {shared.place} {what}"
+        if shared.is_resumed:
+            raise NondeterminismError(
+                f"{reason}, along a path that a replay has begun with another array: "
+                "name the function around it with bendtrace.opaque, or copy the array with "
+                "torch.tensor"
+            )
+        self._tape.block(reason)
+        # Once is enough.
+        self._shared = {key: other for key, other in self._shared.items() if other is not shared}
+
+
+def _is_free(shared: _SharedArray) -> bool:
+    """Return whether nobody but the tensor can reach an array."""
+    references = sys.getrefcount(shared.array) - 2  # by `shared`, and by the call
+    if references > (0 if shared.is_resumed else 1):
+        return False
+    if shared.array.base is None:
+        return bool(shared.array.flags.owndata)
+    if not is_array(shared.array.base) or not shared.array.base.flags.owndata:
+        return False
+    return sys.getrefcount(shared.array.base) <= 2  # the view, and the call

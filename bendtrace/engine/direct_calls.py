@@ -10,49 +10,20 @@ model might catch the errors of the call.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bendtrace.engine.source import IN_PYTHON, EquivalentCall, TorchSetting
 from bendtrace.python.internals import internal
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.contexts import cudnn
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-)
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape
 from bendtrace.watch.functions import METADATA, SHAPES, name_of
-
-
-class EquivalentCall(NamedTuple):
-    """A call that is equivalent to another one.
-
-    Attributes:
-        target: the function.
-        args: its arguments, as in `Op.args`; a function among them is called to compute its
-            argument.
-        kwargs: its keyword arguments.
-        gives_back: the argument that the call returns unchanged, unless it is a nested tensor or a
-            dispatch mode wants to see the call; None if the call computes something.
-    """
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = types.MappingProxyType({})
-    gives_back: Ref | None = None
-
-
-class TorchSetting(NamedTuple):
-    """An argument that the function asks torch for."""
-
-    function: Callable[[], Any]
-
 
 _Given = dict[str, Any]
 
@@ -323,8 +294,7 @@ def _gives_plain_tensors(function: Any) -> bool:
     if isinstance(function, types.BuiltinFunctionType):
         return any(getattr(owner, name, None) is function for owner in (_functions, _nn))
     module = getattr(function, "__module__", None)
-    return isinstance(function, types.FunctionType) and module in _MODULES
+    return isinstance(function, types.FunctionType) and module in IN_PYTHON
 
 
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
-_MODULES = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor"})
