@@ -30,6 +30,7 @@ from bendtrace.tape.captured import (
     EnvironmentChange,
     holds_number,
     identical,
+    is_cache,
 )
 from bendtrace.tape.guards import Place, TruthGuard, ValueGuard, number_place
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
@@ -336,7 +337,7 @@ class TraceTree:
         caches = [
             part
             for part in environment.parts
-            if containers.is_cache(part)
+            if is_cache(part)
             and containers.can_be_watched(part)
             and containers.caches_tensors(part.value)
         ]
@@ -360,8 +361,7 @@ class TraceTree:
                     one
                     for one in listed
                     if any(
-                        containers.is_cache(p) and p.label in often
-                        for p in one.recording.environment.parts
+                        is_cache(p) and p.label in often for p in one.recording.environment.parts
                     )
                 )
                 self._drop(names, *looking)
@@ -715,7 +715,7 @@ def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
     if holds_number(part):
         now = _read_part(part, arguments)
         return type(now) in _NUMBERS and not identical(now, part.value)
-    if containers.is_cache(part) or not containers.can_be_watched(part):
+    if is_cache(part) or not containers.can_be_watched(part):
         return False  # (of a cache, its runs tell)
     return not containers.has_content(part, _read_part(part, arguments))
 

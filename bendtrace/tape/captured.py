@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import functools
 import inspect
 import random
 import struct
@@ -435,6 +436,11 @@ def holds_number(part: Captured) -> bool:
     while is_number and part.parent is not None and part.parent.type is tuple:
         part = part.parent
     return is_number and is_exchangeable(part)
+
+
+def is_cache(part: Captured) -> bool:
+    """Return whether a part is a `functools.lru_cache`."""
+    return part.type is functools._lru_cache_wrapper
 
 
 def is_exchangeable(part: Captured) -> bool:

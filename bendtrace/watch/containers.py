@@ -34,6 +34,7 @@ from bendtrace.tape.captured import (
     CaptureKind,
     Keys,
     is_as_copied,
+    is_cache,
     is_exchangeable,
     same_keys,
 )
@@ -70,13 +71,8 @@ _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "_
 
 def can_be_watched(part: Captured) -> bool:
     """Return whether a part is a container whose operations can be ops."""
-    is_known = part.kind in _KINDS or part.type is _CACHE
+    is_known = part.kind in _KINDS or is_cache(part)
     return is_known and part.type in _OPERATIONS and is_exchangeable(part)
-
-
-def is_cache(part: Captured) -> bool:
-    """Return whether a part is a `functools.lru_cache`."""
-    return part.type is _CACHE
 
 
 def caches_tensors(cache: Any) -> bool:

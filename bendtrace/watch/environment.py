@@ -35,6 +35,7 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
     is_as_copied,
+    is_cache,
     is_exchangeable,
     store_item,
 )
@@ -159,9 +160,7 @@ class Environment(ScanResult):
         named = {id(part.value.value) for part in others}
         stay = {id(part.value.value) for part in others if not is_exchangeable(part)}
         caches = {
-            id(one.value): one.value
-            for one in found
-            if containers.is_cache(one) and id(one.value) not in stay
+            id(one.value): one.value for one in found if is_cache(one) and id(one.value) not in stay
         }
         if self.plain_numbers or self.tells_numbers or self.computes:
             return caches
@@ -172,7 +171,7 @@ class Environment(ScanResult):
         return caches | {
             id(part.value): part.value
             for part in found
-            if not containers.is_cache(part)
+            if not is_cache(part)
             and id(part.value) not in named
             and growing.access_name(part) not in read
             and containers.is_watchable(part.value)
@@ -194,7 +193,7 @@ class Environment(ScanResult):
     def look_at_containers(self, codes: Iterable[types.CodeType]) -> None:
         """Note which containers code has handed over that the search for uses did not find."""
         for part, one in self._containers_placed:
-            if containers.is_cache(part) or one.is_misused:
+            if is_cache(part) or one.is_misused:
                 continue
             if self._is_handed_over(part, codes):
                 one.is_misused = True
@@ -217,7 +216,7 @@ class Environment(ScanResult):
     @property
     def watches_caches(self) -> bool:
         """True if calls of caches are ops of the run."""
-        return any(containers.is_cache(part) for part, _ in self._containers_placed)
+        return any(is_cache(part) for part, _ in self._containers_placed)
 
     def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
