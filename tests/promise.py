@@ -42,6 +42,8 @@ def bits(value: Any, seen: dict[int, int] | None = None) -> Any:
         return kind, "nan" if value != value else value.hex()
     if isinstance(value, (type, types.FunctionType, nn.Module, weakref.ref)):
         return kind.__name__
+    if isinstance(value, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
+        return kind.__name__, str(value)  # torch caches what it looks up of them
     if isinstance(value, np.generic):  # as unchangeable as the numbers above
         return kind.__name__, repr(value)
     if id(value) in seen:

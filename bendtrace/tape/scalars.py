@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +82,21 @@ class _Node:
 
     def statically_known_true(self, *_: object) -> bool:
         return bool(self._value())
+
+    # What `torch.sym_sum` asks of the last of its numbers. It returns the constant of a node of
+    # torch's, and makes a symbolic number of another.
+
+    def wrap_int(self, number: int) -> int:
+        return number
+
+    wrap_bool = wrap_int
+
+    def sym_sum(self, parts: Sequence[Any]) -> object:
+        from torch.fx.experimental.sym_node import SymNode  # which has called this
+
+        found: Any = object.__new__(SymNode)
+        found.constant = sum(part.scalar if type(part) is _Node else part for part in parts)
+        return found
 
 
 _put = object.__setattr__  # past `TracedScalar.__setattr__`, which is for the model's code
@@ -194,6 +209,9 @@ class TracedScalar:
 
     def __sym_max__(self, other: Any) -> Any:
         return _arithmetic(torch.sym_max, (self, other))
+
+    def __sym_float__(self) -> Any:
+        return _arithmetic(torch.sym_float, (self,))
 
     def __sym_ite__(self, then: Any, otherwise: Any) -> Any:
         return then if self else otherwise

@@ -144,6 +144,17 @@ def tensors_from_tensors(x: Tensor) -> Any:
 
 
 @border.replays
+def torchs_functions_of_symbolic_numbers(x: Tensor) -> Any:
+    rows, columns = x.shape
+    numbers = (
+        torch.sym_float(rows), torch.sym_int(x.sum().item()), torch.sym_max(rows, 3),
+        torch.sym_min(rows, 2.5), torch.sym_not(rows > 3), torch.sym_sum([rows, columns, 2]),
+        torch.sym_ite(rows > 3, 1.0, 2.0), torch.sym_float(x.mean().item()),
+    )  # fmt: skip
+    return x * sum(numbers), numbers
+
+
+@border.replays
 def a_list_of_tensors_as_tensor(x: Tensor) -> Tensor:
     return x * torch.tensor([x.detach().sum(), x.detach().max()]).sum()
 
