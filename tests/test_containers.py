@@ -630,3 +630,44 @@ def test_hashes_of_computed_keys_are_part_of_a_state(
         size = int(torch.randint(3, 6, (), generator=generator))
         x = torch.randint(10, (size,), generator=generator).float()
         assert bits(bended(x)) == bits(model(x))
+
+
+class Filling(nn.Module):
+    """Fills a cache, a set and a dict of sums, each by numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: dict[int, Tensor] = {}
+        self.seen: set[int] = set()
+        self.sums: dict[int, float] = collections.defaultdict(float)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        if rows not in self.cache:
+            self.cache[rows] = torch.arange(rows).float().unsqueeze(1)
+        self.seen.add(rows)
+        self.sums[rows % 3] += x.sum().item()
+        return x * self.cache[rows] + self.sums[rows % 3] + len(self.seen)
+
+
+def test_operations_on_a_container_are_no_nodes() -> None:
+    """An interjection would see them from that call on in which they become ops."""
+    model, bended = Filling(), bt.BendedModule(Filling())
+    generator = torch.Generator().manual_seed(0)
+    paths: list[str] = []
+
+    class Seeing(bt.Interjection):
+        self_contained = True
+
+        def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Any) -> None:
+            paths.append(at.path)
+
+    bended.interject(lambda node: True, Seeing(), allow_none=True)
+    for _ in range(40):
+        x = torch.randn(int(torch.randint(1, 9, (), generator=generator)), 2, generator=generator)
+        is_new = x.shape[0] not in model.cache
+        paths.clear()
+        assert torch.equal(bended(x), model(x))
+        made = ["arange", "float", "unsqueeze"] if is_new else []
+        assert paths == [*made, "sum", "item", "mul", "add_1", "add_2", ""]
+    assert bended.stats.replays > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,36 @@ def test_paths_are_followed_again_once_they_repeat() -> None:
         compare(bended, same, x, seed)
     assert bended.stats.replays == replays + 10
     assert not bended.why_live
+
+
+class Tallies(nn.Module):
+    """Changes an array, which no replay could, and reads it: each call finds another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.tally = np.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tally[x.shape[0] % 3] += 1
+        return self.fc(x) * float(self.tally.max())
+
+
+@pytest.mark.parametrize("where", ["", "fc", "fc.linear"])
+def test_few_runs_are_recorded_in_vain(where: str) -> None:
+    torch.manual_seed(0)
+    model, same = Tallies(), Tallies()
+    same.load_state_dict(model.state_dict())
+    bended = bt.BendedModule(model)
+    if where:
+        bended.interject(where, lambda value: value * 1.5)
+        same.fc.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    for number in range(300):
+        x = torch.randn(number % 5 + 1, 4)
+        assert torch.equal(bended(x), same(x))
+        assert np.array_equal(model.tally, same.tally)
+    assert bended.stats.live == 300
+    assert bended.stats.traces < 30
 
 
 @pytest.mark.all

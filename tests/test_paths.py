@@ -416,6 +416,28 @@ def walk(x : torch.Tensor):
     )
 
 
+def test_what_repeats_may_have_a_comment() -> None:
+    def tried(x: Tensor) -> Tensor:
+        for number in range(4):
+            try:
+                x.view(5, -1)
+            except RuntimeError:
+                x = x + number
+        return x
+
+    assert (
+        grow(tried, torch.ones(2, 2)).root._code
+        == """\
+def tried(x : torch.Tensor):
+    x.view(5, -1)  # raised RuntimeError
+    add = x + 0;  x = None
+    for i in range(1, 4):
+        add.view(5, -1)  # raised RuntimeError
+        add = add + i
+    return add"""
+    )
+
+
 class Cells(nn.Module):
     def __init__(self) -> None:
         super().__init__()

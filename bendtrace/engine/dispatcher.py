@@ -248,15 +248,15 @@ class Dispatcher:
         floor = self.floor
         if plan is not None:
             floor = self._trees.floor(plan)
-            if (
-                floor.calls_to_wait
-                and (runner := self._runner_of(plan)) is not None
-                and floor.take_call()
-            ):
+            if floor.take_call():
                 self.stats.live += 1
-                return runner.call(args, kwargs, self.latest_run)
-        sees_form = plan is not None and plan.sees_inputs
-        names, arguments = self._signature.named_arguments(args, kwargs, sees_form)
+                if (runner := self._runner_of(plan)) is not None:
+                    return runner.call(args, kwargs, self.latest_run)
+                names, arguments = self.named_arguments(args, kwargs, plan)
+                tree = self._trees.of(plan)
+                call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
+                return self._recorded(call).result
+        names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found
             if plain_program is None and self._signature.notice_changes():
@@ -551,8 +551,10 @@ class Dispatcher:
         program = call.tree.add(call.names, recording, global_state, evolving)
         self.stats.retraces += self.stats.traces > 0
         self.stats.traces += 1
-        self.stats.live += program.live_only
         self._mismatch = mismatch
+        if program.live_only:
+            self.stats.live += 1
+            self._floor_of(call.plan).count_vain()
         return self._remember(recording, program)
 
     def _passes(self, recording: Recording) -> bool:
@@ -683,7 +685,9 @@ class Dispatcher:
             call.tree.ran_live(program, divergence)
             return recording.result
         self.stats.traces += 1
-        self.stats.live += bool(recording.tape.blockers)
+        if recording.tape.blockers:
+            self.stats.live += 1
+            self._floor_of(call.plan).count_vain()
         call.tree.grow(program, recording, divergence)
         return self._remember(recording, program)
 
@@ -871,16 +875,18 @@ def _recorded_runs(tree: TraceTree) -> list[Recording]:
 class Floor:
     """Decides which calls run the model itself, without looking at what is known of it.
 
-    Two kinds of calls cost more than the model. One along a path that is not known is recorded, or
-    resumed, and costs some fifty times what the model costs; where such calls go on for ever,
-    nothing is gained by them. One that has to run live costs the model and the check that finds
-    that out. Each kind has an account (`_Account`) from which its calls are paid, and to which
-    calls along known paths add what they save. While one of the two is empty, calls run the
-    model itself, and are tried again from time to time.
+    Three kinds of calls cost more than the model. One along a path that is not known is recorded,
+    or resumed, and costs some fifty times what the model costs; where such calls go on for ever,
+    nothing is gained by them. One that is recorded in vain, since its like has to run live, costs
+    as much. One that has to run live costs the model and the check that finds that out. Each kind
+    has an account (`_Account`) from which its calls are paid, and to which calls along known paths
+    add what they save. While one of them is empty, calls run the model itself, and are tried again
+    from time to time.
 
-    A hundred calls along unknown paths are free, and from then on one in two hundred calls; the
-    waits are long, and double. Sixteen calls in a row may be live; the waits are short, and have
-    a greatest length, since the reason may be gone any time.
+    A hundred calls along unknown paths are free, and from then on one in two hundred calls; twenty
+    may be recorded in vain, and one in twenty later. These waits are long, and double. Sixteen
+    calls in a row may be live; the waits are short, and have a greatest length, since the reason
+    may be gone any time.
 
     Attributes:
         unknown: calls along unknown paths so far.
@@ -895,6 +901,7 @@ class Floor:
         self._paid = 0  # for so many of the replays, both accounts were paid
         self._waited: int | None = None  # how many there were at the end of a wait, until a call
         self._paths = _Account(100.0, 0.005, tuple(1 << n for n in range(9, 17)), 2.0, 1)
+        self._vain = _Account(20.0, 0.05, tuple(1 << n for n in range(6, 17)), 2.0, 1)
         self._lives = _Account(16.0, 0.25, (2, 4, 8, 16, 30, 31, 32, 29), 1.0, 4)
         self._empty: _Account | None = None
 
@@ -920,6 +927,10 @@ class Floor:
         self.unknown += 1
         self._pay(self._paths)
 
+    def count_vain(self) -> None:
+        """Count a recorded call whose like has to run live."""
+        self._pay(self._vain)
+
     def count_live(self) -> None:
         """Count a call that had to run live."""
         self._pay(self._lives)
@@ -934,6 +945,7 @@ class Floor:
     def _earn(self) -> None:
         replays, self._paid = self.replays - self._paid, self.replays
         self._paths.earn(replays)
+        self._vain.earn(replays)
         self._lives.earn(replays)
 
     @property

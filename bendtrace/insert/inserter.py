@@ -41,6 +41,7 @@ from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import ModuleCall, meta_of
 from bendtrace.watch.code_facts import names_in
+from bendtrace.watch.containers import Watching
 from bendtrace.watch.functions import (
     CONTEXT,
     ESCAPES,
@@ -301,7 +302,9 @@ class LiveInserter:
         scope, site = stage.scope, stage.site(frame)
         states = [] if names.knows(scope, site, function) else self._labels(given)
         path, base = names.op(scope, site, function, states)
-        if function in VALUES:  # Python takes the result before it could be replaced
+        # Python takes the result before it could be replaced. A container of the state is such an
+        # argument only from the second call or so on, and what is inserted sees the same in each.
+        if function in VALUES or (args and isinstance(args[0], Watching)):
             return run(function, args, kwargs, frame)
         spot = self._spots.get(path)
         if spot is None:

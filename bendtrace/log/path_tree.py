@@ -731,8 +731,8 @@ def layout(
 def _fold(lines: list[StatementLine], freed: list[list[str]], taken: Collection[str]) -> list[str]:
     """Return lines as text, with those that repeat as loops."""
     forms = [_Form(line) for line in lines]
-    numbers: dict[str, int] = {}
-    code = [numbers.setdefault(form.template, len(numbers)) for form in forms]
+    numbers: dict[tuple[str, ...], int] = {}
+    code = [numbers.setdefault(form.between, len(numbers)) for form in forms]
     found: list[str] = []
     position = 0
     while position < len(lines):
@@ -781,7 +781,7 @@ class _Form:
 
     def __init__(self, line: StatementLine) -> None:
         self.numbers = [int(digits) for digits in _NUMBER.findall(line.text)]
-        self.template = _NUMBER.sub("#", line.text)
+        self.between = tuple(_NUMBER.split(line.text))
 
 
 class _Body:
@@ -813,21 +813,22 @@ class _Body:
             self.header = f"for {self._variable} in range({first}{stop}):"
 
     def text(self, offset: int) -> str:
-        form, deltas = self._forms[offset], iter(self._deltas[offset])
-        numbers = iter(form.numbers)
-
-        def written(match: re.Match[str]) -> str:
-            number, delta = next(numbers), next(deltas)
-            if not delta:
-                return str(number)
+        form, deltas = self._forms[offset], self._deltas[offset]
+        before, *rest = form.between
+        text = before
+        for number, delta, after in zip(form.numbers, deltas, rest, strict=True):
             ahead = number - self._first
-            if not ahead:
-                return self._variable
-            text = f"{self._variable} {'+' if ahead > 0 else '-'} {abs(ahead)}"
-            around = form.template[match.start() - 1], form.template[match.end() :][:1]
-            return text if around[0] in "[(" and around[1] in "])" else f"({text})"
-
-        return re.sub("#", written, form.template)
+            if not delta:
+                text += str(number)
+            elif not ahead:
+                text += self._variable
+            else:
+                sum_ = f"{self._variable} {'+' if ahead > 0 else '-'} {abs(ahead)}"
+                is_alone = before[-1:] in ("[", "(") and after[:1] in ("]", ")")
+                text += sum_ if is_alone else f"({sum_})"
+            text += after
+            before = after
+        return text
 
 
 def _repetition(code: list[int], forms: list[_Form], start: int) -> tuple[int, int]:

@@ -146,9 +146,11 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
     """Return the line where functions assign a name, or else where they use it; "" if nowhere."""
     mention = ""
-    functions = tuple(functions)
+    functions = tuple(functions) if name else ()
     for function in functions:
         for code in codes_in(function.__code__):
+            if not _may_name(code, name):
+                continue
             stores, line = _lines_naming(code, code.co_filename).get(name, (False, None))
             if line is not None:
                 place = full_place_text(code.co_filename, line)
@@ -161,6 +163,12 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
                 code = function.__code__
                 return full_place_text(code.co_filename, code.co_firstlineno)
     return mention
+
+
+def _may_name(code: types.CodeType, name: str) -> bool:
+    """Return whether a name occurs in code; instructions are much slower to read than this."""
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_consts
+    return any(name in some for some in names)
 
 
 def line_naming(name: str, code: types.CodeType) -> int:

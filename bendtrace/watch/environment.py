@@ -54,6 +54,10 @@ else:
     growing = LazyModule("bendtrace.watch.growing")
 
 
+class _Blocked(Exception):
+    """The run has changed something that cannot be followed."""
+
+
 class Environment(ScanResult):
     """The parts that a run can read, found by scanning from its arguments and its callable.
 
@@ -95,6 +99,7 @@ class Environment(ScanResult):
         self.computed: dict[functools._lru_cache_wrapper[Any], int] = {}
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
+        self._is_in_progress = False
         self._placed: list[tuple[Captured, Any]] = []
         self._containers_placed: list[tuple[Captured, containers.Watching]] = []
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
@@ -443,12 +448,20 @@ class Environment(ScanResult):
 
     def changes_so_far(self) -> list[EnvironmentChange] | None:
         """Return the changes of a run in progress; None if they cannot be followed."""
-        kept, left = list(self.blockers), self.leaves_watched_objects
+        left, self._is_in_progress = self.leaves_watched_objects, True
         try:
             found = list(self.changes(is_over=False))
-            return found if self.blockers == kept and self.leaves_watched_objects == left else None
+            return found if self.leaves_watched_objects == left else None
+        except _Blocked:
+            return None
         finally:
-            self.blockers[:], self.leaves_watched_objects = kept, left
+            self.leaves_watched_objects, self._is_in_progress = left, False
+
+    def block(self, reason: str, label: str) -> None:
+        """Note what a replay could not do, with where the code mentions what has that label."""
+        if self._is_in_progress:
+            raise _Blocked  # nobody reads the reason, and finding its place takes long
+        super().block(reason, label)
 
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool
