@@ -224,3 +224,20 @@ def test_attributes_that_are_answered_by_any_error() -> None:
         assert bits(bended(x, lax)) == bits(model(x, lax))
     lax.scale = 7.0
     assert bits(bended(x, lax)) == bits(model(x, lax))
+
+
+MARGIN = [0.5]
+
+
+class Margin(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - MARGIN[0]).relu().sum()
+
+
+def test_a_module_that_forward_makes_is_foreseen() -> None:
+    bended, x = bt.BendedModule(lambda x: Margin()(x) + x), torch.arange(1.0, 4.0)
+    for number in range(6):
+        MARGIN[0] = 0.5 + number // 3
+        assert bits(bended(x)) == bits(Margin()(x) + x)
+    MARGIN[0] = 0.5
+    assert bended.stats == bt.module.Stats(traces=2, replays=4, retraces=1)

@@ -228,6 +228,7 @@ SERVED = {
     "live once": ["live", "traces", "replays"],
     "resumes": ["traces", "replays", "resumes", "replays"],
     "live twice": ["live", "live", "traces", *["replays"] * 5],
+    "live three times": [*["live"] * 3, "traces", *["replays"] * 4],
     "an input": ["traces"] * 3 + ["replays"] * 5,
     **dict.fromkeys(("read again", "done again", "switched again", "one op", "not seen"), ONCE),
 }
@@ -1200,6 +1201,17 @@ def total_from_a_cache() -> Callable[[Tensor], Tensor]:
 def tensor_from_a_cache() -> Callable[[Tensor], Tensor]:
     table.cache_clear()
     return lambda x: x * table(3)
+
+
+@functools.lru_cache(maxsize=1)
+def positions(n: int) -> Tensor:
+    return torch.arange(n) / n
+
+
+@case("results of operations on tensors, where each run fills the cache", calls=6)
+def levels_from_a_cache() -> Callable[[Tensor], Tensor]:
+    positions.cache_clear()
+    return lambda x: x * positions(3) + positions(2)[:, None] * positions(1)
 
 
 @functools.lru_cache

@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from tests.modes.test_inserted import Seeing
+from tests.past_joins import past_joins, resumed_anywhere
 from tests.promise import bits
 
 COUNTS = {"n": 0}
@@ -103,12 +106,15 @@ def stream(
     calls: int = 40,
     change: Callable[[Any, int], None] | None = None,
     sizes: tuple[int, ...] = (2,),
+    observed: bool = False,
 ) -> bt.BendedModule:
     """Compare calls with the model's own; return what has served them."""
     torch.manual_seed(0)
     eager = make()
     torch.manual_seed(0)
     bended = bt.BendedModule(make())
+    if observed:
+        bended.interject(lambda node: True, Seeing(), allow_none=True)
     with torch.no_grad():
         for number in range(calls):
             x = torch.randn(sizes[number % len(sizes)], 3)
@@ -229,6 +235,75 @@ def test_calls_are_replayed(name: str) -> None:
     assert bended.stats.live == 0, bended.why_live
     assert bended.stats.traces <= most, bended.stats
     assert bended.stats.replays >= 40 - most
+
+
+class Counts(Holds):
+    """Has lists and dicts for what it counts, by computed numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bins, self.totals = [0] * 9, [0.0] * 9
+        self.by_number: dict[int, Any] = dict.fromkeys(range(9), 0)
+        self.other: Any = self.bins
+
+
+K = "k = min(8, int(x[0, 0].abs() * 4))\n"
+KEYED: dict[str, tuple[str, int]] = {
+    "a histogram": (f"{K}self.bins[k] += 1; y = y * self.bins[k] + k", 16),
+    "that is only written": (f"{K}self.bins[k] += 1; y = y + 1", 16),
+    "sums": (f"{K}self.totals[k] += x.mean().item(); y = y * sum(self.totals)", 16),
+    "from the end": (f"{K}self.bins[-1 - k] += 2; y = y * self.bins[2]", 16),
+    "several": (
+        f"{K}for j in (x[0].abs() * 4).long().clamp(0, 8).tolist(): self.bins[j] += 1\n"
+        "y = y * max(self.bins) + self.bins.index(max(self.bins))", 20,
+    ),
+    "branches": (
+        f"{K}self.bins[k] += 1\nif self.bins[k] > self.bins[0]: self.totals[k] = 0.5; y = y + 1",
+        30,
+    ),
+    "a dict": (f"{K}self.by_number[k] += 1; y = y * self.by_number[k]", 30),
+    "the last time": (f"{K}self.step += 1; self.by_number[k] = self.step; y = y + k", 30),
+    "another name": (f"{K}self.other[k] += 1; y = y * self.bins[k]", 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEYED)
+def test_items_by_computed_numbers_are_no_path_each(name: str) -> None:
+    statements, most = KEYED[name]
+    bended = stream(written(statements, Counts), 90)
+    assert bended.stats.live == 0, bended.why_live
+    assert bended.stats.traces <= most, bended.stats
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("mode", ["observed", "resumed", "joined"])
+@pytest.mark.parametrize("name", KEYED)
+def test_items_by_computed_numbers_are_those_of_eager(name: str, mode: str) -> None:
+    modes = {"resumed": lambda: resumed_anywhere(3, most=4), "joined": past_joins}
+    with modes.get(mode, nullcontext)():
+        stream(written(KEYED[name][0], Counts), 60, observed=mode == "observed")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", KEYED)
+def test_items_that_the_user_replaces_are_read(name: str) -> None:
+    def change(model: Any, number: int) -> None:
+        if number % 20 == 10:
+            model.bins, model.by_number[3] = [number] * 9, number
+        elif number % 20 == 15:
+            model.other, model.totals[2] = [*range(12)], 0.25
+        elif number == 50:
+            model.bins[4], model.totals = 0.5, [1] * 9
+        elif number == 70:
+            model.bins, model.by_number = model.other, {n: n for n in range(12, -1, -1)}
+
+    stream(written(KEYED[name][0], Counts), 90, change)
+
+
+@pytest.mark.more
+def test_an_index_that_is_too_large_raises_what_it_raises_in_eager() -> None:
+    statements = "k = int(x[0, 0].abs() * 6); self.bins[k] += 1; y = y + self.bins[k]"
+    stream(written(statements, Counts), 90)
 
 
 def test_a_tuple_that_is_in_two_places_is_compared() -> None:

@@ -233,19 +233,49 @@ def numbers_from_before(x: Tensor) -> Any:
     return x * two, before, counts
 
 
+def found_in_lists(x: Tensor) -> Any:
+    numbers = (x[0].abs() * 4).long().clamp(0, 6).repeat(2).tolist()
+    return x * numbers.index(max(numbers)), numbers.count(numbers[4])
+
+
+def removed_from_lists(x: Tensor) -> Any:
+    numbers = (x[0].abs() * 4).long().clamp(0, 6).repeat(3).tolist()
+    is_among = numbers[0] not in numbers[1:3]
+    numbers.remove(numbers[5])
+    return x * numbers[0], is_among, numbers
+
+
+def bools_in_lists(x: Tensor) -> Any:
+    flags, above = [bool(one > 0) for one in x[0]], (x[:1] > 0.5).flatten().tolist()
+    if any(flags) or above[0]:
+        x = x + 1
+    return x * sum(flags) - sum(above) * flags.count(True), len(above)
+
+
+def bools_of_numbers(x: Tensor) -> Any:
+    numbers = x[0].repeat(2).tolist()
+    below, many = [one < 0 for one in numbers], [number > 1 for number in numbers]
+    found = all(below), sum(one > -1 for one in numbers), sum(many)
+    return x if True in below else -x, found, any(numbers)
+
+
 def not_numbers_alone(x: Tensor) -> Any:
     """What is put in order otherwise is guarded."""
     sizes = (x[0].abs() * 2).long().tolist()
     pairs = sorted((size, at) for at, size in enumerate(sizes))
     mixed = max(sizes[0], 0.5), min(sizes, key=lambda size: -size), max(sizes[:1], default=1)
-    return x * mixed[0], pairs[0][1], mixed, bool(sizes[0] > 1), any([sizes[1] > 0, sizes[2] > 1])
+    means = [float("nan"), *x.mean(0).tolist()]
+    found = means[:1].count(means[0]), means.index(means[2]), sizes.count(0.5), 1.0 in sizes
+    any_size = any([sizes[1] > 0, sizes[2] > 1])
+    return x * mixed[0], pairs[0][1], mixed, bool(sizes[0] > 1), any_size, found
 
 
 PROGRAMS: list[Callable[[Tensor], Any]] = [
     int_of_a_size, int_of_a_tensor, float_of_a_tensor, length, functions_of_math, items,
     among_others, loop, loop_that_counts, loop_back, nested_loops, rows_that_leave, cached_shapes,
     greatest_and_least, in_order, best_by_keys, in_order_by_keys, looked_up_by_numbers,
-    rounds_in_order, counts_of_many, swaps, numbers_from_before,
+    rounds_in_order, counts_of_many, swaps, numbers_from_before, found_in_lists,
+    removed_from_lists, bools_in_lists, bools_of_numbers,
 ]  # fmt: skip
 
 
@@ -297,7 +327,7 @@ MODES: dict[str, Callable[[], Any]] = {
 @pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "program", [*PROGRAMS[-7:], stores_in_rounds], ids=lambda one: one.__name__
+    "program", [*PROGRAMS[-11:], stores_in_rounds], ids=lambda one: one.__name__
 )
 def test_lists_and_orders_are_those_of_eager(program: Callable[[Tensor], Any], mode: str) -> None:
     bended: Any = bt.BendedModule(program)

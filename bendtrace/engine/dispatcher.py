@@ -365,7 +365,7 @@ class Dispatcher:
         if program.live_only or program.ignored:
             return None
         graph = program.graph
-        if graph is None or graph.is_broken:
+        if graph is None or graph.is_broken or program.recording.environment.watches_caches:
             return None
         if plan.looks_at_changes(program.recordings(), state_access.read_and_changed):
             return None
@@ -543,7 +543,7 @@ class Dispatcher:
         elif call.plan is not None and call.plan.has_grown:
             names, _ = self.named_arguments(call.args, call.kwargs, call.plan)
             call = call._replace(names=names, tree=self._trees.of(call.plan))
-        if is_mixed or self._passes(recording):
+        if is_mixed or self._passes(call, recording):
             self.stats.live += 1
             output, recording.result = recording.result, None
             self._latest = recording, global_state, None
@@ -557,7 +557,7 @@ class Dispatcher:
             self._floor_of(call.plan).count_vain()
         return self._remember(recording, program)
 
-    def _passes(self, recording: Recording) -> bool:
+    def _passes(self, call: _DispatchedCall, recording: Recording) -> bool:
         """Return whether a run could not be repeated, although later ones may; note why."""
         is_misused = bool(
             recording.environment.misused_containers()
@@ -565,6 +565,7 @@ class Dispatcher:
         if not is_misused and (not recording.is_transient or self._passing >= _PASSING):
             return False
         self._passing += not is_misused
+        call.tree.note_caches(recording.environment)
         reasons = recording.tape.blockers or ["the run leaves something that later runs find"]
         self.passing.update(dict.fromkeys(reasons))
         return True
@@ -680,7 +681,7 @@ class Dispatcher:
         is_mixed = call.splicer is not None and call.splicer.is_apart
         is_mixed = is_mixed or (call.plan is not None and call.plan.has_grown)
         is_live = stays_live or (was_live and bool(recording.tape.blockers))
-        if self._passes(recording) or is_live or is_mixed:
+        if self._passes(call, recording) or is_live or is_mixed:
             self.stats.live += 1
             call.tree.ran_live(program, divergence)
             return recording.result
@@ -781,7 +782,7 @@ class Trees:
 
     def __init__(self, limit: int | None) -> None:
         self.limit: int | None = limit
-        self.plain = self._new()
+        self.plain = self._new(watches_caches=True)
         self._latest: Hashable = None  # the key of the insertions of the latest call
         self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
         self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()
@@ -861,8 +862,9 @@ class Trees:
         """Return the runs with insertions."""
         return [run for tree in list(self._inserted.values()) for run in _recorded_runs(tree)]
 
-    def _new(self, joins: bool = True) -> TraceTree:
-        return TraceTree(self.limit, lambda tree: outlines.most_divergent(tree), joins)
+    def _new(self, joins: bool = True, watches_caches: bool = False) -> TraceTree:
+        culprit = lambda tree: outlines.most_divergent(tree)  # noqa: E731 - it is loaded late
+        return TraceTree(self.limit, culprit, joins, watches_caches)
 
 
 def _recorded_runs(tree: TraceTree) -> list[Recording]:

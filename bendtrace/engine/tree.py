@@ -9,7 +9,7 @@ import threading
 import traceback
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from bendtrace.tape.captured import (
     EnvironmentChange,
     holds_number,
     identical,
+    is_cache,
 )
 from bendtrace.tape.guards import Place, TruthGuard, ValueGuard, number_place
 from bendtrace.tape.tape import AfterOp, Op, OpKind, Ref
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from bendtrace.python import results
     from bendtrace.record import varying
     from bendtrace.watch import containers
+    from bendtrace.watch.environment import Environment
 else:
     containers = LazyModule("bendtrace.watch.containers")
     results = LazyModule("bendtrace.python.results")
@@ -94,8 +96,11 @@ class TraceTree:
         culprit: says what makes the model diverge so often, for the warning given when the
             limit is reached for the first time.
         joins: whether paths may join.
+        watches_caches: whether calls of a `functools.lru_cache` may be ops: nothing can be inserted
+            in them.
 
     Attributes:
+        watches_caches: as given.
         lifts: whether runs may begin to lift counters of loops.
         varying: the places where numbers differ from run to run.
     """
@@ -105,7 +110,9 @@ class TraceTree:
         limit: int | None = None,
         culprit: Callable[[TraceTree], str | None] | None = None,
         joins: bool = True,
+        watches_caches: bool = False,
     ) -> None:
+        self.watches_caches: bool = watches_caches
         self.limit = limit
         self._joins = joins
         self.forgotten: int = 0
@@ -128,6 +135,7 @@ class TraceTree:
         self._inputs: frozenset[str] = frozenset()  # the numbers and containers that are inputs
         self._excluded: frozenset[str] = frozenset()  # those that Python needs by value
         self._moved: Counter[str] = Counter()  # how often each was another one in a new run
+        self._misses: dict[str, int] = {}  # of caches, when the latest run had ended
         self._needed: Counter[str] = Counter()  # how many runs needed it by value
         self._lock = threading.RLock()
 
@@ -189,6 +197,7 @@ class TraceTree:
             self._insert(names, program)
             self._notice(recording, program)
             self._count_needed(recording)
+            self.note_caches(recording.environment)
         self._keep_to_limit()
         return program
 
@@ -204,6 +213,11 @@ class TraceTree:
         Where there are many, the programs that guard them are dropped: the next run keeps the
         numbers traced. If that is of no use, these programs come back.
         """
+        self._add_inputs(
+            part.label
+            for part in recording.environment.parts
+            if part.label not in self._excluded and _is_keyed(part, recording.keyed)
+        )
         steady = recording.useless | recording.guarded
         if steady:
             self._steady |= steady
@@ -283,6 +297,7 @@ class TraceTree:
                     if not others[0].join(two):
                         others.append(Program(two, program.global_state, joins=False))
                     self._exchange(program, *others)
+            self.note_caches(recording.environment)
         self._keep_to_limit()
 
     def compare_numbers(self, names: tuple[str, ...], arguments: tuple[Any, ...]) -> None:
@@ -303,10 +318,7 @@ class TraceTree:
             with self._lock:
                 self._moved[part.label] += 1
                 if self._moved[part.label] == _MOVING:
-                    self._inputs |= {part.label}
-                    for key in [*self._outdated]:
-                        if f"{part.label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
-                            del self._outdated[key]
+                    self._add_inputs([part.label])
         # A container that is replaced is no input: its identity decides.
         replaced = (
             part.label
@@ -315,6 +327,52 @@ class TraceTree:
             and _read_part(part, arguments) is not part.value
         )
         self.exclude(frozenset(replaced))
+
+    def note_caches(self, environment: Environment) -> None:
+        """Make inputs of caches that are filled again and again, and drop what looks into them.
+
+        Args:
+            environment: what the latest run could read.
+        """
+        caches = [
+            part
+            for part in environment.parts
+            if is_cache(part)
+            and containers.can_be_watched(part)
+            and containers.caches_tensors(part.value)
+        ]
+        if not (self.watches_caches and caches):
+            return
+        misses: Counter[str] = Counter()
+        for part in caches:
+            misses[part.label] += part.value.cache_info().misses
+        with self._lock:
+            changed = {
+                label for label in misses if self._misses.get(label, misses[label]) != misses[label]
+            }
+            self._misses.update(misses)
+            self._moved.update(changed)
+            often = {one for one in changed - self._excluded if self._moved[one] == _MOVING}
+            if not often:
+                return
+            self._add_inputs(often)
+            self._outdated.clear()  # a model with such a cache has received plain numbers so far
+            for names, listed in list(self._programs.items()):
+                looking = (
+                    one
+                    for one in listed
+                    if any(
+                        is_cache(p) and p.label in often for p in one.recording.environment.parts
+                    )
+                )
+                self._drop(names, *looking)
+
+    def _add_inputs(self, labels: Iterable[str]) -> None:
+        for label in labels:
+            self._inputs |= {label}
+            for key in [*self._outdated]:
+                if f"{label}[".startswith((f"{key[1]}[", f"{key[1]}.")):
+                    del self._outdated[key]
 
     def exclude(self, labels: frozenset[str]) -> None:
         """Let containers be guarded by their content again, and drop what took them for inputs."""
@@ -658,9 +716,19 @@ def _has_moved(part: Captured, arguments: tuple[Any, ...]) -> bool:
     if holds_number(part):
         now = _read_part(part, arguments)
         return type(now) in _NUMBERS and not identical(now, part.value)
-    if not containers.can_be_watched(part):
-        return False
+    if is_cache(part) or not containers.can_be_watched(part):
+        return False  # (of a cache, its runs tell)
     return not containers.has_content(part, _read_part(part, arguments))
+
+
+def _is_keyed(part: Captured, keyed: frozenset[str]) -> bool:
+    """Return whether a part is a dict with some label, or a number in a list with one."""
+    if part.label in keyed:
+        return containers.can_be_watched(part)
+    holder = part.parent
+    return (
+        holder is not None and holder.label in keyed and _is_list_item(part) and holds_number(part)
+    )
 
 
 def _is_list_item(part: Captured) -> bool:

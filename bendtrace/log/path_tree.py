@@ -781,7 +781,7 @@ class _Form:
 
     def __init__(self, line: StatementLine) -> None:
         self.numbers = [int(digits) for digits in _NUMBER.findall(line.text)]
-        self.between = tuple(_NUMBER.split(line.text))
+        self.between: tuple[str, ...] = tuple(_NUMBER.split(line.text))
 
 
 class _Body:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import builtins
 import ctypes
 import dis
 import functools
+import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -494,13 +496,29 @@ def stores_outside(code: CodeType) -> bool:
     return any(map(stores_outside, _nested_codes(code)))
 
 
-_tests: dict[tuple[int, int, int], tuple[CodeType, bool | None]] = {}
+class _Truths(NamedTuple):
+    """The use that code makes of a bool, or of a list of bools.
+
+    Attributes:
+        answer: True if it is only tested, or dropped; False if it may go anywhere; None if code
+            returns or yields it, and otherwise only tests it.
+        depth: the depth of the list that is returned, or yielded.
+        names: the builtins that it is given to.
+    """
+
+    answer: bool | None
+    depth: int
+    names: frozenset[str]
+
+
+_tests: dict[tuple[int, int, int, bool], tuple[CodeType, _Truths]] = {}
 
 
 def only_tests(frame: FrameType, depth: int = 0) -> bool:
     """Return whether code only tests or discards the result of its current instruction.
 
-    The test is for its truth, or for being None.
+    The test is for its truth, or for being None. It may also put bools in a list, and count them
+    or test all of them by a builtin: `any(flags)`, `sum(flags)`.
 
     A traced bool must not be used otherwise: for `keepdim` and the like, torch's C++ functions
     accept only a real bool, and refuse others before they ask the tracer.
@@ -510,18 +528,41 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
         depth: for bools in a list, 1; in a list of lists, 2; and so on.
     """
     found: FrameType | None = None if is_off("truth") else frame
+    is_yielded = False
     while found is not None:
         code, offset = found.f_code, found.f_lasti
-        known = _tests.get((id(code), offset, depth))
+        known = _tests.get((id(code), offset, depth, is_yielded))
         if known is None:
-            known = _tests[id(code), offset, depth] = (
+            flow = _StackValueFlow(code)
+            known = _tests[id(code), offset, depth, is_yielded] = (
                 code,
-                _StackValueFlow(code).after(offset, depth),
+                flow.from_generator(offset, depth) if is_yielded else flow.after(offset, depth),
             )
-        if known[1] is not None:
-            return known[1]
+        use = known[1]
+        if not all(map(functools.partial(_stands_for_builtin, found.f_globals), use.names)):
+            return False
+        if use.answer is not None:
+            return use.answer
+        depth, is_yielded = use.depth, bool(code.co_flags & inspect.CO_GENERATOR)
         found = found.f_back  # it is returned: look what the caller does with it
     return False
+
+
+def _stands_for_builtin(space: Mapping[str, Any], name: str) -> bool:
+    return name not in space and vars(builtins).get(name) is _TESTING[name]
+
+
+# Builtins that only test bools, count or add them up.
+_TESTING: dict[str, Any] = {one.__name__: one for one in (all, any, len, sum)}
+
+
+@functools.lru_cache(maxsize=1024)
+def tests_directly(code: CodeType, offset: int) -> bool:
+    """Return whether code calls `bool`, and only tests the result: `if bool(x)`."""
+    flow = _StackValueFlow(code)
+    after = flow.next_after(offset)
+    is_test = after.startswith(("POP_JUMP", "JUMP_IF")) or after in ("TO_BOOL", "UNARY_NOT")
+    return is_test and flow.called(flow.position(offset)) == "bool"
 
 
 def drops(frame: FrameType) -> bool:
@@ -585,8 +626,7 @@ _HAS_ASKING = bool(dict(_find_asking(compile("1 if x == y else 2", "<bendtrace>"
 class _StackValueFlow:
     """Follows the value on top of the stack through one code object.
 
-    The answers are True (it is tested, or dropped), False (it may go anywhere) and None (it is
-    returned and otherwise only tested). A value is a bool, or a list of bools of some depth.
+    A value is a bool, or a list of bools of some depth (see `_Truths`).
     """
 
     def __init__(self, code: CodeType) -> None:
@@ -594,14 +634,33 @@ class _StackValueFlow:
         self._steps = single_steps(code)
         self._offsets = [step.offset for step in self._steps]
         self._seen: set[str] = set()
+        self._depths: set[int] = set()  # of what is returned
+        self._names: set[str] = set()
 
-    def after(self, offset: int, depth: int) -> bool | None:
+    def after(self, offset: int, depth: int) -> _Truths:
+        """Return the use of the result of an instruction."""
         # Of a frame that called another, f_lasti can point behind the call, into its cache.
-        return self._use(bisect.bisect_right(self._offsets, offset), depth)
+        return self._found(self._use(self.position(offset) + 1, depth))
+
+    def from_generator(self, offset: int, depth: int) -> _Truths:
+        """Return the use of what a generator yields to an instruction."""
+        position = self.position(offset)
+        if self._name(position) == "FOR_ITER":
+            return self.after(offset, depth)
+        return self._found(depth == 0 and self._is_tested_by_call(position))
+
+    def _found(self, answer: bool | None) -> _Truths:
+        if answer is None and len(self._depths) > 1:
+            answer = False
+        return _Truths(answer, max(self._depths, default=0), frozenset(self._names))
+
+    def position(self, offset: int) -> int:
+        """Return the position of an instruction."""
+        return bisect.bisect_right(self._offsets, offset) - 1
 
     def next_after(self, offset: int) -> str:
         """Return the name of the instruction behind another one."""
-        return self._name(bisect.bisect_right(self._offsets, offset))
+        return self._name(self.position(offset) + 1)
 
     def _use(self, position: int, depth: int) -> bool | None:
         while position < len(self._steps):
@@ -615,8 +674,13 @@ class _StackValueFlow:
                 return True
             elif constant_of(self._code, name, step.argument or 0) is None:
                 return self._name(position + 1) == "IS_OP"
-            elif name == "RETURN_VALUE":
+            elif name == "RETURN_VALUE" or name == "YIELD_VALUE":
+                self._depths.add(depth)
                 return None
+            elif name == "LIST_APPEND":
+                # Since Python 3.12, a comprehension is no function.
+                self._depths.add(depth + 1)
+                return None if self._code.co_name == "<listcomp>" else False
             elif name == "STORE_FAST":
                 return self._uses_of(step.value, depth)
             elif depth:
@@ -649,7 +713,40 @@ class _StackValueFlow:
             if any(target.name != "STORE_FAST" for target in targets):
                 return False
             return _all([self._uses_of(target.value, depth - 1) for target in targets])
-        return False
+        after = self._name(position + 1)
+        if step.name in CONSTANTS and after == "BINARY_SUBSCR":
+            is_index = type(constant_of(self._code, step.name, step.argument or 0)) is int
+            return is_index and self._use(position + 2, depth - 1)
+        if depth > 1:
+            return False
+        if loads_method(step) and step.value == "count":
+            return after in CONSTANTS and self._name(position + 2) == "CALL"
+        return step.name == "CONTAINS_OP" or self._is_tested_by_call(position)
+
+    def _is_tested_by_call(self, position: int) -> bool:
+        """Return whether an instruction calls a builtin that tests bools with nothing else."""
+        name = self.called(position)
+        if name not in _TESTING:
+            return False
+        self._names.add(name)
+        return True
+
+    def called(self, position: int) -> str:
+        """Return the global that an instruction calls with one argument; "" if there is none."""
+        call = self._steps[position]
+        if call.name != "CALL" or call.argument != 1:
+            return ""
+        pushed = 0
+        for step in reversed(self._steps[:position]):
+            if step.name not in _OF_ARGUMENTS:
+                break
+            if step.name == "CALL":  # (in 3.11, a part of it is an instruction of its own)
+                pushed -= (step.argument or 0) + 1
+            else:
+                pushed += dis.stack_effect(dis.opmap[step.name], step.argument)
+            if pushed == 3:  # the argument, the function, and a place that stays empty
+                return step.value if step.name == "LOAD_GLOBAL" else ""
+        return ""
 
     def _uses_of(self, variable: str, depth: int) -> bool | None:
         """Return the use of a local variable, wherever it is loaded."""
@@ -670,6 +767,24 @@ class _StackValueFlow:
 
     def _name(self, position: int) -> str:
         return self._steps[position].name if position < len(self._steps) else ""
+
+
+# Instructions of the arguments of a call, where none of them jumps.
+_OF_ARGUMENTS = frozenset(
+    {
+        "BINARY_OP", "BINARY_SLICE", "BINARY_SUBSCR", "BUILD_LIST", "BUILD_SLICE", "BUILD_TUPLE",
+        "CALL", "COMPARE_OP", "GET_ITER", "LOAD_ATTR", "LOAD_CLOSURE", "LOAD_CONST", "LOAD_DEREF",
+        "LOAD_FAST", "LOAD_GLOBAL", "LOAD_METHOD", "LOAD_SMALL_INT", "MAKE_FUNCTION",
+        "UNARY_NEGATIVE",
+    }
+)  # fmt: skip
+
+
+def loads_method(step: InstructionStep) -> bool:
+    """Return whether an instruction loads a method to call it, so that nothing can keep it."""
+    if step.name == "LOAD_ATTR":  # since Python 3.12
+        return sys.version_info >= (3, 12) and bool((step.argument or 0) & 1)
+    return step.name == "LOAD_METHOD"
 
 
 def _all(answers: Sequence[bool | None]) -> bool | None:

@@ -35,6 +35,11 @@ def item_among(key: Any, *items: Any) -> Any:
     return items[key]
 
 
+def contains_not(container: Any, item: Any) -> bool:
+    """Return whether an item is not in a list."""
+    return item not in container
+
+
 def set_item(container: Any, key: Any, value: Any) -> None:
     """Assign an item of a list."""
     container[key] = value
@@ -52,6 +57,13 @@ def with_item(items: list[Any], key: Any, value: Any) -> list[Any]:
     """Return a list behind an assignment to one of its items."""
     changed = [*items]
     changed[key] = value
+    return changed
+
+
+def without_item(items: list[Any], item: Any) -> list[Any]:
+    """Return a list without the first of its items that is equal to another one."""
+    changed = [*items]
+    changed.remove(item)
     return changed
 
 
@@ -76,7 +88,9 @@ def items_at(items: list[Any], positions: list[int]) -> list[Any]:
     return [items[position] for position in positions]
 
 
-GIVING_LISTS: frozenset[Any] = frozenset({in_order, items_at, list_of, with_item, with_changes})
+GIVING_LISTS: frozenset[Any] = frozenset(
+    {in_order, items_at, list_of, with_changes, with_item, without_item}
+)
 
 
 # Builtins that keep nothing and read nothing but what they receive.

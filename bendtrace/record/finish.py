@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import operator
 import types
@@ -86,6 +87,7 @@ class Recording:
         places: where its numbers stay traced, as they differ between runs (`varying.py`).
         useless: of these, where that is of no use.
         guarded: of these, where numbers are guarded nevertheless.
+        keyed: the labels of lists and dicts in the state whose items it assigns by such numbers.
         views: what `view` has derived from the run.
     """
 
@@ -101,6 +103,7 @@ class Recording:
         "form",
         "guarded",
         "is_transient",
+        "keyed",
         "output_reads",
         "places",
         "result",
@@ -125,6 +128,7 @@ class Recording:
         self.places: frozenset[Place] = frozenset()
         self.useless: frozenset[Place] = frozenset()
         self.guarded: frozenset[Place] = frozenset()
+        self.keyed: frozenset[str] = frozenset()
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:
@@ -335,7 +339,10 @@ class Finish:
         """Record what the run put into each `functools.lru_cache`."""
         kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
         outlive = {ref.index for ref in refs_in(kept)}
-        for reason in self.environment.identity_lookups():
+        for reason in (
+            *self.environment.identity_lookups(),
+            *self.environment.held_in_caches(),
+        ):
             self.block(reason)
         for reason, cache, was_empty in self.environment.misses():
             entries = entries_of(cache)
@@ -513,6 +520,8 @@ class Finish:
                 if isinstance(thing.__self__, type):
                     if not thing.__self__.__module__.startswith("torch."):
                         found += reachable_from(thing.__self__, _FUNCTION_METHODS).functions
+            elif isinstance(thing, functools._lru_cache_wrapper):
+                waiting.append(thing.__wrapped__)
             elif isinstance(thing, types.FunctionType):
                 found += reachable_from(thing).functions
         return found
@@ -536,6 +545,8 @@ class Finish:
                 waiting.append(thing.part.value)
             elif isinstance(thing, types.MethodType):
                 waiting.append(thing.__func__)
+            elif isinstance(thing, functools._lru_cache_wrapper):
+                waiting.append(thing.__wrapped__)
             elif isinstance(thing, types.FunctionType):
                 names |= reachable_from(thing).names
             if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):

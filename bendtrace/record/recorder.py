@@ -254,6 +254,7 @@ class Recorder(RecordingMode):
                 recording.places = self.varying.places
                 recording.useless = frozenset(self.varying.useless())
                 recording.guarded = frozenset(self.varying.guarded_places())
+                recording.keyed = frozenset(self.varying.keyed)
             if self._observer is not None:
                 for ref, tensor in self._writer.writes.stale:
                     self._observer.reads(len(self.tape.ops), ref.index, tensor)

@@ -28,11 +28,13 @@ from bendtrace.python.bytecode import (
     code_compares_identity,
     counters_at,
     local_in,
+    only_tests,
     single_steps,
 )
 from bendtrace.python.computations import (
     COMPUTING,
     GIVING_LISTS,
+    contains_not,
     in_order,
     is_computation,
     item_among,
@@ -42,6 +44,7 @@ from bendtrace.python.computations import (
     set_item,
     with_changes,
     with_item,
+    without_item,
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
@@ -52,6 +55,7 @@ from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
     ASKING,
+    COMPARING,
     VARYING_USES,
     Place,
     TruthGuard,
@@ -74,7 +78,7 @@ if TYPE_CHECKING:
 else:
     key_functions = LazyModule("bendtrace.python.key_functions")
 
-_OF_TENSORS = frozenset({int, float, len, operator.index})
+_OF_TENSORS = frozenset({bool, int, float, len, operator.index})
 
 
 class Varying:
@@ -89,6 +93,8 @@ class Varying:
 
     Attributes:
         places: as given.
+        searches: whether the call whose result is awaited fails if no comparison is true.
+        keyed: the labels of lists and dicts in the state whose items are assigned by such numbers.
     """
 
     def __init__(
@@ -100,6 +106,8 @@ class Varying:
         list_op: Callable[[Callable[..., Any], tuple[Any, ...]], ListOperand],
     ) -> None:
         self.places: frozenset[Place] = places
+        self.searches: bool = False
+        self.keyed: set[str] = set()
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
         self._writer, self._values = writer, values
@@ -141,9 +149,10 @@ class Varying:
             if place not in self.places and type(function) is not functools._lru_cache_wrapper:
                 return False
             result: Any
-            if function is set_item:
+            change = next((made for one, made in _CHANGES if one is function), None)
+            if change is not None:
                 with self._recorder.unwatched():
-                    result = self._store(given, frame)
+                    result = self._change(change, given, frame)
             elif function is range:
                 result = self._loop(given, frame, place)
             elif type(function) is functools._lru_cache_wrapper:
@@ -152,7 +161,8 @@ class Varying:
                 with self._recorder.unwatched():
                     result = self._in_order(function, given, named)
             elif use is Use.BOOL:
-                return False
+                with self._recorder.unwatched():
+                    result = self._of_list(function, given)
             elif use is Use.NUMPY:
                 result = self._by_numpy(function, given, named, frame, place)
                 if result is None:
@@ -169,7 +179,8 @@ class Varying:
         finally:
             self._is_busy = False
         self._results.append((place, first, len(self._writer.tape.ops)))
-        if function is set_item:
+        self.searches = any(function is one for one in _SEARCHING)
+        if change is not None:
             return bool(result)
         return result is not None and exchange(frame, result, self._end_exchange)
 
@@ -185,14 +196,16 @@ class Varying:
 
         Args:
             op: the op that gives the number.
-            value: the number.
+            value: the number, or the truth.
             use: how it is asked.
             frame: the code that asks.
         """
         while frame.f_code.co_filename.startswith(TORCH) and frame.f_back is not None:
             frame = frame.f_back  # `len` calls a method that is written in Python
         place = self._place(frame, use)
-        if type(value) not in (int, float) or place is None:
+        if type(value) not in (int, float, bool) or place is None:
+            return False
+        if type(value) is bool and not only_tests(frame):
             return False
         callee = sys._getframe(1)
         while callee.f_back is not None and callee.f_back is not frame:
@@ -302,6 +315,22 @@ class Varying:
         picked = [self._arithmetic(item_of, (self._list([*one]), position)) for one in columns]
         return tuple(picked) if are_pairs else picked[0]
 
+    def _of_list(self, function: Any, given: tuple[Any, ...]) -> Any:
+        """Return what a function that compares, or tests, the items of a list makes of it."""
+        count = next((count for one, count in _ASKING_ITEMS if one is function), 0)
+        if len(given) != count or type(given[0]) not in (list, tuple):
+            return None
+        items, *others = given
+        if not 0 < len(items) <= _MOST_ITEMS:
+            return None
+        # NaN is found in a list by its identity.
+        kinds = _COMPARED if others else _PLAIN_NUMBERS
+        if not kinds.issuperset(map(type, map(plain, (*items, *others)))):
+            return None
+        result = self._arithmetic(function, (self._list([*items]), *others))
+        # After `in`, some Pythons take what is no exact bool for true.
+        return bool(result) if function in (operator.contains, contains_not) else result
+
     def _can_be_read(self, value: Any, depth: int = 4) -> bool:
         """Return whether a value holds numbers, and nothing that is not known as it is."""
         kind = type(value)
@@ -327,17 +356,28 @@ class Varying:
             return kind(map(self._operand, value))
         return {k: self._operand(v) for k, v in value.items()} if kind is dict else value
 
-    def _store(self, given: tuple[Any, ...], frame: FrameType) -> bool:
-        """Let each item of a list of numbers depend on the key that one is assigned by."""
-        container, key, value = given
-        if type(container) is not list or type(key) is not TracedInt:
+    def _change(self, function: Any, given: tuple[Any, ...], frame: FrameType) -> bool:
+        """Let each item of a list of numbers depend on the number by which the list is changed.
+
+        Args:
+            function: returns the list behind the change.
+            given: the list, a key or an item, and what is assigned.
+            frame: the code that changes it.
+        """
+        container, key, *value = given
+        is_number = type(key) is TracedInt or (type(key) is int and function is without_item)
+        part = self._values.environment.find(container)
+        if part is not None and not part.is_argument and function is with_item:
+            self.keyed.add(part.label)
+        if type(container) is not list or not is_number:
             return False
-        if len(container) > _MOST_ITEMS or self._values.environment.find(container) is not None:
+        most = _MOST_ITEMS if part is None else _MOST_OF_STATE
+        if len(container) > most or not (part is None or part.label in self.keyed):
             return False
         self._stored += len(container)
-        if self._stored > _MOST_STORED or not _is_of_one_kind((value, *container)):
+        if self._stored > _MOST_STORED or not _is_of_one_kind((*value, *container)):
             return False
-        found = self._list_op(with_item, (self._list(container), key, value))
+        found = self._list_op(function, (self._list(container), key, *value))
 
         def ended(gave: bool) -> None:
             if gave:
@@ -461,9 +501,10 @@ class Varying:
 
     def guarded_places(self) -> Iterator[Place]:
         """Yield the places where numbers are guarded nevertheless."""
+        made = {(place, index) for place, *ends in self._results for index in range(*ends)}
         for guard in self._writer.tape.guards:
             place = number_place(guard)
-            if place is not None and place in self.places:
+            if place is not None and place in self.places and (place, guard.index) not in made:
                 yield place
 
     # Caches
@@ -541,8 +582,18 @@ def _rounds(tape: Tape, index: int) -> bool:
 _ROUNDING = frozenset({int, round, math.floor, math.ceil, math.trunc})
 _NUMBERS = TRACED | {int, float}
 _FEW_ROUNDS = 4
+_PLAIN_NUMBERS = frozenset({bool, int, float})
+_COMPARED = frozenset({bool, int})
+_CHANGES: tuple[tuple[Any, Any], ...] = ((set_item, with_item), (list.remove, without_item))
+_SEARCHING: tuple[Any, ...] = (list.index, list.remove)
+# Functions that ask items of a list for their truth, or for that of a comparison with another
+# number, and how much they receive.
+_ASKING_ITEMS: tuple[tuple[Any, int], ...] = (
+    (any, 1), (all, 1), (operator.contains, 2), (contains_not, 2), (list.count, 2), (list.index, 2),
+)  # fmt: skip
 _OF_NUMBERS = {int}, {float}
 _MOST_ITEMS = 4096  # which code lists again
+_MOST_OF_STATE = 256  # which each replay reads, and writes again
 _MOST_STORED = 1 << 17  # a recording takes some 30 us for each
 _LARGEST = 1 << 63  # from where on torch has no such whole numbers
 _PLAIN = frozenset({bool, int, float, str, type(None)})
@@ -568,13 +619,17 @@ def _call_of(
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
     places = stacks.frame_layout()
     stack = None if places is None else stacks.read_frame(frame, callee, places)
-    if stack is None or stack.name not in ASKING or stack.operands is None:
+    if stack is None or stack.name not in ASKING | COMPARING or stack.operands is None:
         return None
     if stack.name == "BINARY_SUBSCR":
         return item_of, tuple(stack.operands), {}
     if stack.name == "STORE_SUBSCR":
         value, container, key = stack.operands
         return set_item, (container, key, value), {}
+    if stack.name == "CONTAINS_OP":
+        item, container = stack.operands
+        is_negated = frame.f_code.co_code[frame.f_lasti + 1]
+        return contains_not if is_negated else operator.contains, (container, item), {}
     function, *given = (one for one in stack.operands if one is not stacks.EMPTY)
     named: dict[str, Any] = {}
     names: tuple[str, ...] = ()
@@ -590,6 +645,9 @@ def _call_of(
     while type(function) is functools.partial:
         given, named = [*function.args, *given], {**function.keywords, **named}
         function = function.func
+    if type(function) is BuiltinFunctionType and type(function.__self__) in (list, tuple):
+        given = [function.__self__, *given]
+        function = getattr(type(function.__self__), function.__name__)
     return function, tuple(given), named
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextvars
+import functools
 import inspect
 import random
 import struct
@@ -424,6 +425,11 @@ def refill_sequence(container: Any, items: list[Any]) -> None:
         container.extend(items)
     else:
         container[:] = items
+
+
+def is_cache(part: Captured) -> bool:
+    """Return whether a part is a `functools.lru_cache`."""
+    return part.type is functools._lru_cache_wrapper
 
 
 def holds_number(part: Captured) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from bendtrace.python.bytecode import tests_directly
 from bendtrace.python.sites import TORCH
 from bendtrace.python.stacks import instruction_name
 from bendtrace.tape.tape import Guard, Literals, Raised, Use
@@ -183,19 +184,21 @@ Place: TypeAlias = tuple[CodeType, int]
 # How Python asks where its result can be traced (see `Use`), and by which instructions.
 VARYING_USES = frozenset({Use.INT, Use.INDEX, Use.FLOAT, Use.LEN, Use.HASH, Use.NUMPY})
 ASKING = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_SUBSCR", "STORE_SUBSCR"})
+COMPARING = frozenset({"CALL", "CALL_KW", "CONTAINS_OP"})  # items of lists, one after the other
 
 
 def number_place(guard: Guard) -> Place | None:
     """Return where a guard asks for a number that could stay traced; None if it does not.
 
-    A truth that C code asks for may be the result of a comparison.
+    A truth that C code asks for may be the result of a comparison, or an item: `any(flags)`.
     """
     if guard.site is None:
         return None
     if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
         code, offset = guard.site.chain[0]
-        is_called = instruction_name(code, offset) in ("CALL", "CALL_KW")
-        return (code, offset) if is_called and not code.co_filename.startswith(TORCH) else None
+        if code.co_filename.startswith(TORCH) or tests_directly(code, offset):
+            return None
+        return (code, offset) if instruction_name(code, offset) in COMPARING else None
     if not isinstance(guard, ValueGuard) or guard.use not in VARYING_USES:
         return None
     if type(guard.answer) not in (int, float):
@@ -203,7 +206,5 @@ def number_place(guard: Guard) -> Place | None:
     code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
     instruction = instruction_name(code, offset)
     if code.co_filename.startswith(TORCH) or instruction not in ASKING:
-        return None
-    if instruction == "STORE_SUBSCR" and guard.use is not Use.INDEX:
         return None
     return code, offset

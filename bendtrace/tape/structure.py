@@ -202,14 +202,26 @@ def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, An
         return list(tables[0].items())
     # Each key is followed by its result, among other things (CPython 3.11 to 3.14).
     table = next((t for t in tables if _LINK in map(_kind_name, t.values())), {})
-    keys = {id(key) for key in table}
+    keys = {id(key): key for key in table}
     found = []
     steps = iter(waiting)
     for referent in steps:
-        if id(referent) in keys:
-            found.append((referent, next(steps)))
-            keys.remove(id(referent))
+        number = id(referent) if id(referent) in keys else _number_of_copy(referent, keys)
+        if number is not None:
+            found.append((keys.pop(number), next(steps)))
     return found
+
+
+def _number_of_copy(key: Any, keys: dict[int, Any]) -> int | None:
+    """Return the number of a key that is a copy with plain numbers: a run leaves it in the dict."""
+    if type(key) is not tuple:
+        return None
+    try:
+        hashed = hash(key)
+    except TypeError:  # it is no key, but a result
+        return None
+    same = (number for number, one in keys.items() if hash(one) == hashed and one == key)
+    return next(same, None)
 
 
 _LINK = "_lru_list_elem"

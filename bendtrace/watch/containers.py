@@ -1,4 +1,4 @@
-"""Dicts and sets in a model's state whose operations are ops, so that their content is not guarded.
+"""Dicts, sets and caches in a model's state whose operations are ops: their content is not guarded.
 
 A dict that forward fills and looks numbers up in, such as a cache by length, has another key after
 each new number, and its keys are guarded. Where that happens again and again (`TraceTree`), a
@@ -7,6 +7,10 @@ each new number, and its keys are guarded. Where that happens again and again (`
 out on the container itself. Code may do nothing else with it (`hands_over`): who receives such an
 object may ask for its type. A method that is no such operation makes the run live, and the next
 ones guard the content again.
+
+A `functools.lru_cache` of a function that computes tensors is one, too, and its calls are the only
+operation. So each call of a replay finds in the cache what it finds in eager, and leaves there what
+it leaves in eager. What the function does is a part of the op.
 
 The objects are of no subclass of `dict` or `set`: C would read their empty memory unseen, where
 `set(seen)` or `json` do not ask a subclass for its items.
@@ -34,6 +38,7 @@ from bendtrace.tape.captured import (
     same_keys,
 )
 from bendtrace.tape.scalars import TRACED, TracedFloat, plain
+from bendtrace.tape.structure import entries_of
 from bendtrace.tape.watchers import current_watcher
 
 if TYPE_CHECKING:
@@ -46,6 +51,7 @@ _OF_DICTS = frozenset(
         "setdefault", "clear",
     }
 )  # fmt: skip
+_CACHE = functools._lru_cache_wrapper
 # What is recorded, by the type of the container.
 _OPERATIONS: dict[type, frozenset[str]] = {
     dict: _OF_DICTS,
@@ -53,6 +59,7 @@ _OPERATIONS: dict[type, frozenset[str]] = {
     collections.defaultdict: _OF_DICTS,
     collections.Counter: _OF_DICTS | {"update"},
     set: frozenset({"__contains__", "__len__", "add", "discard", "remove", "clear", "update"}),
+    _CACHE: frozenset({"__call__"}),
 }
 _STORING = frozenset({"__setitem__", "setdefault", "add"})
 _FACTORIES = (None, int, float, bool)
@@ -63,7 +70,14 @@ _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "_
 
 def can_be_watched(part: Captured) -> bool:
     """Return whether a part is a container whose operations can be ops."""
-    return part.kind in _KINDS and part.type in _OPERATIONS and is_exchangeable(part)
+    is_known = part.kind in _KINDS or part.type is _CACHE
+    return is_known and part.type in _OPERATIONS and is_exchangeable(part)
+
+
+def caches_tensors(cache: Any) -> bool:
+    """Return whether the results in a cache are tensors, also several, and plain values."""
+    results = [result for _, result in entries_of(cache)]
+    return all(map(_is_value, results)) and any(map(_tensors_of_result, results))
 
 
 def has_content(part: Captured, now: Any) -> bool:
@@ -121,7 +135,10 @@ def _container_class(kind: Any) -> Any:
                 if callable(getattr(kind, name))
                 else _container_attribute(name)
             )
-    space["__bool__"] = _truth
+    if kind is _CACHE:
+        space.update(__call__=_call_cache, __getattr__=_attribute_of_cache)
+    else:
+        space["__bool__"] = _truth
     space["__class__"] = property(_class_of_original)
     return type(kind.__name__, (Watching,), space)
 
@@ -172,6 +189,25 @@ def _replay_operation(name: str) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def _call_cache(self: Watching, *args: Any, **kwargs: Any) -> Any:
+    frame = sys._getframe(1)
+    watcher = _watcher_of(frame)
+    if watcher is None:
+        return self.original(*args, **kwargs)
+    if not watcher.holds(self) or not all(map(_is_part_of_key, (*args, *kwargs.values()))):
+        return _report_unseen(self, "__call__", args, kwargs, frame)
+    result = watcher.opaque_call(self.original, args, kwargs, frame)
+    if not _is_value(result) or any(map(watcher.holds, _tensors_of_result(result))):
+        _report(self, "__call__", frame)
+    return result
+
+
+def _attribute_of_cache(self: Watching, name: str) -> Any:
+    if name not in functools.WRAPPER_ASSIGNMENTS:
+        _report(self, name, sys._getframe(1))
+    return getattr(self.original, name)
 
 
 def _unwatched_method(name: str) -> Callable[..., Any]:
@@ -239,6 +275,20 @@ def _is_key(value: Any) -> bool:
     if kind is tuple or kind is torch.Size:
         return all(map(_is_key, value))
     return kind is not float and kind is not TracedFloat and (kind in PLAIN_TYPES or kind in TRACED)
+
+
+def _is_part_of_key(value: Any) -> bool:
+    """Return whether a cache finds a value by what it is, or is a module of the model."""
+    kind = type(value)
+    if kind is tuple or kind is torch.Size:
+        return all(map(_is_part_of_key, value))
+    return kind in PLAIN_TYPES or kind in TRACED or isinstance(value, torch.nn.Module)
+
+
+def _tensors_of_result(result: Any) -> list[torch.Tensor]:
+    if type(result) is tuple:
+        return [tensor for one in result for tensor in _tensors_of_result(one)]
+    return [result] if isinstance(result, torch.Tensor) else []
 
 
 def _is_value(value: Any) -> bool:

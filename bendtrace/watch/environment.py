@@ -35,6 +35,7 @@ from bendtrace.tape.captured import (
     holds_number,
     identical,
     is_as_copied,
+    is_cache,
     is_exchangeable,
     store_item,
 )
@@ -118,11 +119,14 @@ class Environment(ScanResult):
                 self.is_repeated = True
                 self._keep(earlier)
         if not self.is_repeated:
-            plain_numbers = asks_for_plain(self.function) or tells_numbers_apart(self.function)
-            self._scan(arguments, plain_numbers)
-        if watched := self._containers(inputs):
+            self._scan(arguments, self._is_for_plain())
+        # Where the calls of caches are ops, numbers may be traced, and dicts be watched as well.
+        for _ in range(2):
+            watched = self._containers(inputs)
+            if watched.keys() <= self.watched_containers.keys():
+                break
             self.is_repeated = False
-            self._scan(arguments, self.plain_numbers, None, watched)
+            self._scan(arguments, self._is_for_plain(), None, self.watched_containers | watched)
         for part in self.parts:
             if part.kind is CaptureKind.ALIAS:
                 continue
@@ -138,6 +142,9 @@ class Environment(ScanResult):
             if part.kind is CaptureKind.GROWING:
                 self._items[part.index] = list(part.value)
 
+    def _is_for_plain(self) -> bool:
+        return asks_for_plain(self.function) or tells_numbers_apart(self.function)
+
     def _containers(self, labels: frozenset[str]) -> dict[int, Any]:
         """Return the containers with some labels whose operations can be ops, by identity.
 
@@ -147,17 +154,25 @@ class Environment(ScanResult):
         found = [
             part for part in self.parts if part.label in labels and containers.can_be_watched(part)
         ]
-        if not found or self.plain_numbers or self.tells_numbers or self.computes:
+        if not found or self._compares_tensors():
             return {}
-        if self._compares_tensors() or not self.names.isdisjoint(growing.READING):
-            return {}
-        named = {id(part.value.value) for part in self.parts if part.kind is CaptureKind.ALIAS}
+        others = [part for part in self.parts if part.kind is CaptureKind.ALIAS]
+        named = {id(part.value.value) for part in others}
+        stay = {id(part.value.value) for part in others if not is_exchangeable(part)}
+        caches = {
+            id(one.value): one.value for one in found if is_cache(one) and id(one.value) not in stay
+        }
+        if self.plain_numbers or self.tells_numbers or self.computes:
+            return caches
+        if not self.names.isdisjoint(growing.READING):
+            return caches
         owners = growing.owners_in(self)
         read = {name for one in self.functions for name in other_names_in(one)}
-        return {
+        return caches | {
             id(part.value): part.value
             for part in found
-            if id(part.value) not in named
+            if not is_cache(part)
+            and id(part.value) not in named
             and growing.access_name(part) not in read
             and containers.is_watchable(part.value)
             and growing.is_known_to_user_only(part, owners, self)
@@ -178,7 +193,9 @@ class Environment(ScanResult):
     def look_at_containers(self, codes: Iterable[types.CodeType]) -> None:
         """Note which containers code has handed over that the search for uses did not find."""
         for part, one in self._containers_placed:
-            if not one.is_misused and self._is_handed_over(part, codes):
+            if is_cache(part) or one.is_misused:
+                continue
+            if self._is_handed_over(part, codes):
                 one.is_misused = True
                 label = part.label
                 self.block(f"the run does more with {label} than operations on it", label)
@@ -195,6 +212,11 @@ class Environment(ScanResult):
             # container it only does what the container's methods see.
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
+
+    @property
+    def watches_caches(self) -> bool:
+        """True if calls of caches are ops of the run."""
+        return any(is_cache(part) for part, _ in self._containers_placed)
 
     def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
@@ -214,7 +236,12 @@ class Environment(ScanResult):
         first, helpers = len(self.parts), tuple(self.helpers)
         scan.scan_model()
         if self.tells_numbers and not plain_numbers:  # which names alone did not show
-            self._scan(arguments, True)  # where no operation is an op
+            caches = {
+                key: one
+                for key, one in self.watched_containers.items()
+                if type(one) is functools._lru_cache_wrapper
+            }
+            self._scan(arguments, True, None, caches)  # where no other operation is an op
             return
         found = self._growing() if lists is None else lists
         if lists is None and found:
@@ -354,6 +381,14 @@ class Environment(ScanResult):
             and part.kind is CaptureKind.OBJECT
             and compares_by_identity(part.type)
         }
+
+    def held_in_caches(self) -> Iterator[str]:
+        """Yield a reason for each tensor that the model holds, and may have taken from a cache."""
+        for label, cache, info, _ in self.caches:
+            for kept in cached_results(cache) if cache.cache_info() != info else ():
+                part = self.by_id.get(id(kept)) if isinstance(kept, torch.Tensor) else None
+                if part is not None and not part.label.startswith(f"{label}("):
+                    yield f"the cache of {label} returns what is {part.label} as well"
 
     def identity_lookups(self) -> Iterator[str]:
         """Yield a reason for each argument that the model finds by its identity."""

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import operator
 import pickle
-import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
@@ -21,7 +20,13 @@ from typing import Any, NamedTuple
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bendtrace.python.bytecode import CONSTANTS, InstructionStep, constant_of, single_steps
+from bendtrace.python.bytecode import (
+    CONSTANTS,
+    InstructionStep,
+    constant_of,
+    loads_method,
+    single_steps,
+)
 from bendtrace.tape.captured import Access, Captured, CaptureKind, module_name_of
 from bendtrace.watch.code_facts import codes_in, other_names_in
 from bendtrace.watch.executed import key_of
@@ -425,8 +430,8 @@ class _Adding(_Operating):
         if type(own) is _StackMethod:
             return True
         if own:  # what the list is in: to have its items, or its keys
-            return name in _OF_HOLDERS or (_is_call(step) and step.value in _LOOKING_UP)
-        return _extends(step) or (_is_call(step) and step.value in ADDS)
+            return name in _OF_HOLDERS or (loads_method(step) and step.value in _LOOKING_UP)
+        return _extends(step) or (loads_method(step) and step.value in ADDS)
 
     def _may_ask(self, one: Any) -> bool:
         return one is None or one != 0
@@ -435,7 +440,7 @@ class _Adding(_Operating):
         return not self._keys and bool(step.value == self._name)
 
     def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
-        if type(own) is int and _is_call(step):
+        if type(own) is int and loads_method(step):
             return _StackMethod(step.value, own)
         if own == 0 and _extends(step):
             return own
@@ -488,14 +493,7 @@ def _is_read(steps: Sequence[InstructionStep], at: int) -> bool:
     at += 1
     while at + 1 < len(steps) and steps[at].name in _KEYS and _is_subscript(steps[at + 1]):
         at += 2
-    return not (_is_call(steps[at]) and steps[at].value in ADDS)
-
-
-def _is_call(step: InstructionStep) -> bool:
-    """Return whether an instruction loads a method to call it, so that nothing can keep it."""
-    if step.name == "LOAD_ATTR":  # since Python 3.12
-        return sys.version_info >= (3, 12) and bool((step.argument or 0) & 1)
-    return step.name == "LOAD_METHOD"
+    return not (loads_method(steps[at]) and steps[at].value in ADDS)
 
 
 def _is_subscript(step: InstructionStep) -> bool:

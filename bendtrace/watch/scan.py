@@ -437,8 +437,8 @@ class CodeScan:
             for cls, count in tuple(found.helpers.items()):
                 members = members_of(cls)
                 named = members & found.names | {m for m in members if m[:2] == "__"} - _MAKING
-                if issubclass(cls, nn.Module):
-                    named -= _MADE
+                if issubclass(cls, nn.Module):  # which code may make, and call
+                    named = named - _MADE | members & {"forward"}
                 if found.computes and is_users_class(cls):
                     named = members
                 if named > count:

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.python.results import can_exchange
@@ -161,3 +161,52 @@ def a_list_that_stays(x: Tensor) -> Any:
     for column in best(x):
         HELD[column] += 1
     return x * torch.tensor(HELD)
+
+
+@followed(16)
+def flags(x: Tensor) -> Any:
+    found = [bool(row.sum() > 0) for row in x[:2]]
+    above = [number > 0.5 for number in x[0].tolist()]
+    x = x + 1 if any(found) else x * sum(above)
+    return x * above.count(True), all(found)
+
+
+@followed(20)
+def found(x: Tensor) -> Any:
+    columns = best(x)
+    place = columns.index(max(columns))
+    columns.remove(columns[-1])
+    return x * place, columns.count(1), 2 in columns
+
+
+@case(*STREAM)
+class Histogram(nn.Module):
+    """Counts in a list and in a dict of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bins, self.rows = [0] * 4, dict.fromkeys(range(7), 0)
+
+    def forward(self, x: Tensor) -> Any:
+        for column in best(x[:1]):
+            self.bins[column] += 1
+        self.rows[len(x)] += 1
+        return x * self.bins[best(x)[0]] + self.rows[len(x)]
+
+
+@case(*STREAM)
+class Levels(nn.Module):
+    """Has a cache that is too small for what a call asks it for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        @functools.lru_cache(maxsize=2)
+        def positions(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+            return torch.arange(rows * columns).view(rows, columns) * scale
+
+        self.positions = positions
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.positions(*x.shape) / self.positions(len(x), 1, scale=0.5).sum()
+        return x if x.sum() > 0 else x * self.positions(1, 4)
