@@ -929,3 +929,62 @@ def test_what_an_error_of_an_insertion_leaves_behind(place: str, is_known: bool)
         assert called(bended, model, size) == called(eager, eager, size), size
     assert bended.stats.live == 0, bended.why_live
     assert insertion.report().fired == 5  # without those that raised
+
+
+class AddsParts(nn.Module):
+    """Adds to a buffer what code with a branch gives, while the buffer waits on the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.relu = nn.ReLU(inplace=True)
+
+    def part(self, x: Tensor, factor: int) -> Tensor:
+        h = self.relu(x * factor)
+        return (h * 2 if h.mean() > 0.5 else h).mean(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.mul_(0.9)
+        if x.sum() > 0:
+            x = x * 0.5
+        for factor in (1, 2, 3):
+            self.total.add_(self.part(x, factor))
+            if self.total.sum() > 2:
+                self.total.mul_(0.1)
+        return x * self.total
+
+
+class SwapsTotals(AddsParts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("other", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in (1, 2, 3):
+            again = self.total.add_(self.part(x, factor))
+            self.total, self.other = self.other, again.sub_(self.part(x, factor))
+            if self.total.mean() > 1:
+                self.total.zero_()
+        return x * self.total
+
+
+class AddsToArgument(AddsParts):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.9)
+        for factor in (1, 2, 3):
+            x.add_(self.part(x.clone(), factor))
+            if x.sum() > 2:
+                x.mul_(0.1)
+        return x
+
+
+@pytest.mark.parametrize("model", [AddsParts, SwapsTotals, AddsToArgument])
+def test_a_tensor_may_wait_for_what_is_written_to_it(model: type[nn.Module]) -> None:
+    eager, own = model(), model()
+    bended, generator = bt.BendedModule(own), torch.Generator().manual_seed(0)
+    for _ in range(100):
+        x = torch.randn(3, 4, generator=generator) * 1.2
+        wanted, found = (one(x.clone()) for one in (eager, bended))
+        assert torch.equal(found, wanted)
+        assert bits(eager.state_dict()) == bits(own.state_dict())
+    assert bended.stats.replays > 70

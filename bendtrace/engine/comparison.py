@@ -133,11 +133,22 @@ class ValueNames:
         self._ops = tape.ops
         holes = tape.states[after].holes if after >= 0 else ()
         start = tape.guards[after].position if after >= 0 else 0
-        self._names: dict[int, Any] = {
-            index: tape.ops[given].target.named
-            for index, given in returned_inputs(tape, after).items()
+        # A tensor from before the run that was written to is a hole. A run that was resumed knows it
+        # by another op than one that was read, of those that have returned it.
+        written = {
+            root: ("hole", k)
+            for k, hole in enumerate(holes)
+            if tape.ops[root := tape.aliases.get(hole, hole)].is_given
         }
-        self._names.update((hole, ("hole", k)) for k, hole in enumerate(holes))
+        self._names: dict[int, Any] = {
+            index: written.get(given) or tape.ops[given].target.named
+            for index, given in returned_inputs(tape, after).items()
+            if index not in holes
+        }
+        self._names.update(written)
+        for k, hole in enumerate(holes):
+            self._names.pop(hole, None)  # the last op of a name is found by it (see `indices`)
+            self._names[hole] = "hole", k
         following = (tape.ops[index] for index in range(start, len(tape.ops)))
         self.ops: list[Op] = list(itertools.islice(filter(counts, following), most))
         self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
