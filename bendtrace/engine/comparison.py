@@ -133,8 +133,8 @@ class ValueNames:
         self._ops = tape.ops
         holes = tape.states[after].holes if after >= 0 else ()
         start = tape.guards[after].position if after >= 0 else 0
-        # A tensor from before the run that was written to is a hole. A run that was resumed knows it
-        # by another op than one that was read, of those that have returned it.
+        # A tensor from before the run that was written to is a hole. A resumed run knows it by
+        # another op than one that was read, of those that have returned it.
         written = {
             root: ("hole", k)
             for k, hole in enumerate(holes)
