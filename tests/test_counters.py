@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.export.exporting import Exported, difference
-from bendtrace.python.bytecode import assign, counters_at, local_in
+from bendtrace.python.bytecode import assign, local_in
 from bendtrace.record.recorded_call import Signature, record
-from bendtrace.record.varying import Lifting
+from bendtrace.record.varying import Lifting, counters_at
 from tests.shares import some
 
 INPUTS = [torch.ones(3) * scale for scale in (0.1, 1.0, 3.0, 9.0, 99.0)]

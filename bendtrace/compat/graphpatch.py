@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import IO, Any
 
@@ -28,7 +29,7 @@ from bendtrace.log.path_views import Node, Tree
 from bendtrace.module import BendedModule
 from bendtrace.patches import *  # noqa: F403
 from bendtrace.python.checks import free_name
-from bendtrace.watch.owners import module_of, modules_in, without_hooks
+from bendtrace.watch.owners import module_of, modules_in, states_of
 
 __all__ = ["ExtractionOptions", "PatchableGraph"]
 __dir__ = __all__.copy
@@ -259,7 +260,7 @@ class PatchableGraph(BendedModule):
         Raises:
             InputError: accelerate has put weights somewhere else.
         """
-        with without_hooks(self.model):
+        with _without_hooks(self.model):
             torch.save(self, target)
 
     @staticmethod
@@ -399,3 +400,32 @@ def _began(node: TreeNode, number: int) -> float:
     ops = [_began(*one) for one in inside if node.kind != "graph" or one[0].role in ("call", "op")]
     given = (_began(*one) + 0.5 for one in inside if one[0].role == "input")
     return min(ops, default=max(given, default=-1))
+
+
+@contextmanager
+def _without_hooks(model: Any) -> Iterator[None]:
+    """Within it, the modules of a model are without accelerate's hooks, which cannot be pickled.
+
+    Raises:
+        InputError: accelerate has put weights somewhere else, which would not be saved.
+    """
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    hooked = [part for part in modules_in(model).values() if "_hf_hook" in vars(part)]
+    if hooked and any(tensor.is_meta for _, tensor in states_of(model)):
+        raise InputError(
+            "accelerate has put weights of the model somewhere else: load it without offloading, "
+            "or call accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
+        )
+    for part in hooked:
+        table = vars(part)
+        tables.append((table, dict(table)))
+        original = table.pop("_old_forward", None)
+        for name in ("_hf_hook", "forward"):
+            table.pop(name, None)
+        if original is not None and getattr(original, "__func__", None) is not type(part).forward:
+            table["forward"] = original
+    try:
+        yield
+    finally:
+        for table, before in reversed(tables):
+            table.update(before)

@@ -267,14 +267,21 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def _is_even_shared(tensor: Tensor) -> bool:
-    return tensor._is_view() or _uses(tensor.untyped_storage()._cdata) > _ONE
+    return tensor._is_view() or _uses(tensor.untyped_storage()._cdata) > _uses_of_one()
 
 
 # `sys.getrefcount` counts Python's references only, and a view has a storage object of its own over
 # the same memory. Without the count of torch (2.13), all memory is taken to be shared.
 _uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
-# What it says of memory that one tensor has: asking makes a storage object, which counts as well
-# (2 in torch 2.13), so the number is measured.
-with torch._C.DisableTorchFunction():  # a run that imports this does not record it
-    _probe = torch.empty(1, device="cpu")
-    _ONE = _uses(_probe.untyped_storage()._cdata)
+
+
+@functools.cache
+def _uses_of_one() -> int:
+    """Return what it says of memory that one tensor has.
+
+    Asking makes a storage object, which counts as well (2 in torch 2.13), so the number is
+    measured: not when this is imported, which may be in the middle of a recording.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        probe = torch.empty(1, device="cpu")
+        return _uses(probe.untyped_storage()._cdata)

@@ -345,45 +345,6 @@ def _variable_bits(code: CodeType, names: tuple[str, ...]) -> int:
     return sum(1 << k for k, name in enumerate(code.co_varnames) if name in names)
 
 
-# Counters of `while` loops: variables that each round adds a constant to.
-
-_found: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
-
-
-def counters_at(code: CodeType, offset: int) -> frozenset[str]:
-    """Return the local variables that count the rounds of a `while` loop around an instruction."""
-    cached = _found.get(id(code))
-    if cached is None:
-        cached = _found[id(code)] = (code, _loops(code))
-    return frozenset().union(*(names for begin, end, names in cached[1] if begin <= offset <= end))
-
-
-def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
-    """Return the loops of code, with their first and last instruction and their counters."""
-    if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
-        return []  # it could see that `assign` was there
-    steps = single_steps(code)
-    names = {step.offset: step.name for step in steps}
-    counted: list[tuple[int, str]] = []
-    for first, second, third, last in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
-        constant = constant_of(code, second.name, second.argument or 0)
-        if (
-            (first.name, third.name, last.name) == ("LOAD_FAST", "BINARY_OP", "STORE_FAST")
-            and third.shown in ("+", "-", "+=", "-=")
-            and type(constant) is int
-            and first.value == last.value
-        ):
-            counted.append((last.offset, first.value))
-    loops = []
-    for step in steps:
-        if "JUMP_BACKWARD" in step.name and names.get(step.value) != "FOR_ITER":
-            inside = frozenset(
-                name for offset, name in counted if step.value <= offset <= step.offset
-            )
-            loops.append((step.value, step.offset, inside))
-    return loops
-
-
 def local_in(frame: FrameType, name: str) -> Any:
     """Return the value of a local variable of a running frame; None if it has none."""
     variables = frame.f_locals

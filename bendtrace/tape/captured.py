@@ -427,6 +427,11 @@ def refill_sequence(container: Any, items: list[Any]) -> None:
         container[:] = items
 
 
+def is_cache(part: Captured) -> bool:
+    """Return whether a part is a `functools.lru_cache`."""
+    return part.type is functools._lru_cache_wrapper
+
+
 def holds_number(part: Captured) -> bool:
     """Return whether a part is a number in a place of the model that can hold another one.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -117,32 +116,3 @@ def states_of(model: Any) -> list[tuple[str, Tensor]]:
         for key, tensor in table.items()
         if tensor is not None
     ]
-
-
-@contextmanager
-def without_hooks(model: Any) -> Iterator[None]:
-    """Within it, the modules of a model are without accelerate's hooks, which cannot be pickled.
-
-    Raises:
-        InputError: accelerate has put weights somewhere else, which would not be saved.
-    """
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    hooked = [part for part in modules_in(model).values() if "_hf_hook" in vars(part)]
-    if hooked and any(tensor.is_meta for _, tensor in states_of(model)):
-        raise errors.InputError(
-            "accelerate has put weights of the model somewhere else: load it without offloading, "
-            "or call accelerate.hooks.remove_hook_from_module(model, recurse=True) first"
-        )
-    for part in hooked:
-        table = vars(part)
-        tables.append((table, dict(table)))
-        original = table.pop("_old_forward", None)
-        for name in ("_hf_hook", "forward"):
-            table.pop(name, None)
-        if original is not None and getattr(original, "__func__", None) is not type(part).forward:
-            table["forward"] = original
-    try:
-        yield
-    finally:
-        for table, before in reversed(tables):
-            table.update(before)
