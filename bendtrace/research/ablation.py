@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -475,13 +474,15 @@ def _own_mean(over: tuple[int, ...]) -> Source:
 
 def _shuffle(seed: int) -> Source:
     """Take the samples of the batch in another order, none in its own place."""
+    drawn: dict[int, Tensor] = {}  # no cache: of a dict, an exported program takes the tensors
 
-    @functools.cache
     def chosen(count: int) -> Tensor:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        others = torch.empty_like(order)
-        others[order] = order.roll(-1)
-        return others
+        if count not in drawn:
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+            others = torch.empty_like(order)
+            others[order] = order.roll(-1)
+            drawn[count] = others
+        return drawn[count]
 
     def source(path: str, number: int, value: Tensor) -> Tensor:
         count = value.shape[0] if value.dim() else 0
@@ -573,10 +574,13 @@ def _samples_of(
         _, seen = sites.seen(call)
         sites.rows(seen)
 
-    @functools.cache
+    drawn: dict[tuple[int, int], Tensor] = {}  # as above
+
     def chosen(samples: int, count: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(samples, (count,), generator=generator)
+        if (samples, count) not in drawn:
+            generator = torch.Generator().manual_seed(seed)
+            drawn[samples, count] = torch.randint(samples, (count,), generator=generator)
+        return drawn[samples, count]
 
     kept = {(path, n): value for (_, path), passes in seen.items() for n, value in passes.items()}
 

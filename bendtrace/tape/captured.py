@@ -443,11 +443,6 @@ def holds_number(part: Captured) -> bool:
     return is_number and is_exchangeable(part)
 
 
-def is_cache(part: Captured) -> bool:
-    """Return whether a part is a `functools.lru_cache`."""
-    return part.type is functools._lru_cache_wrapper
-
-
 def is_exchangeable(part: Captured) -> bool:
     """Return whether a part is in a place of the model that can hold another value."""
     holder = part.parent
