@@ -625,11 +625,14 @@ class Trace(ModelHistory):
         result = self._program.run(values, first=True)
         if isinstance(result, Divergence):
             result.hold.release()
-            if result.is_raised:
-                assert result.error is not None
-                raise result.error
-            mismatch = explain.explain_divergence(result.recording, result.number, result.outcome)
-            raise DivergenceError(mismatch.reason, mismatch.step)
+            reason: Exception | None = result.error if result.is_raised else None
+            if reason is None:
+                mismatch = explain.explain_divergence(
+                    result.recording, result.number, result.outcome
+                )
+                reason = DivergenceError(mismatch.reason, mismatch.step)
+            del result  # which the traceback would keep: other ranks wait until it is gone
+            raise reason
         return result.output
 
     def to_fx(

@@ -1076,7 +1076,7 @@ def _abandon(call: JointCall) -> None:
         if _local.call is call:
             _local.call = None
         call.is_left = False
-        call.fails(RuntimeError("the run was not continued"))
+        call.fails(call.error or RuntimeError("the run was not continued"))
 
 
 @contextmanager
