@@ -49,6 +49,7 @@ from bendtrace.python.checks import required_path
 from bendtrace.watch.owners import states_of
 
 if TYPE_CHECKING:
+    from bendtrace import bends  # whose name for `BendingConfig` is the public one
     from bendtrace.module import BendedModule
 
 _FORMAT = "bendtrace bends"
@@ -1149,7 +1150,7 @@ def _shares(mixture: Mapping[str, Any]) -> dict[str, Any]:
 def bend(
     bended: BendedModule[Any],
     /,
-    callback: Bend | BendingConfig | Callable[[Tensor], Any],
+    callback: Bend | bends.BendingConfig | Callable[[Tensor], Any],
     *where: Where,
     weights: bool | None = None,
     activations: bool = True,
