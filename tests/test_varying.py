@@ -302,7 +302,9 @@ def test_numbers_that_differ_are_computed_in_replays(program: Callable[[Tensor],
         assert bits(found) == bits(program(x.clone()))
         assert [type(one) for one in _flat(found)] == [type(one) for one in _flat(program(x))]
     assert bended.stats.live == 0
-    assert bended.stats.traces <= 16
+    # Since Python 3.12, comprehensions are no functions: what they do with bools is not followed.
+    is_guarded = program is bools_of_numbers and sys.version_info >= (3, 12)
+    assert bended.stats.traces <= (24 if is_guarded else 16)
     before = bended.stats.traces
     for x in inputs(40, seed=1):
         assert bits(bended(x)) == bits(program(x))
