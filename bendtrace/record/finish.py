@@ -341,7 +341,7 @@ class Finish:
         outlive = {ref.index for ref in refs_in(kept)}
         for reason in (
             *self.environment.identity_lookups(),
-            *self.environment.held_in_caches(),
+            *self.environment.results_in_state(),
         ):
             self.block(reason)
         for reason, cache, was_empty in self.environment.misses():

@@ -382,7 +382,7 @@ class Environment(ScanResult):
             and compares_by_identity(part.type)
         }
 
-    def held_in_caches(self) -> Iterator[str]:
+    def results_in_state(self) -> Iterator[str]:
         """Yield a reason for each tensor that the model holds, and may have taken from a cache."""
         for label, cache, info, _ in self.caches:
             for kept in cached_results(cache) if cache.cache_info() != info else ():
