@@ -254,8 +254,10 @@ class Dispatcher:
                     return runner.call(args, kwargs, self.latest_run)
                 names, arguments = self.named_arguments(args, kwargs, plan)
                 tree = self._trees.of(plan)
-                call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
-                return self._recorded(call).result
+                # Names that no run has shown yet are looked up in this one.
+                return self._traced(
+                    _DispatchedCall(args, kwargs, names, arguments, plan, tree)
+                ).result
         names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found

@@ -167,7 +167,8 @@ def place_naming(name: str, functions: Iterable[types.FunctionType]) -> str:
 
 def _may_name(code: types.CodeType, name: str) -> bool:
     """Return whether a name occurs in code; instructions are much slower to read than this."""
-    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, code.co_consts
+    texts = [one for one in code.co_consts if type(one) is str]  # `-bb` forbids to compare bytes
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, texts
     return any(name in some for some in names)
 
 
