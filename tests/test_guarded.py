@@ -548,6 +548,34 @@ if can_exchange_operands():
         return x * 2 if x.detach().numpy().max() > 0 else x * 3
 
 
+def pair(same: bool) -> tuple[Tensor, Tensor]:
+    x = grid()
+    return x, x.view(3, 2) if same else x.clone()
+
+
+ADDRESSES = "whether tensors begin at one address: `x.data_ptr() == y.data_ptr()`"
+
+
+@case(ADDRESSES, lambda: pair(True), other=lambda: pair(False))
+@case(ADDRESSES, lambda: pair(False), other=lambda: pair(True))
+def address_compared(x: Tensor, y: Tensor) -> Tensor:
+    z = x * 2
+    return z * 3 if x.data_ptr() == y.data_ptr() != z.data_ptr() else z + y.sum()
+
+
+class Shares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = (one.data_ptr() for one in self.parameters())
+        return x * self.a if [a] == [b] else x + self.b
+
+
+case(ADDRESSES, change=lambda m, p: setattr(m.b, "data", m.a.data))(Shares)
+
+
 @case(
     "whether a tensor has a `.grad`, a `.grad_fn`, or a base",
     change=lambda m, p: setattr(m.w, "grad", torch.ones(3)),
@@ -1025,6 +1053,48 @@ change(GLOBALS, lambda: lambda x: doubled(x), puts("doubled", torch.sin))
 change(
     GLOBALS, lambda: lambda x: x * SETTINGS.SCALE, lambda m, p: p.setattr(SETTINGS, "SCALE", 3.0)
 )
+OWN_FILE = sys.modules[__name__]
+change(GLOBALS, lambda: lambda x: x * OWN_FILE.SCALE, puts("SCALE", 3.0))
+change(GLOBALS, lambda: lambda x: OWN_FILE.scaled_by(x, 2), puts("SCALE", 3.0))
+
+
+def scaled_by(x: Tensor, n: int) -> Tensor:
+    return x * SCALE * n
+
+
+OF_TORCH = (
+    "methods of the user's that methods of torch's classes call: `_conv_forward` of a convolution, "
+    "`_call` of a transform"
+)
+
+
+class Strong(nn.Conv1d):
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(x, weight, bias) * SCALE
+
+
+class Bends(torch.distributions.Transform):
+    def _call(self, x: Tensor) -> Tensor:
+        return scaled_by(x, self.event_dim + 1)
+
+    @property
+    def event_dim(self) -> int:  # type: ignore[override]
+        return 1
+
+
+class Samples(torch.distributions.Laplace):
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        return self.loc * SCALE
+
+
+def transforming() -> Callable[[Tensor], Tensor]:
+    bends = Bends()
+    return lambda x: bends(x)
+
+
+change(OF_TORCH, lambda: Strong(2, 2, 1), puts("SCALE", 3.0))
+change(OF_TORCH, transforming, puts("SCALE", 3.0))
+change(OF_TORCH, lambda: lambda x: Samples(x, 1.0).sample(), puts("SCALE", 3.0))
 change(
     "tensors in globals and closures: their values, or others in their place",
     lambda: lambda x: x * WEIGHT,
@@ -1694,8 +1764,8 @@ change(
 )  # fmt: skip
 
 ESCAPES = (
-    "content handed to other code: by `numpy()` to texts and buffers, `data_ptr()`, storages, "
-    "dlpack, pickle"
+    "content handed to other code: by `numpy()` to texts and buffers, by `data_ptr()` to code that "
+    "does more than to compare it, storages, dlpack, pickle"
 )
 
 
@@ -1709,6 +1779,11 @@ def to_a_pointer(x: Tensor) -> Tensor:
     y = x.clone()
     (ctypes.c_float * 1).from_address(y.data_ptr())[0] = 5.0
     return x * y
+
+
+@case(ESCAPES, live_at="x.data_ptr()")
+def to_a_key(x: Tensor) -> Tensor:
+    return x * len({x.data_ptr(): 1, x.view(-1).data_ptr(): 2})
 
 
 @case(ESCAPES, live_at="from_dlpack(x)")

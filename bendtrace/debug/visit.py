@@ -29,6 +29,7 @@ from bendtrace.tape.tape import Guard, ModuleCall, Op, OpKind, Use
 from bendtrace.tape.watchers import StopRun, call_silently
 from bendtrace.watch.draws import RandomStates, generator_state, torchs_generators
 from bendtrace.watch.functions import (
+    ADDRESS,
     CONTEXT,
     ESCAPES,
     METADATA,
@@ -46,7 +47,7 @@ from bendtrace.watch.functions import (
 from bendtrace.watch.writes import storage_of, version_of
 
 # Requests that compute nothing that anybody would stop at.
-_SILENT = frozenset({*CONTEXT, *METADATA, *SHAPES, *VALUES, *ESCAPES, Tensor.tolist})
+_SILENT = frozenset({*CONTEXT, *METADATA, *SHAPES, *VALUES, *ESCAPES, ADDRESS, Tensor.tolist})
 _QUESTIONS = frozenset(VALUES.values()) - {Use.FORMAT}
 # What may write to its arguments without torch counting it.
 _UNCOUNTED = ("batch_norm", "instance_norm")

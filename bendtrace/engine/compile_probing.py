@@ -37,6 +37,7 @@ from bendtrace.tape.structure import (
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, is_handled
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import (
+    ADDRESS,
     FLEETING,
     METADATA,
     RANK_DEPENDS_ON_SIZES,
@@ -635,7 +636,9 @@ def why_not_op(op: Op, entry: Context) -> str | None:
             return f"{name} is a constructor, which compilers know no schema of"
         if name in UNTOLD:
             return f"{name} may write to statistics"
-        if name in _UNANSWERED and (op.target in METADATA or _reads_tensor_attribute(op.target)):
+        if op.target is ADDRESS or (
+            name in _UNANSWERED and (op.target in METADATA or _reads_tensor_attribute(op.target))
+        ):
             return f"{name} of a tensor is asked for"
         if op.context._replace(grad=entry.grad) != entry:
             return f"{name} runs in another inference or autocast mode than the call"

@@ -43,6 +43,7 @@ from bendtrace.tape.tape import ModuleCall, meta_of
 from bendtrace.watch.code_facts import names_in
 from bendtrace.watch.containers import Watching
 from bendtrace.watch.functions import (
+    ADDRESS,
     CONTEXT,
     ESCAPES,
     METADATA,
@@ -68,7 +69,7 @@ Undo = Callable[[], None]
 
 # Kinds without a value that a node of the tree represents.
 _UNNAMED = frozenset(
-    {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, Tensor.tolist, Tensor.__setitem__}
+    {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, ADDRESS, Tensor.tolist, Tensor.__setitem__}
 )
 
 

@@ -213,7 +213,7 @@ _OF_PYTHON = frozenset(
         "item", "tolist", "bool", "float", "int", "double", "half", "long", "size", "dim",
         "numel", "shape", "type", "tensor", "as_tensor", "cpu", "cuda", "is_floating_point",
         "is_complex", "is_contiguous", "apply_along_dim", "stack", "cat", "zeros", "ones", "full",
-        "empty", "arange", "element_size", "_parse_to",
+        "empty", "arange", "element_size", "_parse_to", "data_ptr",
     }
 )  # fmt: skip
 # Whose operators are compositions, and yet never give back what they are given.

@@ -8,6 +8,7 @@ import inspect
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
-from bendtrace.tape.guards import Place
+from bendtrace.tape.guards import Place, TruthGuard
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
 from bendtrace.tape.tape import (
@@ -44,6 +45,7 @@ from bendtrace.watch.draws import (
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import OWN_NUMBER, CodeMonitor, forbidden_in, learn
 from bendtrace.watch.functions import (
+    ADDRESS,
     OpOverload,
     OpOverloadPacket,
     display_name,
@@ -280,6 +282,7 @@ class Finish:
         self._look_at_caches(recording)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
+        self._check_addresses()
         drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
         recording.draws = any(drew)
         recording.writes_outside = self._encoder.writes_outside()
@@ -401,6 +404,21 @@ class Finish:
                 self.block(
                     f"the run writes to a tensor in the memory of {array.label}", array.label
                 )
+
+    def _check_addresses(self) -> None:
+        """Block if code does more with addresses of tensors than to compare them."""
+        addresses = {op.index for op in self.tape.ops if op.target is ADDRESS}
+        if not addresses:
+            return
+        used = [(guard.index,) for guard in self.tape.guards if not isinstance(guard, TruthGuard)]
+        used += [op.operands for op in self.tape.ops if op.target not in _COMPARING]
+        for index in sorted(addresses.intersection(chain.from_iterable(used))):
+            op = self.tape.ops[index]
+            where = f" at {op.site.place}" if op.site is not None else ""
+            self.tape.block(
+                f"{name_of(op.target)}{where} passes the content of a tensor to code that cannot "
+                "be watched"
+            )
 
     def _check_opaque_ops(self, changes: list[EnvironmentChange]) -> None:
         """Block if code that is called as one op might read the run's changes.
@@ -569,6 +587,9 @@ _OPDEFS: Mapping[str, Any] = internal(
 )
 
 
+_COMPARING = frozenset(
+    {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge}
+)
 _SEEDING = {"manual_seed", "manual_seed_all"}
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
 _CONTAINERS = frozenset(

@@ -435,7 +435,7 @@ class RunValues:
             if self._writer.script is not None:
                 self._writer.require_alive((tracked.ref.index,))
             if tracked.graphless and requires_grad(tensor):
-                self._block_unseen_graph(tracked)
+                self._look_at_graph(tracked, tensor)
             self._writer.writes.receive(tracked.ref, tensor, tracked.version)
             return tracked.ref
         part = self.environment.find(tensor) or self.environment.find_cached(tensor)
@@ -582,9 +582,14 @@ class RunValues:
             ref = cached
         return ref
 
-    def _block_unseen_graph(self, tracked: TrackedTensor) -> None:
-        """Block a tensor that an op under no_grad returned, but that requires grad by now."""
+    def _look_at_graph(self, tracked: TrackedTensor, tensor: Tensor) -> None:
+        """Block a tensor that requires grad by now, if an op under no_grad returned it.
+
+        A later op may have written into it what requires grad.
+        """
         tracked.graphless = False
+        if self._writer.writes.may_differentiate(tensor):
+            return
         if self.tape.blockers:  # the known reason is more specific
             return
         self.tape.block(

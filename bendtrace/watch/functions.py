@@ -269,12 +269,16 @@ if "__str__" in vars(Tensor):
 # The content goes where neither the mode nor a guard can follow it.
 ESCAPES: dict[Any, str] = {
     **_methods(
-        "numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__",
-        "share_memory_", "__reduce_ex__", "_typed_storage",
+        "numpy", "__array__", "storage", "untyped_storage", "__dlpack__", "share_memory_",
+        "__reduce_ex__", "_typed_storage",
     ),
     **_getters("__cuda_array_interface__", "grad_fn"),
 }  # fmt: skip
 GRAD_FN: Any = next(function for function, name in ESCAPES.items() if name == "grad_fn")
+
+# Gives a number that tells tensors apart. Code that does more with it may read or write what is
+# there: such a run is live (see `Finish`).
+ADDRESS = Tensor.data_ptr
 
 # What they give may be in the memory of what they are given, which torch knows nothing of.
 SHARING: frozenset[Any] = frozenset(

@@ -45,6 +45,10 @@ _MADE = frozenset(
 )  # of a class that code makes objects of
 
 
+# Calls of these are ops, which a replay calls again with all that they read.
+_AS_ONE_OP = frozenset(torch.autograd.Function.__mro__)
+
+
 class Reachable(NamedTuple):
     """The functions, globals and members that code can reach.
 
@@ -155,6 +159,9 @@ class _ReachabilitySearch:
         self.lacking: list[tuple[Mapping[str, Any], frozenset[str] | None]] = []
         self.names: set[str] = set()
         self.owners: dict[int, Mapping[str, Any]] = {}
+        self._of_torch: dict[type, None] = {}  # bases of the user's classes, in order
+        self._torchs: set[types.FunctionType] = set()  # their methods that were looked into
+        self._asked: set[str] = set()  # the names in these
         self.depends = Depends(functions=self.functions)
 
     def run(self) -> None:
@@ -177,7 +184,6 @@ class _ReachabilitySearch:
             elif isinstance(cell, type) and is_users_class(cell):
                 self.add_class(cell, _MADE)
         names = {*names_in(function.__code__), *other_names_in(function)}
-        spaces: list[Mapping[str, Any]] = [function.__globals__]
         for name in facts_in(function.__code__).globals:
             value = self._look(function.__globals__, name)
             if isinstance(value, types.ModuleType):
@@ -209,7 +215,6 @@ class _ReachabilitySearch:
                     others[id(inner)] = vars(inner)
                     waiting.append(vars(inner))
         self.depends.sized |= {id(space): space for space in others.values()}
-        spaces += others.values()
         if others and not is_finished(function):
             for path in names_used_whole(function.__code__):
                 found: Any = None
@@ -227,14 +232,12 @@ class _ReachabilitySearch:
                     lacking = None if computes else frozenset(names - namespace.keys())
                     self.lacking.append((namespace, lacking))
         self._follow_puts(function, modules, names)
-        for owner in tuple(self.owners.values()):
-            self._take(owner, (names - self.names) & owner.keys())
-        self.names |= names
-        for space in spaces:
-            # An attribute is not a global of its own file, whatever its name.
-            own = space is function.__globals__
-            asked = facts_in(function.__code__).globals if own else names
-            for name in space.keys() if computes and not own else asked & space.keys():
+        self._name(names)
+        # An attribute is not a global of its own file, unless the file names itself as a module.
+        spaces = [(function.__globals__, facts_in(function.__code__).globals)]
+        spaces += ((space, frozenset(space) if computes else names) for space in others.values())
+        for space, asked in spaces:
+            for name in asked & space.keys():
                 value = self._look(space, name)
                 if isinstance(value, type):
                     self.globals[id(space), name] = (space, name)
@@ -296,6 +299,35 @@ class _ReachabilitySearch:
                 if entries is _MADE and is_users_class(base):  # what operators call
                     named |= {name for name in owner if name[:2] == "__"}
                 self._take(owner, named & owner.keys())
+            elif base not in _AS_ONE_OP:
+                self._of_torch.setdefault(base)
+        self._name(self._named_by_torch(entries | self.names | _CALLED))
+
+    def _name(self, names: Iterable[str]) -> None:
+        """Take the members that code names, and those that code of torch's asks for then."""
+        new = {*names, *self._named_by_torch(names)} - self.names
+        self.names |= new
+        for owner in tuple(self.owners.values()):
+            self._take(owner, new & owner.keys())
+
+    def _named_by_torch(self, names: Iterable[str]) -> set[str]:
+        """Return the user's members that methods of torch's classes ask for.
+
+        These methods are not followed: `forward` of a batch norm asks for `_check_input_dim`.
+
+        Args:
+            names: names of methods that are called; those of earlier calls are remembered.
+        """
+        waiting = [*names]
+        while waiting and self._of_torch:
+            name = waiting.pop()
+            for base in self._of_torch:
+                for function in functions_of(vars(base).get(name)):
+                    if function not in self._torchs:
+                        self._torchs.add(function)
+                        self._asked |= names_in(function.__code__)
+                        waiting += names_in(function.__code__)
+        return {name for owner in self.owners.values() for name in self._asked & owner.keys()}
 
     def _take(self, owner: Mapping[str, Any], names: Iterable[str]) -> None:
         for name in names:

@@ -62,6 +62,7 @@ class Writes:
         self._given: list[tuple[Ref, Tensor, int]] = []
         self._memory: list[int] = []  # of what the current op received, if that is watched
         self._writers: dict[int, int] = {}
+        self._differentiable: set[int] = set()  # memory that ops wrote to in grad mode
         # Written to without a new version: by which op last.
         self._unseen: dict[int, int] = {}
         self.latest_unseen = -1
@@ -133,14 +134,15 @@ class Writes:
             )
             if unseen or now != version:
                 op.writes = (*op.writes, ref.index)
-                storage = storage_of(tensor)
-                self._writers[storage] = op.index
+                storage = self._note_writer(op, tensor)
                 if unseen or storage in self._apart:
                     self._unseen[storage] = self.latest_unseen = op.index
 
     def _note_sharing(self, op: Op) -> None:
         """Note which memory has two versions from now on, and what has other memory."""
         name = getattr(op.target, "__name__", "")
+        if name == "__set__" and op.target == _REQUIRES_GRAD:
+            self._differentiable.add(storage_of(self._given[0][1]))
         if name not in _SHARING or op.target != _SHARING[name]:
             return
         self._apart.update(filter(None, (storage_of(tensor) for _, tensor, _ in self._given)))
@@ -161,7 +163,19 @@ class Writes:
         op.writes = writes
         for ref, tensor, _ in self._given:
             if ref.index in op.writes:
-                self._writers[storage_of(tensor)] = op.index
+                self._note_writer(op, tensor)
+
+    def _note_writer(self, op: Op, tensor: Tensor) -> int:
+        """Note that an op has written to the memory of a tensor, and return that memory."""
+        storage = storage_of(tensor)
+        self._writers[storage] = op.index
+        if op.context.grad:
+            self._differentiable.add(storage)
+        return storage
+
+    def may_differentiate(self, tensor: Tensor) -> bool:
+        """Return whether ops may have made a tensor require grad that did not when it was made."""
+        return (storage := storage_of(tensor)) != 0 and storage in self._differentiable
 
     def stale_names(self, named: list[tuple[Ref, Tensor]]) -> list[Tensor]:
         """Return those of some tensors that an op wrote to after they were named."""
@@ -176,6 +190,7 @@ _SHARING = {
     "__set__": Tensor.data.__set__,  # type: ignore[attr-defined]
     "set_": Tensor.set_,
 }
+_REQUIRES_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _NONE: frozenset[int] = frozenset()
 # Kernels whose schemas do not say that they write to running statistics, or not when they do.
 _WITH_STATISTICS = frozenset(

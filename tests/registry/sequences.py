@@ -573,6 +573,33 @@ def a_view_that_torch_refuses_to_talk_about(x: Tensor, y: Tensor) -> Tensor:
     return y * 2
 
 
+# What does not require gradients when it is made, and does later: none of it is live.
+
+
+def written_under_grad(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = torch.zeros(2, 3)
+    out[0] = model.w * x
+    if out.sum() > 3:
+        out[1] = model.w
+    return out * 2
+
+
+def marked_by_an_assignment(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        leaf = torch.zeros_like(x)
+        leaf.requires_grad = True
+    loss = (leaf * model.w + x).square()
+    return x * torch.autograd.grad(loss.sum(), leaf)[0]
+
+
+for _work in (written_under_grad, marked_by_an_assignment):
+    _calls = [args(lambda n=n: (torch.tensor([1.0, 2.0, 3.0]) * n,)) for n in (1, 2, -3, 1, -3)]
+    case(*_calls, look=trained_or_not, name=f"a graph {_work.__name__}", served=in_turn("live", 0))(
+        functools.partial(WorksOnTheGraph, _work)
+    )
+
+
 @case(*[args(lambda: (torch.ones(2, 3),))] * 3, served=in_turn("replays", 2))
 class GradientsOfADict(nn.Module):
     def __init__(self) -> None:
