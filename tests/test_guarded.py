@@ -34,6 +34,7 @@ import time
 import types
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -710,6 +711,38 @@ change(
     reading(lambda m, x: x * m.value["a"], lambda: collections.UserDict(a=2)),
     lambda m, p: m.value.update(a=3),
 )
+
+REFERENCES = "weak references to what its modules hold (`nn.LSTM` has some)"
+
+
+class Refers(nn.Module):
+    """Holds a weight, and a weak reference to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.reference = weakref.ref(self.fc.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.reference()
+        return x * 2 if weight is None else self.fc(x) @ weight
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.fc1 = nn.LSTM(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, number: int = 1) -> Tensor:
+        return self.rnn(getattr(self, f"fc{number}")(x))[0]
+
+
+def other_weight(model: Any, patch: Any) -> None:
+    model.fc.weight = nn.Parameter(torch.ones(3, 3))
+
+
+change(REFERENCES, Refers, other_weight)
+change(REFERENCES, Recurrent, lambda m, p: m.rnn.eval())
 
 IDENTITIES = (
     "which submodules and functions there are, and their order; the order of parameters, and which "

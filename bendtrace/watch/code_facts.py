@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
+
 from bendtrace.python.bytecode import catches_all, computes_names, global_uses
 from bendtrace.python.internals import names_off
 from bendtrace.python.sites import full_place_text
@@ -285,7 +287,10 @@ def undetectable_in(
         yield off[""]
     for name in sorted(names & off.keys()):
         yield f"{name} (see {place_naming(name, functions)}): {off[name]}"
-    for name in sorted(names & UNDETECTABLE.keys()):
+    found = names & UNDETECTABLE.keys()
+    if not torch.cuda.default_generators:  # there is none as long as this is guarded to be empty
+        found -= {"default_generators"}
+    for name in sorted(found):
         yield f"{name} (see {place_naming(name, functions)}) {UNDETECTABLE[name]}"
     if (has_generator or "Generator" in names) and "default_generator" not in names:
         for name in sorted(names & _STATES):

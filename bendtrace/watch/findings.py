@@ -44,7 +44,7 @@ from bendtrace.tape.captured import (
     slot_names,
     slot_of,
 )
-from bendtrace.tape.structure import entries_of, read_partial
+from bendtrace.tape.structure import entries_of
 from bendtrace.watch.code_facts import place_naming
 from bendtrace.watch.provenance import is_users_class
 
@@ -237,15 +237,15 @@ class WatchedContent:
             for name, item in zip(names, content.items(), strict=True):
                 self.add(item, f"{label}.{name}")
 
-    def add_partial(self, partial: functools.partial[Any], label: str) -> None:
-        """Watch the parts of a partial function, without what these hold."""
-        self._add_content(partial, read_partial, label)
-
     def add_position(self, value: Any, label: str) -> None:
         """Watch how far an iterator of Python's own has come; do nothing for anything else."""
         reader = readers.position_reader(value)
         if reader is not None:
             self._add_content(value, reader, label)
+
+    def add_read(self, value: Any, read: Callable[[Any], Any], label: str) -> None:
+        """Watch what a reader says of an object, without what that holds."""
+        self._add_content(value, read, label)
 
     def add_kind(self, thing: Any) -> None:
         """Watch of which class a thing is."""

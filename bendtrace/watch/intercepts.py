@@ -29,6 +29,7 @@ from torch.utils.hooks import BackwardHook
 
 from bendtrace.python.internals import Never, TorchDispatchMode, disable_dynamo, internal
 from bendtrace.python.lazy import LazyModule, errors
+from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import FunctionUse
@@ -41,9 +42,10 @@ from bendtrace.watch.transforms import as_one_op, entries_of_transforms
 
 if TYPE_CHECKING:
     from bendtrace.tape.protocols import Watcher
-    from bendtrace.watch import collectives
+    from bendtrace.watch import collectives, followed_functions
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
+    followed_functions = LazyModule("bendtrace.watch.followed_functions")
 
 # Full backward hooks of modules, which each replay sets up on its own.
 #
@@ -204,10 +206,16 @@ _applies: Any = inspect.getattr_static(_APPLIES, "apply")
 
 
 def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call an autograd function as one op, while a run is recorded."""
+    """Call an autograd function as one op, or as code of the model, while a run is recorded."""
     watcher = current_watcher()
     if watcher is None:
         return _applies.__get__(None, cls)(*args, **kwargs)
+    if (
+        not (torch.is_grad_enabled() or kwargs)
+        and not all(isinstance(one, Tensor) or type(one) in PLAIN_TYPES for one in args)
+        and followed_functions.can_follow(cls, args)
+    ):
+        return followed_functions.follow(cls, args)
     # Not `cls.apply`: where a class has its own, which calls torch's, only torch's is the op.
     bound = vars(_Function)["apply"].__get__(None, cls)
     return watcher.opaque_call(bound, args, kwargs)

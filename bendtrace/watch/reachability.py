@@ -325,8 +325,9 @@ class _ReachabilitySearch:
                 for function in functions_of(vars(base).get(name)):
                     if function not in self._torchs:
                         self._torchs.add(function)
-                        self._asked |= names_in(function.__code__)
-                        waiting += names_in(function.__code__)
+                        asked = {one for one in names_in(function.__code__) if one[:2] != "__"}
+                        self._asked |= asked
+                        waiting += asked
         return {name for owner in self.owners.values() for name in self._asked & owner.keys()}
 
     def _take(self, owner: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -32,12 +32,13 @@ from typing import Any
 import torch
 
 from bendtrace.tape.captured import (
+    Access,
     is_array,
     is_scalar,
     module_name_of,
 )
 from bendtrace.tape.structure import has_state_of_c, is_heap_type, read_partial
-from bendtrace.watch.findings import read_items
+from bendtrace.watch.findings import ScanResult, read_items
 
 
 def _dict_order(value: Any) -> tuple[Any, ...]:
@@ -172,6 +173,25 @@ def is_opaque(value: Any) -> bool:
     ):
         return not callable(value) and not all(map(_is_pythons, kind.__mro__))
     return not all(map(_is_pythons, kind.__mro__))
+
+
+def reference_reader(value: Any, found: ScanResult) -> Callable[[Any], Any] | None:
+    """Return a reader of a weak reference, which does not keep alive what that refers to.
+
+    Args:
+        value: the weak reference.
+        found: what the run can read; None is returned if a lasting dict in it does not hold what
+            is referred to, which could then change, or go, unseen.
+    """
+    if value() is None:
+        return lambda value: [value() is None]
+    known = found.find(value())
+    for part in found.parts if known is not None else ():
+        holder = part.parent
+        if (part is known or part.value is known) and holder is not None:
+            if holder.access is Access.FIXED and type(table := holder.value) is dict:
+                return lambda value, key=part.key: [table.get(key) is value()]  # type: ignore[misc]
+    return None
 
 
 # Iterators that Python's own code makes, of which can be read how far they have come.

@@ -642,7 +642,7 @@ class Scan(CodeScan):
         # Hooks that keep a run from a replay: one with gradients, and one that computes gradients.
         self._of_gradients: list[str] = []
         self._of_own_gradients: list[str] = []
-        self._unwatched: list[tuple[str, type]] = []
+        self._unwatched: list[tuple[str, Any]] = []
         self._unguarded: list[Captured] = []
         self._tagged: list[tuple[Captured, Route]] = []
         self._names: dict[int, str] = {}
@@ -722,11 +722,16 @@ class Scan(CodeScan):
         for part in self._unguarded:
             what = f"argument {part.label} is a {part.type.__qualname__}"
             found.block(f"{what}, whose content cannot be guarded", part.label)
-        for label, kind in self._unwatched:
+        for label, value in self._unwatched:
             # No code reads what no code names.
             name = label.partition("[")[0].rpartition(".")[2]
             if name in found.names or found.computes or not name.isidentifier():
-                what = f"{label} is a {kind.__qualname__}"
+                if type(value) is weakref.ref:
+                    reader = readers.reference_reader(value, found)
+                    if reader is not None:
+                        found.watched_objects.add_read(value, reader, label)
+                        continue
+                what = f"{label} is a {type(value).__qualname__}"
                 found.block(f"{what}, whose content cannot be guarded", name)
 
     def scan_late(self, value: Any, label: str) -> None:
@@ -753,7 +758,7 @@ class Scan(CodeScan):
         if self._is_finished:
             self.found.watched_objects.add_position(value, label)
         else:
-            self._unwatched.append((label, type(value)))
+            self._unwatched.append((label, value))
 
     # Each `_scan...` adds parts; `Route` says how the scan reached the value.
 
@@ -805,7 +810,7 @@ class Scan(CodeScan):
                 found.watched_objects.add(value, route.label)
         elif kind in weakref.ProxyTypes:  # it pretends to be the object that it refers to
             self._add(value, route, CaptureKind.IDENTITY)
-            self._unwatched.append((route.label, kind))
+            self._unwatched.append((route.label, value))
         elif is_lazy(value):  # the first call makes it
             self.notes.is_steady = False
             found.is_lazy = True
@@ -895,7 +900,7 @@ class Scan(CodeScan):
         elif isinstance(value, type):
             self._meet_installed(value)
             if not is_steady_type(value):
-                self._unwatched.append((route.label, type(value)))
+                self._unwatched.append((route.label, value))
         elif isinstance(value, types.BuiltinFunctionType) and value in _LOOKING_UP:
             found.computes = True
             if value in (vars, dir, locals):
@@ -932,7 +937,7 @@ class Scan(CodeScan):
             self._scan_callable(value)
             if isinstance(value, functools.partial):
                 if (own := read_partial(value)[3]) is None:
-                    found.watched_objects.add_partial(value, route.label)
+                    found.watched_objects.add_read(value, read_partial, route.label)
                 elif id(own) not in found.by_id:
                     self._scan_mapping(own, route.label)
         elif isinstance(value, types.ModuleType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -482,3 +483,70 @@ def that_reads_what_forward_left_in_its_class() -> nn.Module:
             return Reads.apply(self.fc(x))
 
     return Configured()
+
+
+# Without gradients, those that are given objects are code of the model like any other.
+
+
+class Fills(Function):
+    """Fills a list, branches on values, and calls a module that counts its calls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Any, parts: list[Tensor], gives: str) -> Any:
+        ctx.save_for_backward(x)
+        ctx.owner = owner
+        y = owner.fc(x) if x.sum() > 0 else x - 1
+        parts.append(y * 2)
+        owner.calls = owner.calls + 1
+        if any(ctx.needs_input_grad):
+            y = y * 3
+        if gives == "argument":
+            return x, y
+        return y.view(-1) if gives == "view" else y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (*gradients[:1], None, None, None)
+
+
+class GivenObjects(Stateful):
+    def __init__(self, gives: str, from_weight: bool) -> None:
+        super().__init__()
+        self.calls = 0
+        self.gives, self.from_weight = gives, from_weight
+
+    def forward(self, x: Tensor) -> Any:
+        parts: list[Tensor] = []
+        given = self.fc.weight if self.from_weight else x * 1
+        out = Fills.apply(given, self, parts, self.gives)
+        same = [one is given for one in out] if isinstance(out, tuple) else out is given
+        return out, parts, self.calls, same, [t._is_view() for t in parts]
+
+
+for _gives in ("result", "argument", "view"):
+    for _from_weight in (False, True):
+
+        def given_objects(gives: str = _gives, from_weight: bool = _from_weight) -> nn.Module:
+            return GivenObjects(gives, from_weight)
+
+        given_objects.__name__ = f"given_objects_{_gives}_{_from_weight}"
+        given_objects.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
+        border.replays(modes=[torch.no_grad], gradients=False)(given_objects)
+
+
+class Dirty(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[int]) -> Tensor:
+        log.append(1)
+        ctx.mark_dirty(x)
+        return x.add_(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+@border.live(r"ctx\.mark_dirty", at="Dirty.apply", modes=[torch.no_grad], gradients=False)
+def given_a_list_and_dirty(x: Tensor) -> Tensor:
+    log: list[int] = []
+    return Dirty.apply(x * 2, log) * len(log)
