@@ -107,6 +107,18 @@ def compares_containers(place: InstructionPlace) -> bool:
     )
 
 
+@functools.cache
+def is_compared(place: InstructionPlace) -> bool:
+    """Return whether code only compares what an expression gives: `random() < 0.5`."""
+    file = source_file(place.file)
+    node = file.expressions.get(place.span)
+    parent = None if node is None else file.parents[node]
+    return isinstance(parent, ast.Compare) and all(isinstance(o, _ORDER) for o in parent.ops)
+
+
+_ORDER = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
 def _gives_container(call: ast.Call) -> bool:
     if isinstance(call.func, ast.Attribute):
         return call.func.attr == "Size" or (call.func.attr == "size" and not call.args)

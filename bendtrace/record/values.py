@@ -15,7 +15,8 @@ from torch import Tensor
 
 from bendtrace.python.bytecode import code_compares_identity, only_tests
 from bendtrace.python.internals import internal
-from bendtrace.python.sites import user_place, users_code
+from bendtrace.python.lazy import LazyModule
+from bendtrace.python.sites import place_at, user_place, users_code
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -75,7 +76,10 @@ from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
 
 if TYPE_CHECKING:
+    from bendtrace.python import statements
     from bendtrace.tape.protocols import Observer
+else:
+    statements = LazyModule("bendtrace.python.statements")
 
 TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
@@ -170,6 +174,8 @@ class RunValues:
         if traced is not None:
             op.meta = out
             if kind is float and hasattr(op.target, "is_draw") and self._needs_plain(frame):
+                if statements.is_compared(place_at(frame.f_code, frame.f_lasti)):
+                    return self.scalar(traced, out, Ref(op.index))
                 self.tape.block(
                     f"{display_name(op.target)} at {user_place(frame)} draws a number that code "
                     "needs by value"

@@ -297,3 +297,27 @@ def test_generators_of_python_and_numpy(model: Any, live: str | None) -> None:
         assert results[0][0] == results[1][0] or seed is None
         assert results[0][1:] == results[1][1:] or seed is None
     Case(lambda: model, model, live=live).check_served(bended)
+
+
+# Code that tells numbers from traced ones gets plain ones, but for what it only compares.
+
+
+def exact(x: Tensor) -> int:
+    n = x.shape[0]
+    assert type(n) is int
+    return n
+
+
+@border.replays
+def compared_beside_code_that_asks_for_types(x: Tensor) -> Tensor:
+    y = x * exact(x)
+    if random.random() >= 0.0 and np.random.rand() < 2.0 and -1.0 < random.random() <= 1.0:
+        return y * 2
+    return y
+
+
+@border.live("draws a number that code needs by value", at="kept = random")
+def kept_beside_code_that_asks_for_types(x: Tensor) -> Tensor:
+    y = x * exact(x)
+    kept = random.random()
+    return y * 2 if kept < 2.0 else y
