@@ -377,6 +377,31 @@ def test_more_objects_than_can_be_watched_make_a_model_run_live(given: Any) -> N
     assert "more than 10000 objects" in bended.why_live[0]
 
 
+LIBRARY = types.ModuleType("library")
+vars(LIBRARY).update({f"box{n}": Box(2.0) for n in range(10_000)})
+
+
+class Picks(nn.Module):
+    """Looks a part of its own up by a computed name, beside a module of Python with many names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.number = nn.Linear(2, 2), nn.Linear(2, 2), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, f"fc{self.number}")(x) * LIBRARY.box1.held  # type: ignore[no-any-return]
+
+
+def test_names_computed_for_self_are_no_names_of_python_modules() -> None:
+    model, x = Picks(), torch.ones(2)
+    bended = bt.BendedModule(model)
+    for number, held in ((1, 2.0), (2, 2.0), (2, 3.0)):
+        model.number, LIBRARY.box1.held = number, held
+        for _ in range(2):
+            assert bits(bended(x)) == bits(model(x))
+    assert (bended.stats.replays, bended.stats.live) == (3, 0), bended.why_live
+
+
 class Hooked(nn.Module):
     def __init__(self, fired: list[str]) -> None:
         super().__init__()

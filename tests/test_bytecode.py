@@ -14,6 +14,7 @@ from torch import nn
 
 from bendtrace.python import bytecode
 from bendtrace.python.bytecode import global_uses, has, instructions_of
+from bendtrace.python.lookups import computed_lookups
 from bendtrace.tape import plain_numbers
 from bendtrace.watch import code_facts, environment, reachability
 
@@ -90,6 +91,27 @@ def test_code_that_compares_with_constants_is_told(source: str) -> None:
 )  # fmt: skip
 def test_code_that_needs_plain_numbers_is_told(source: str, needs: bool) -> None:
     assert plain_numbers.needs_plain_numbers(compile(source, "<test>", "eval")) == needs
+
+
+@pytest.mark.parametrize(
+    ("source", "of_self"),
+    [
+        ("getattr(self, f'l{i}')", [True]), ("getattr(self, 'l{}'.format(i), None)", [True]),
+        ("getattr(self, 'l' + str(i))(i)", [True]), ("getattr(self, self.names[i])", [True]),
+        ("[getattr(self, n) for n in i]", [True]), ("getattr(self, 'l')", []),
+        ("setattr(self, i, getattr(i, i))", [True, False]),
+        ("getattr(self.l, i)", [False]), ("getattr(self[0], i)", [False]),
+        ("getattr(self.l(), i)", [False]), ("getattr(self(i), i)", [False]),
+        ("getattr(self(1)(2), i)", [False]), ("getattr(-self, i)", [False]),
+        ("getattr((self, i)[1], i)", [False]), ("getattr(self if i else i, i)", [False]),
+        ("map(getattr, self, i)", [False]), ("vars(self)[i]", [False]), ("getattr(i, i)", [False]),
+    ],
+)  # fmt: skip
+def test_lookups_by_computed_names_are_told(source: str, of_self: list[bool]) -> None:
+    namespace: dict[str, types.FunctionType] = {}
+    exec(f"def looks(self, i):\n    return {source}\n", namespace)
+    found = (computed_lookups(c) for c in code_facts.codes_in(namespace["looks"].__code__))
+    assert [one for several in found for one in several] == of_self
 
 
 def test_later_versions_of_python_are_asked_by_way_of_dis(monkeypatch: pytest.MonkeyPatch) -> None:

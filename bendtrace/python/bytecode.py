@@ -132,45 +132,6 @@ def has(code: CodeType, name: str) -> bool:
     return dis.opmap[name] in code.co_code[::2]
 
 
-def computes_names(code: CodeType) -> bool:
-    """Return whether code seems to look attributes up by names that are not constants."""
-    steps = [
-        step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "KW_NAMES")
-    ]
-    for number, step in enumerate(steps):
-        if step.argval in _OF_ALL and step.opname.startswith("LOAD"):
-            return True
-        if step.argval not in _BY_NAME or not step.opname.startswith("LOAD"):
-            continue
-        if step.opname == "LOAD_GLOBAL" and "NULL" not in step.argrepr:
-            return True  # it is handed on: map(getattr, ...)
-        given: list[dis.Instruction] = []
-        for after in steps[number + 1 :]:
-            if after.opname.startswith("CALL"):
-                break
-            if after.opname == "PUSH_NULL" and not given:
-                continue
-            calls = after.opname in ("LOAD_METHOD", "PUSH_NULL") or "NULL" in after.argrepr
-            if calls or not after.opname.startswith(_SIMPLE):
-                return True  # there is another call inside, or a condition
-            if after.opname == "LOAD_ATTR":
-                given[-1:] = [after]
-            else:
-                given.append(after)
-        first = 0 if step.argval in ("attrgetter", "methodcaller") else 1
-        names = given[first:] if step.argval == "attrgetter" else given[first : first + 1]
-        if not names or not all(
-            one.opname == "LOAD_CONST" and isinstance(one.argval, str) for one in names
-        ):
-            return True
-    return False
-
-
-_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
-_OF_ALL = frozenset({"vars", "dir", "__dict__", "__getattribute__", "getattr_static", "getmembers"})
-_SIMPLE = ("LOAD_", "PUSH_NULL", "CACHE", "COPY_FREE", "NOP")
-
-
 def catches_all(code: CodeType) -> bool:
     """Return whether code has a handler that names no class of errors; not code inside it."""
     return any(

@@ -7,14 +7,20 @@ import functools
 import types
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bendtrace.python.bytecode import catches_all, computes_names, global_uses
+from bendtrace.python.bytecode import catches_all, global_uses
 from bendtrace.python.internals import names_off
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
 from bendtrace.watch.draws import CHANGING
+
+if TYPE_CHECKING:
+    from bendtrace.python import lookups
+else:
+    lookups = LazyModule("bendtrace.python.lookups")
 
 # Names in code that may ask for attributes which are not there.
 ASKING = frozenset(
@@ -36,6 +42,7 @@ class CodeFacts(NamedTuple):
         imports: names of Python modules in its own import statements.
         tells_numbers: whether it asks for the exact type of a number.
         computes: whether it looks attributes up by names that it computes.
+        computes_outside: whether it does so in other objects than `self`.
     """
 
     names: frozenset[str]
@@ -45,6 +52,7 @@ class CodeFacts(NamedTuple):
     imports: frozenset[str]
     tells_numbers: bool
     computes: bool
+    computes_outside: bool
 
 
 # What the instructions that `global_uses` yields do with a name.
@@ -65,7 +73,7 @@ def facts_in(code: types.CodeType) -> CodeFacts:
     names: set[str] = set()
     words: set[str] = set()
     found: dict[str, set[str]] = {"GLOBAL": set(), "ATTR": set(), "IMPORT": set()}
-    computes = False
+    of_self: set[bool] = set()
     for inner in codes_in(code):
         names.update(inner.co_names, inner.co_freevars)
         if catches_all(inner):
@@ -75,7 +83,7 @@ def facts_in(code: types.CodeType) -> CodeFacts:
         if not _LOOKING_UP.isdisjoint(inner.co_names):
             texts = (constant for constant in inner.co_consts if isinstance(constant, str))
             words.update(name for text in texts for name in text.split("."))
-            computes = computes or computes_names(inner)
+            of_self.update(lookups.computed_lookups(inner))
         for how, name in global_uses(inner):
             found[_WHAT[how]].add(name)
     names |= words
@@ -87,7 +95,8 @@ def facts_in(code: types.CodeType) -> CodeFacts:
         frozenset(filter(str.isidentifier, words)),
         frozenset(found["IMPORT"]),
         _tells_numbers(code),
-        computes,
+        bool(of_self),
+        False in of_self,
     )
 
 

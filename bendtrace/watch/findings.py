@@ -775,6 +775,7 @@ class ScanResult:
         tells_numbers: whether some of that code asks for the exact type of a number.
         tells_identity: whether it has `id` or `operator.is_` under another name.
         computes: whether some of that code looks attributes up by names that it computes.
+        computes_outside: whether some does so in other objects than `self`, such as modules.
         asks_tags: whether some of the user's asks for attributes that may not be there.
         missing: globals that some of it names and that are not there, by their namespace.
         sized: Python modules that code looks up computed names in, with the names in them.
@@ -820,6 +821,7 @@ class ScanResult:
         self.tells_numbers = False
         self.tells_identity = False
         self.computes = False
+        self.computes_outside = False
         self.asks_tags = False
         self.missing: dict[int, tuple[Mapping[str, Any], set[str]]] = {}
         self.sized: dict[int, tuple[Mapping[str, Any], frozenset[str]]] = {}

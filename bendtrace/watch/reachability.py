@@ -65,6 +65,7 @@ class Reachable(NamedTuple):
         stores: names of attributes that it assigns.
         tells_numbers: whether some of it asks for the exact type of a number.
         computes: whether it looks attributes up by names that it computes.
+        computes_outside: whether it does so in other objects than `self`.
         depends: what all of this depends on.
     """
 
@@ -79,6 +80,7 @@ class Reachable(NamedTuple):
     stores: frozenset[str]
     tells_numbers: bool
     computes: bool
+    computes_outside: bool
     depends: Depends
 
 
@@ -115,6 +117,7 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
         search.waiting.append(subject)
     search.run()
     codes = [function.__code__ for function in search.functions.values()]
+    own = [facts_in(f.__code__) for f in search.functions.values() if not is_finished(f)]
     return Reachable(
         tuple(search.functions.values()),
         tuple(search.opaque.values()),
@@ -131,11 +134,8 @@ def _search(subject: type | types.FunctionType, entries: frozenset[str]) -> Reac
             for function in search.functions.values()
             if not is_finished(function)
         ),
-        any(
-            facts_in(function.__code__).computes
-            for function in search.functions.values()
-            if not is_finished(function)
-        ),
+        any(one.computes for one in own),
+        any(one.computes_outside for one in own),
         search.depends,
     )
 
@@ -224,7 +224,7 @@ class _ReachabilitySearch:
                     inside = vars(found) if isinstance(found, types.ModuleType) else {}
                 if isinstance(found, types.ModuleType) and id(found) in others:
                     self.modules[id(found)] = found
-        computes = not is_finished(function) and facts_in(function.__code__).computes
+        computes = not is_finished(function) and facts_in(function.__code__).computes_outside
         finished = [] if is_finished(function) else _foreign_namespaces(modules, names)
         if not is_finished(function):
             for namespace in others.values():
@@ -287,27 +287,28 @@ class _ReachabilitySearch:
         self.depends.classes[id(cls)] = cls
         if is_users_class(type(cls)):
             self.add_class(type(cls), _MADE)
+        count = len(self.owners) + len(self._of_torch)
         for base in cls.__mro__:
             owner = namespace_of(base)
-            if (
-                base is not object
-                and (not is_torchs(module_name_of(base)) or is_users_class(base))
-                and id(owner) not in self.owners
-            ):
-                self.owners[id(owner)] = self.depends.sized[id(owner)] = owner
-                named = entries | self.names
-                if entries is _MADE and is_users_class(base):  # what operators call
-                    named |= {name for name in owner if name[:2] == "__"}
-                self._take(owner, named & owner.keys())
-            elif base not in _AS_ONE_OP:
-                self._of_torch.setdefault(base)
-        self._name(self._named_by_torch(entries | self.names | _CALLED))
+            if base in _AS_ONE_OP or id(owner) in self.owners:
+                continue
+            if is_torchs(module_name_of(base)) and not is_users_class(base):
+                self._of_torch[base] = None
+                continue
+            self.owners[id(owner)] = self.depends.sized[id(owner)] = owner
+            named = entries | self.names
+            if entries is _MADE and is_users_class(base):  # what operators call
+                named |= {name for name in owner if name[:2] == "__"}
+            self._take(owner, named & owner.keys())
+        if len(self.owners) + len(self._of_torch) != count:
+            self._name(self._named_by_torch(entries | self.names | _CALLED))
 
     def _name(self, names: Iterable[str]) -> None:
         """Take the members that code names, and those that code of torch's asks for then."""
-        new = {*names, *self._named_by_torch(names)} - self.names
+        new = {*names} - self.names
+        new |= self._named_by_torch(new) - self.names
         self.names |= new
-        for owner in tuple(self.owners.values()):
+        for owner in tuple(self.owners.values()) if new else ():
             self._take(owner, new & owner.keys())
 
     def _named_by_torch(self, names: Iterable[str]) -> set[str]:
@@ -318,8 +319,8 @@ class _ReachabilitySearch:
         Args:
             names: names of methods that are called; those of earlier calls are remembered.
         """
-        waiting = [*names]
-        while waiting and self._of_torch:
+        waiting = [*names] if self._of_torch else []
+        while waiting:
             name = waiting.pop()
             for base in self._of_torch:
                 for function in functions_of(vars(base).get(name)):

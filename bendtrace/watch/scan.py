@@ -261,6 +261,7 @@ class CodeScan:
         found.functions += reach.functions
         found.tells_numbers = found.tells_numbers or reach.tells_numbers
         found.computes = found.computes or reach.computes
+        found.computes_outside = found.computes_outside or reach.computes_outside
         for owner in reach.owners:
             found.namespaces[id(owner)] = (owner, tuple(owner))
         notes = self.notes
@@ -477,8 +478,9 @@ class CodeScan:
             space = vars(module)
             installed = is_installed_space(space)
             if not installed:
-                self._note_missing(space, self.found.names, self.found.computes)
-            for name in [*space] if self.found.computes else self.found.names & space.keys():
+                self._note_missing(space, self.found.names, self.found.computes_outside)
+            everything = self.found.computes_outside
+            for name in [*space] if everything else self.found.names & space.keys():
                 value = space[name]
                 if isinstance(value, types.ModuleType):
                     self._meet_module(value)
@@ -691,8 +693,11 @@ class Scan(CodeScan):
             self._scan_code(function)
         sizes: tuple[int, ...] = ()
         while sizes != (
-            sizes := (len(found.parts), len(found.names), len(found.helpers), found.computes)
-        ):
+            sizes := (
+                len(found.parts), len(found.names), len(found.helpers), found.computes,
+                found.computes_outside,
+            )
+        ):  # fmt: skip
             self._scan_helpers()
             self._scan_modules()
         if found.stores or not found.names.isdisjoint(ASKING):
@@ -776,7 +781,7 @@ class Scan(CodeScan):
         elif not isinstance(function, types.BuiltinFunctionType):
             self._scan(function, fixed)
         elif function in _LOOKING_UP:
-            self.found.computes = True
+            self.found.computes = self.found.computes_outside = True
 
     def _scan(self, value: Any, route: Route) -> None:
         # Order matters: each branch takes away what a later one would get wrong.
@@ -902,7 +907,7 @@ class Scan(CodeScan):
             if not is_steady_type(value):
                 self._unwatched.append((route.label, value))
         elif isinstance(value, types.BuiltinFunctionType) and value in _LOOKING_UP:
-            found.computes = True
+            found.computes = found.computes_outside = True
             if value in (vars, dir, locals):
                 reason = f"{route.label} is {value.__name__}, which looks at variables"
                 found.block(reason, route.label)

@@ -153,6 +153,8 @@ class CachedScan:
                 "tells_numbers",
                 "tells_identity",
                 "computes",
+                "computes_outside",
+                "computes_outside",
                 "asks_tags",
                 "namespaces",
                 "missing",
