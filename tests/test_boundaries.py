@@ -377,6 +377,20 @@ def test_more_objects_than_can_be_watched_make_a_model_run_live(given: Any) -> N
     assert "more than 10000 objects" in bended.why_live[0]
 
 
+def test_generators_of_gpus_matter_once_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x * 3 if len(torch.cuda.default_generators) > 0 else x * 2
+
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    bended, x = bt.BendedModule(model), torch.ones(2)
+    for _ in range(3):
+        assert bits(bended(x)) == bits(model(x))
+    assert (bended.stats.replays, bended.stats.live) == (2, 0), bended.why_live
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    assert bits(bended(x)) == bits(model(x))
+    assert "default_generators" in bended.why_live[0]
+
+
 LIBRARY = types.ModuleType("library")
 vars(LIBRARY).update({f"box{n}": Box(2.0) for n in range(10_000)})
 

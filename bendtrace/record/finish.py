@@ -410,7 +410,7 @@ class Finish:
         addresses = {op.index for op in self.tape.ops if op.target is ADDRESS}
         if not addresses:
             return
-        used = [(guard.index,) for guard in self.tape.guards if not isinstance(guard, TruthGuard)]
+        used = [[guard.index] for guard in self.tape.guards if not isinstance(guard, TruthGuard)]
         used += [op.operands for op in self.tape.ops if op.target not in _COMPARING]
         for index in sorted(addresses.intersection(chain.from_iterable(used))):
             op = self.tape.ops[index]

@@ -297,7 +297,7 @@ def undetectable_in(
     for name in sorted(names & off.keys()):
         yield f"{name} (see {place_naming(name, functions)}): {off[name]}"
     found = names & UNDETECTABLE.keys()
-    if not torch.cuda.default_generators:  # there is none as long as this is guarded to be empty
+    if not len(torch.cuda.default_generators):  # none, as long as this is guarded to be empty
         found -= {"default_generators"}
     for name in sorted(found):
         yield f"{name} (see {place_naming(name, functions)}) {UNDETECTABLE[name]}"

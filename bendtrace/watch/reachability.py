@@ -7,7 +7,7 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -234,8 +234,9 @@ class _ReachabilitySearch:
         self._follow_puts(function, modules, names)
         self._name(names)
         # An attribute is not a global of its own file, unless the file names itself as a module.
+        spaces: list[tuple[Mapping[str, Any], Set[str]]]
         spaces = [(function.__globals__, facts_in(function.__code__).globals)]
-        spaces += ((space, frozenset(space) if computes else names) for space in others.values())
+        spaces += ((space, space.keys() if computes else names) for space in others.values())
         for space, asked in spaces:
             for name in asked & space.keys():
                 value = self._look(space, name)
