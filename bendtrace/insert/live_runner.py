@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode, get_testing_overrides
 
 from bendtrace.insert.gates import AfterGate
 from bendtrace.insert.inserter import UNNAMED, LiveInserter, NodeSlots
+from bendtrace.insert.interjection import subclasses_of
 from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot
 from bendtrace.insert.resolver import Knowledge
@@ -287,7 +288,7 @@ class _FunctionPlaces:
         if isinstance(selector, FunctionSelector):
             return all(map(_is_reported, selector.functions))
         # A function of autograd is one of them if it has the name of a layer.
-        classes = _subclasses(torch.autograd.Function)
+        classes = subclasses_of(torch.autograd.Function)
         named = (Candidate("", "", None, "", one.apply, None, "") for one in classes)
         return not any(map(selector.matches, named))
 
@@ -298,12 +299,6 @@ class _FunctionPlaces:
         return _is_reported(function) and (
             base_name_of(function) in self._bases or any(s.matches(node) for s in self._selectors)
         )
-
-
-def _subclasses(kind: Any) -> Iterator[Any]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _subclasses(one)
 
 
 def _is_reported(function: Any) -> bool:
