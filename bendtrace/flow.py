@@ -13,7 +13,6 @@ LoopFlowStep x 2
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
@@ -509,7 +508,7 @@ def _is_used_size(op: Op, tape: Tape) -> bool:
     """Return whether an op reads one size. A shape that nothing looked at has no such op."""
     if op.kind is OpKind.CALL:
         return op.target in SHAPES and type(op.meta) is int
-    if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+    if op.is_element:
         source = tape.ops[op.args[0].index]
         return source.kind is OpKind.CALL and source.target in SHAPES
     return False

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bendtrace as bt
@@ -235,6 +238,12 @@ WHERES: dict[str, Callable[[Any], Any]] = {
     "shared": lambda net: net.shared, "inplace": lambda net: net.seq[2],
     "class": lambda net: nn.Linear, "path": lambda net: "parts_0.fc",
     "pass": lambda net: "seq:1", "input": lambda net: "parts_0.fc.input",
+    "function": lambda net: torch.relu, "functions": lambda net: [torch.relu, Tensor.norm, F.relu],
+    "method": lambda net: "parts_1.mul_1", "in_torch": lambda net: "parts_0.shared.linear",
+    "operator": lambda net: Tensor.add, "changing": lambda net: "seq.sub_2.relu",
+    "layers": lambda net: bt.node_selector.Activations,
+    "both": lambda net: [net.shared, torch.relu, ".mul_1"],
+    "pass_of_function": lambda net: ".mul_1:1",
 }  # fmt: skip
 WHATS: dict[str, Callable[[], Any]] = {
     "after": lambda: lambda value: value * 1.1 if isinstance(value, Tensor) else None,
@@ -265,7 +274,10 @@ def outcome(where: str, what: str, is_live: bool, monkeypatch: pytest.MonkeyPatc
         else:
             grads = [parameter.grad for parameter in net.parameters()]
             found.append([t if t is None else t.tolist() for t in (y, x.grad, *grads)])
+    runner = bended._dispatcher._latest_runner
+    assert not is_live or isinstance(found[-1], tuple) or (runner and runner[1])
     parts = {id(part): name for name, part in net.named_modules()}
+    parts[id(None)] = ""  # of functions
     seen = [
         (path, number, parts[id(part)], *rest)
         for path, number, part, *rest in getattr(inserted, "seen", ())
@@ -273,14 +285,130 @@ def outcome(where: str, what: str, is_live: bool, monkeypatch: pytest.MonkeyPatc
     return found, seen, handle.report().to_dict()
 
 
+MORE = {"functions", "method", "in_torch", "operator", "changing", "layers", "pass_of_function"}
+
+
 @pytest.mark.parametrize("what", WHATS)
-@pytest.mark.parametrize("where", WHERES)
+@pytest.mark.parametrize(
+    "where", [pytest.param(w, marks=pytest.mark.more) if w in MORE else w for w in WHERES]
+)
 def test_what_is_inserted_is_called_as_in_a_recorded_run(
     where: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "input" and what != "after":
         pytest.skip("an input is given to `after` only")
     assert outcome(where, what, True, monkeypatch) == outcome(where, what, False, monkeypatch)
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+@torch.no_grad()
+def without_gradients(x: Tensor) -> Tensor:
+    return torch.relu(x)
+
+
+def catching(x: Tensor) -> Tensor:
+    for other in (torch.ones(77), x):
+        with contextlib.suppress(RuntimeError):
+            x = torch.add(x, other)
+    return torch.relu(x)
+
+
+def one_of_two(x: Tensor) -> Tensor:
+    function = torch.relu if x.sum() > 0 else F.relu
+    return function(x)
+
+
+def attending(x: Tensor) -> Tensor:
+    y, weight = x[:, None], torch.ones(12, 4)
+    none = (None, None, None, False, 0.0)
+    return F.multi_head_attention_forward(y, y, y, 4, 2, weight, *none, weight[:4], None)[0][:, 0]
+
+
+# What is a node in these, and what is inside of one op, a mode has to see as a recorder does.
+BODIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda x: torch.relu(torch.relu(x) - 1), "map": lambda x: sum(map(torch.relu, x)) + x,
+    "opaque": bt.opaque(lambda x: torch.relu(x)), "autograd": Straight.apply,
+    "vmap": lambda x: torch.vmap(torch.relu)(x), "without_gradients": without_gradients,
+    "compiled": torch.compile(lambda x: torch.relu(x) * 2, backend="eager"),
+    "catching": catching, "one_of_two": one_of_two, "attending": attending,
+    "cond": lambda x: torch.cond(x.detach().sum() > 0, torch.relu, torch.neg, (x.detach(),)),
+    "out": lambda x: torch.add(x.detach(), 1, out=torch.empty_like(x)),
+}  # fmt: skip
+
+
+class Counted(nn.Module):
+    """Runs live: it writes to an array."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.body, self.count = nn.Linear(4, 4), body, np.zeros(1)
+
+    def forward(self, x: Tensor, further: bool) -> Tensor:
+        self.count[0] += 1
+        x = torch.relu(self.fc(x))
+        if further:
+            x = self.body(x)
+        return torch.relu(x) * float(self.count[0])
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+def test_functions_are_met_as_in_a_recorded_run(
+    name: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for is_live in (True, False):
+        torch.manual_seed(0)
+        bended = bt.BendedModule(Counted(BODIES[name]))
+        for _ in range(3):
+            bended(torch.randn(3, 4), is_known)
+        if not is_live:
+            monkeypatch.setattr(bended._dispatcher, "_runner_of", lambda plan: None)
+        shapes: list[Any] = []
+        for function in (torch.relu, F.relu, torch.add, F.linear):
+            bended.interject(
+                function, lambda v, shapes=shapes: (shapes.append(v.shape), v * 1.5)[1],
+                allow_none=True,
+            )  # fmt: skip
+        outputs = [bended(torch.randn(3, 4), is_known).tolist() for _ in range(30)]
+        outputs += [bended(torch.randn(3, 4), True).tolist() for _ in range(5)]
+        found.append((outputs, shapes))
+    assert found[0] == found[1]
+    assert found[0][1]
+
+
+def test_a_function_that_somebody_has_replaced_is_called_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    relu = F.relu
+
+    def replaced(x: Tensor, inplace: bool = False) -> Tensor:
+        calls.append(1)
+        return relu(x, inplace)
+
+    monkeypatch.setattr(F, "relu", replaced)
+    model, own = (Counted(lambda x: F.relu(x - 1)) for _ in range(2))
+    own.load_state_dict(model.state_dict())
+    bended = bt.BendedModule(own)
+    bended(torch.ones(3, 4), True)
+    bended.interject(torch.relu, lambda value: value * 1.0)
+    model(torch.ones(3, 4), True)
+    for number in range(30):
+        x = torch.randn(3, 4)
+        assert torch.equal(bended(x, True), model(x, True))
+        assert len(calls) == 2 * number + 4
+    assert bended._dispatcher._latest_runner[1] is not None
 
 
 def test_modules_called_by_what_is_inserted_are_no_nodes() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from operator import getitem
 from typing import Any
 
 from bendtrace.engine.schedule import returned_inputs
@@ -17,7 +16,7 @@ from bendtrace.engine.stretches import Exit, StateNode
 from bendtrace.python.lazy import errors
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
-from bendtrace.tape.tape import Op, OpKind, Ref, RunState, Tape, counts, map_refs
+from bendtrace.tape.tape import Op, Ref, RunState, Tape, counts, map_refs
 from bendtrace.watch.functions import name_of
 
 
@@ -173,7 +172,7 @@ class ValueNames:
         if index in self._names:
             return self._names[index]
         op = self._ops[index]
-        if op.kind is OpKind.SCALAR and op.target is getitem:
+        if op.is_element:
             return "element", self.name(op.args[0].index), op.args[1]
         if op.is_given:
             return op.target.named

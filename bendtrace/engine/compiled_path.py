@@ -942,7 +942,7 @@ class StraightFunction(Expressions):
         """A size that depends on values, counted in the mask that it comes from."""
         dims: Iterable[int]
         read = op
-        if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+        if op.is_element:
             read = self._tape.ops[op.args[0].index]
         tensor = read.args[0].index
         rank = len(self._tape.ops[tensor].meta.shape)

@@ -169,7 +169,7 @@ class SegmentOps(Expressions):
         if reason is not None:
             raise ExportError(reason, cite(op))
         kind = self._run.numbers.kinds.get(op.index)
-        if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+        if op.is_element:
             self._emit_element(op)
         elif kind is Kind.STATIC or (kind is Kind.SIZE and type(op.meta) is not bool):
             self._emit_static(op, kind is Kind.SIZE)

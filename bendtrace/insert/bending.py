@@ -39,7 +39,7 @@ from bendtrace.insert.bend_catalogue import (
     weight_table,
 )
 from bendtrace.insert.insertion import Insertion
-from bendtrace.insert.interjection import Inputs, Interjection, NodePass
+from bendtrace.insert.interjection import Inputs, Interjection, NodePass, subclasses_of
 from bendtrace.insert.plan import StateTensor
 from bendtrace.insert.resolver import Knowledge, describe_where, flat
 from bendtrace.insert.where import Where, near_misses
@@ -426,19 +426,13 @@ def _class_name(cls: type[Bend]) -> str:
 
 def _class_named(name: str) -> type[Bend]:
     # Only existing classes are used: no file can cause an import.
-    found = {_class_name(cls): cls for cls in _subclasses(Bend)}  # the latest for each name
+    found = {_class_name(cls): cls for cls in subclasses_of(Bend)}  # the latest for each name
     if name not in found:
         raise InputError(
             f"there is no class of callbacks {name!r}; known classes: "
             f"{', '.join(sorted(found))}. Define your own classes before loading"
         )
     return found[name]
-
-
-def _subclasses(cls: type[Bend]) -> Iterator[type[Bend]]:
-    for inner in cls.__subclasses__():
-        yield inner
-        yield from _subclasses(inner)
 
 
 # Bending a model: callbacks at activations and weights that are selected by name.

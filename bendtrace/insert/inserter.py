@@ -68,7 +68,7 @@ Run = Callable[..., Any]
 Undo = Callable[[], None]
 
 # Kinds without a value that a node of the tree represents.
-_UNNAMED = frozenset(
+UNNAMED = frozenset(
     {*CONTEXT, *METADATA, *SHAPES, *ESCAPES, *SETTERS, ADDRESS, Tensor.tolist, Tensor.__setitem__}
 )
 
@@ -133,6 +133,7 @@ class LiveInserter:
         pending: the values that are needed again once what is running is over.
         entry: the grad mode and other modes at the start of the run.
         code: what it has followed like the model's code, by name: nothing.
+        raised: the paths of functions that have raised in the run: no gate counts their passes.
     """
 
     code: Mapping[str, Any] = MappingProxyType({})
@@ -158,7 +159,7 @@ class LiveInserter:
         self._function = function
         self._spots: dict[str, NodeSlots] = {}
         self.pending: list[Sequence[Any]] = []
-        self._raised: set[str] = set()
+        self.raised: set[str] = set()
         self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
         self._model = function if position is None else position.model
@@ -263,7 +264,7 @@ class LiveInserter:
             if undo:
                 self._put_back(undo)
 
-    # Where the calls of modules are met without a recorder (see `live_runner.py`)
+    # Where calls are met without a recorder (see `live_runner.py`)
 
     def spot_of(self, scope: ModuleCall) -> NodeSlots:
         """Return what is inserted at a call of a module that has its name."""
@@ -273,6 +274,10 @@ class LiveInserter:
             base = identifier(self.names.relative(scope)) if path else ""
             spot = self._spot(path, base, scope)
         return spot
+
+    def spot_of_op(self, scope: ModuleCall, site: Site | None, function: Any) -> NodeSlots:
+        """Return what is inserted at a call of a function that the run has made."""
+        return self._spots[self.names.op(scope, site, function, ())[0]]
 
     def take_output(
         self, spot: NodeSlots, number: int, args: tuple[Any, ...], kwargs: dict[str, Any],
@@ -285,7 +290,7 @@ class LiveInserter:
         """Prepare for the next run in the same place."""
         for spot in self._spots.values():
             spot.number = 0
-        self._raised.clear()
+        self.raised.clear()
         self._states.made.clear()
         self.pending[:] = [self._states.made]
 
@@ -297,7 +302,7 @@ class LiveInserter:
         given = args, kwargs
         if self._states:
             args, kwargs = self._states.exchanged(given, frame)
-        if function in _UNNAMED:
+        if function in UNNAMED:
             return self._run(run, function, args, kwargs, frame)
         stage, names = self.stage, self.names
         scope, site = stage.scope, stage.site(frame)
@@ -345,7 +350,7 @@ class LiveInserter:
                     output = self._run(run, function, args, kwargs, frame)
             except Exception:
                 spot.number -= 1  # a call that raises is not a pass of a node in trees and logs
-                self._raised.add(path)  # which no gate can count
+                self.raised.add(path)
                 raise
             finally:
                 self.pending.pop()
@@ -453,7 +458,7 @@ class LiveInserter:
         """Put a gate on the tape."""
         self.require_once(gate.at.path, any("backward" in slot.forms for slot in gate.slots))
         given = self.stage.gate(gate, tuple(values), frame)
-        gate.counts = gate.at.path not in self._raised
+        gate.counts = gate.at.path not in self.raised
         return given
 
     def require_once(self, path: str, backward: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -336,6 +336,7 @@ class Effect(NamedTuple):
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Kind = TypeVar("_Kind")
 
 
 def depends_on(*names: str) -> Callable[[_Method], _Method]:
@@ -471,3 +472,10 @@ def takes(value: Any) -> bool:
         return False
     found.discard(id(value))
     return True
+
+
+def subclasses_of(kind: type[_Kind]) -> Iterator[type[_Kind]]:
+    """Yield the classes that there are below a class."""
+    for inner in kind.__subclasses__():
+        yield inner
+        yield from subclasses_of(inner)

@@ -1,10 +1,12 @@
-"""Calls what is inserted at the calls of modules while the model runs by itself, unrecorded.
+"""Calls what is inserted at modules and torch functions while the model runs by itself, unrecorded.
 
 A call that has to run live costs little more than the model with native hooks this way. It serves
-insertions that can only be at calls of modules; for all others, the run is recorded.
+insertions that can only be at calls of modules, and of functions that torch reports to a mode; for
+all others, such as those of numpy, the run is recorded.
 
-Where insertions are, each module has a `_ModuleInterceptor` in its place while such a call runs. It
-finds the path of the call by the frames around it, which are compared with those seen before:
+Where insertions are, each module has a `_ModuleInterceptor` in its place while such a call runs,
+and a `_FunctionInterceptor` receives the calls of functions. They find the path of a call by the
+frames around it, which are compared with those seen before:
 
 ```
 model() -> forward -> layer() -> interceptor -> layer's own call -> gate -> insertion
@@ -17,27 +19,42 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, get_testing_overrides
 
 from bendtrace.insert.gates import AfterGate
-from bendtrace.insert.inserter import LiveInserter, NodeSlots
+from bendtrace.insert.inserter import UNNAMED, LiveInserter, NodeSlots
+from bendtrace.insert.interjection import subclasses_of
 from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot
 from bendtrace.insert.resolver import Knowledge
+from bendtrace.insert.selector_algebra import Layers
+from bendtrace.insert.selector_naming import FunctionSelector
+from bendtrace.insert.where import Selected
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import PACKAGE, TORCH, Site, SiteTable
 from bendtrace.record.module_proxy import REDIRECTING, call_itself
+from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.watch.functions import ScriptModule
-from bendtrace.watch.intercepts import INTERCEPT_CODES
+from bendtrace.watch.functions import (
+    DESCEND,
+    SPECIAL,
+    OpOverload,
+    OpOverloadPacket,
+    ScriptModule,
+    inner_twin,
+)
+from bendtrace.watch.intercepts import INTERCEPT_CODES, running_compiled_code
+from bendtrace.watch.monkeypatches import may_be_patched, original_of
 from bendtrace.watch.owners import named_modules
 from bendtrace.watch.rank_sync import is_joint
 
@@ -53,24 +70,34 @@ AS_ONE = (
     *(os.path.join(TORCH, name, "") for name in ("autograd", "_functorch", "_higher_order_ops")),
     os.path.join(PACKAGE, "watch", ""),
 )
+# Functions that compile what they are given, which no mode may see.
+_COMPILING = frozenset({"cond", "while_loop", "scan", "associative_scan", "flex_attention"})
 _RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
 _NOT_OF_MODELS = (TORCH, PACKAGE)
 
 
 class LiveRunner:
-    """Runs a model with insertions at calls of its modules.
+    """Runs a model with insertions at calls of its modules, and of torch functions.
 
     Args:
         knowledge: what is known of the model.
         plan: the insertions.
         modules: the modules at whose calls they may be.
+        functions: the functions at whose calls they may be.
     """
 
-    def __init__(self, knowledge: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        plan: InsertionPlan,
+        modules: list[nn.Module],
+        functions: _FunctionPlaces,
+    ) -> None:
         self._knowledge = knowledge
         self._model: Any = knowledge.model
         self._plan = plan
         self._modules = modules
+        self._functions = functions
         self._is_around = any(module is knowledge.model for module in modules)
         self._reported: Recording | None = None
         # The model itself may be redirected, see `redirect_calls`.
@@ -92,7 +119,7 @@ class LiveRunner:
         with _lock:
             run = self._idle.pop() if self._idle else None
         if run is None:
-            run = _InsertionRun(self._knowledge, self._plan, self._modules)
+            run = _InsertionRun(self._knowledge, self._plan, self._modules, self._functions)
         outer, _local.run = _local.run, run
         with _lock:
             for mine in self._stations:
@@ -103,10 +130,12 @@ class LiveRunner:
                     attributes[REDIRECTING] = mine
                 interceptor.users += 1
         try:
-            if self._is_around:
-                output = run.module(self._model, self._itself, args, dict(kwargs), sys._getframe())
-            else:
-                output = call_itself(self._model, args, kwargs)
+            with run.mode or nullcontext(), _compiled_code(run.mode):
+                if self._is_around:
+                    frame = sys._getframe()
+                    output = run.module(self._model, self._itself, args, dict(kwargs), frame)
+                else:
+                    output = call_itself(self._model, args, kwargs)
             if recording is not self._reported and recording is not None:
                 self._plan.ran(recording)
                 self._reported = recording
@@ -137,13 +166,15 @@ class LiveRunner:
 _OUTERMOST = LiveRunner.call.__code__
 
 
+def _compiled_code(mode: _FunctionInterceptor | None) -> AbstractContextManager[None]:
+    """Return a context in which a mode sees what torch.compile has compiled."""
+    if mode is None or "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return running_compiled_code()
+
+
 def runner_of(knowledge: Knowledge, plan: InsertionPlan) -> LiveRunner | None:
     """Return a runner of a model with insertions; None if some need a recorded run."""
-    modules = _modules_with_insertions(knowledge, plan)
-    return None if modules is None else LiveRunner(knowledge, plan, modules)
-
-
-def _modules_with_insertions(knowledge: Knowledge, plan: InsertionPlan) -> list[nn.Module] | None:
     model: Any = knowledge.model
     if _WRAPPED is None or not isinstance(model, nn.Module) or is_joint(model):
         return None
@@ -154,14 +185,20 @@ def _modules_with_insertions(knowledge: Knowledge, plan: InsertionPlan) -> list[
         if isinstance(part, (*_FUSED, ScriptModule)) or _is_called_otherwise(part):
             return None
     found: dict[int, nn.Module] = {}
+    functions = _FunctionPlaces()
     for slot in plan.slots:
-        modules = _modules_at(knowledge, slot, parts)
+        modules = _modules_at(knowledge, slot, parts, functions)
         if modules is None:
             return None
         found.update((id(module), module) for module in modules)
     if not found.keys() <= set(map(id, parts.values())):
         return None
-    return [*found.values()]
+    if functions:
+        if any(run.environment.names & _COMPILING for run in knowledge.recordings()):
+            return None
+        if any(functions.may_have(n.function) and _is_met_inside(n) for n in _nodes_of(knowledge)):
+            return None
+    return LiveRunner(knowledge, plan, [*found.values()], functions)
 
 
 def _is_called_otherwise(module: nn.Module) -> bool:
@@ -169,28 +206,115 @@ def _is_called_otherwise(module: nn.Module) -> bool:
     return type(module).__call__ is not nn.Module.__call__ or REDIRECTING in vars(module)
 
 
+def _nodes_of(knowledge: Knowledge) -> Iterator[Candidate]:
+    for run in knowledge.recordings():
+        yield from knowledge.nodes_of(run).candidates.values()
+
+
+def _is_met_inside(node: Candidate) -> bool:
+    """Return whether only the recorder has got to a node, through its own code: see `DESCEND`."""
+    return node.site is not None and any(
+        code.co_filename.startswith(PACKAGE) for code, _ in node.site.chain
+    )
+
+
 def _modules_at(
-    knowledge: Knowledge, slot: Slot, parts: dict[str, nn.Module]
+    knowledge: Knowledge, slot: Slot, parts: dict[str, nn.Module], functions: _FunctionPlaces
 ) -> list[nn.Module] | None:
-    """Return the modules at whose calls an insertion may be; None if it may be elsewhere."""
+    """Return the modules at whose calls an insertion may be; None if a run has to be recorded.
+
+    Args:
+        knowledge: what is known of the model.
+        slot: the insertion.
+        parts: the modules of the model, by their qualified names.
+        functions: receives the functions at whose calls it may be.
+    """
     matcher = slot.place.matcher
     if slot.place.role == "state" or matcher.needs_output:
         return None
-    if getattr(matcher, "is_of_modules", False):
-        nodes = (Candidate("", "", part, name, None, None, "") for name, part in parts.items())
-        return [node.module for node in nodes if node.module and matcher.matches(node)]
+    if isinstance(matcher, Selected) and isinstance(matcher.selector, (FunctionSelector, Layers)):
+        if not functions.add_selector(matcher.selector):
+            return None
+        is_of_modules = isinstance(matcher.selector, Layers)
+    else:
+        is_of_modules = getattr(matcher, "is_of_modules", False)
+        if not is_of_modules:
+            return _modules_at_paths(knowledge, slot, functions)
+    nodes = (Candidate("", "", part, name, None, None, "") for name, part in parts.items())
+    return [node.module for node in nodes if node.module and matcher.matches(node)]
+
+
+def _modules_at_paths(
+    knowledge: Knowledge, slot: Slot, functions: _FunctionPlaces
+) -> list[nn.Module] | None:
+    matcher = slot.place.matcher
     paths = getattr(matcher, "paths", None) or (getattr(matcher, "path", None),)
     found = []
     for path in paths:
         if path is None:
             return None
         at = [knowledge.nodes_of(run).candidates.get(path) for run in knowledge.recordings()]
-        modules = {id(node.module): node.module for node in at if node is not None}
+        nodes = [node for node in at if node is not None]
+        modules = {id(node.module): node.module for node in nodes}
         module = next(iter(modules.values()), None)
+        if module is None and nodes and slot.place.role == "node":
+            if not all(node.module is None and functions.add(node) for node in nodes):
+                return None
+            continue
         if len(modules) != 1 or module is None:
             return None
         found.append(module)
     return found
+
+
+class _FunctionPlaces:
+    """The torch functions at whose calls insertions may be."""
+
+    def __init__(self) -> None:
+        self._bases: set[str] = set()
+        self._selectors: list[FunctionSelector | Layers] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._bases or self._selectors)
+
+    def add(self, node: Candidate) -> bool:
+        """Add the function of a known node; return whether torch reports its calls."""
+        self._bases.add(node.base)
+        return _is_reported(node.function)
+
+    def add_selector(self, selector: FunctionSelector | Layers) -> bool:
+        """Add what a selector selects; return whether torch reports the calls of all of these."""
+        self._selectors.append(selector)
+        if isinstance(selector, FunctionSelector):
+            return all(map(_is_reported, selector.functions))
+        # A function of autograd is one of them if it has the name of a layer.
+        classes = subclasses_of(torch.autograd.Function)
+        named = (Candidate("", "", None, "", one.apply, None, "") for one in classes)
+        return not any(map(selector.matches, named))
+
+    def may_have(self, function: Any) -> bool:
+        """Return whether insertions may be at calls of a function."""
+        # A path belongs to a place in the code, whichever function of that name is called there.
+        node = Candidate("", "", None, "", function, None, "")
+        return _is_reported(function) and (
+            base_name_of(function) in self._bases or any(s.matches(node) for s in self._selectors)
+        )
+
+
+def _is_reported(function: Any) -> bool:
+    """Return whether torch reports the calls of a function to modes, and recordings name them."""
+    try:
+        if function in SPECIAL or function in UNNAMED:
+            return False
+    except TypeError:  # it is not hashable
+        return False
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return True
+    if isinstance(function, FunctionType):
+        return function in get_testing_overrides() or function in vars(Tensor).values()
+    owner = function if isinstance(function, BuiltinFunctionType) else None
+    owner = getattr(function, "__objclass__", owner)  # the class of a method
+    return owner is not None and str(owner.__module__).split(".")[0] == "torch"
 
 
 class _CurrentRun(threading.local):
@@ -221,6 +345,39 @@ class _ModuleInterceptor:
         return run.module(self.module, own, args, kwargs, frame)
 
 
+class _FunctionInterceptor(TorchFunctionMode):
+    """Takes the calls of functions at which insertions may be.
+
+    Args:
+        run: calls the functions, with what is inserted.
+        places: the functions.
+    """
+
+    def __init__(self, run: _InsertionRun, places: _FunctionPlaces) -> None:
+        super().__init__()
+        self._run = run
+        self._places = places
+        self._wanted: dict[Any, bool] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if may_be_patched(func):  # torch finds a function by its name: it would be called twice
+            func = original_of(func, sys._getframe(1))
+        wanted = self._wanted.get(func)
+        if wanted is None:
+            wanted = self._wanted[func] = self._places.may_have(func)
+        if _local.run is not self._run or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if wanted:
+            return self._run.function(func, args, kwargs, sys._getframe(1))
+        if func in DESCEND:  # with nodes that no run has shown yet
+            with self:
+                return inner_twin(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
 class _CallerFrame(NamedTuple):
     """A frame around the call of a module.
 
@@ -235,23 +392,24 @@ class _CallerFrame(NamedTuple):
     module: nn.Module | None
 
 
-class _ModuleCallPlace:
-    """Where a module is called.
+class _CallPlace:
+    """Where a module or a function is called.
 
     Attributes:
         inner: the frames around the call, innermost first, up to the model's own outermost one.
         outer: those around them.
-        scope: the call.
-        spot: what is inserted there.
+        scope: the call of the module; for a function, that around it.
+        spot: what is inserted there; None for a function that has not been called there.
+        site: for a function, the place of the call in the code of the module; None for a module.
         gate: receives what it returns, if that is a tensor; None if more has to be done.
         is_inside: whether the call is inside of something that is one op.
         is_recomputed: whether the backward pass does it again, if there is one.
     """
 
-    __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "spot")
+    __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "site", "spot")
 
     def __init__(
-        self, frames: tuple[_CallerFrame, ...], scope: ModuleCall, spot: NodeSlots
+        self, frames: tuple[_CallerFrame, ...], scope: ModuleCall, spot: NodeSlots | None
     ) -> None:
         outermost = len(frames)
         while outermost and frames[outermost - 1].code.co_filename.startswith(_NOT_OF_MODELS):
@@ -259,7 +417,8 @@ class _ModuleCallPlace:
         self.inner: tuple[_CallerFrame, ...] = frames[:outermost]
         self.outer: tuple[_CallerFrame, ...] = frames[outermost:]
         self.scope: ModuleCall = scope
-        self.spot: NodeSlots = spot
+        self.spot: NodeSlots | None = spot
+        self.site: Site | None = None
         self.gate: AfterGate | None = None
         files = [one.code.co_filename for one in frames]
         self.is_inside: bool = any(file.startswith(AS_ONE) for file in files)
@@ -296,14 +455,22 @@ class _InsertionRun:
         knowledge: what is known of the model.
         plan: the insertions.
         modules: the modules at whose calls they may be.
+        functions: the functions at whose calls they may be.
 
     Attributes:
+        mode: receives the calls of functions; None if nothing is inserted at any.
         places: where modules are called, by the identity of the module.
         outermost: the model's own outermost frame in this call; None if not known yet.
         outer: the frames around it.
     """
 
-    def __init__(self, knowledge: Knowledge, plan: InsertionPlan, modules: list[nn.Module]) -> None:
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        plan: InsertionPlan,
+        modules: list[nn.Module],
+        functions: _FunctionPlaces,
+    ) -> None:
         model: Any = knowledge.model
         knowledge.name_nodes()
         self._knowledge = knowledge
@@ -314,10 +481,16 @@ class _InsertionRun:
         self._sites = SiteTable(INTERCEPT_CODES | {_OUTERMOST})
         self._scopes: dict[tuple[int, int, int], ModuleCall] = {}
         self._inserter = LiveInserter(plan, knowledge.registry, model)
-        self._inserter.begins(_UnrecordedStage(root))
+        self._stage = _UnrecordedStage(root)
+        self._inserter.begins(self._stage)
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
-        self.places: dict[int, list[_ModuleCallPlace]] = {id(module): [] for module in modules}
+        self.mode: _FunctionInterceptor | None = None
+        if functions:
+            self.mode = _FunctionInterceptor(self, functions)
+        # The places keep the code of their frames alive, so that no number is used again.
+        self._calls: dict[tuple[Any, int, int], list[_CallPlace]] = {}
+        self.places: dict[int, list[_CallPlace]] = {id(module): [] for module in modules}
         self.outermost: FrameType | None = None
         self.outer: tuple[_CallerFrame, ...] = ()
 
@@ -351,6 +524,7 @@ class _InsertionRun:
             place = self._place(module, frame)
             places.append(place)
         spot = place.spot
+        assert spot is not None
         if place.gate is not None:
             number = spot.number
             spot.number += 1
@@ -368,7 +542,7 @@ class _InsertionRun:
 
     def _through(
         self,
-        place: _ModuleCallPlace,
+        place: _CallPlace,
         own: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -385,8 +559,65 @@ class _InsertionRun:
             if place.is_recomputed:
                 self._inserter.recomputed(False)
 
-    def _place(self, module: nn.Module, frame: FrameType | None) -> _ModuleCallPlace:
-        """Find out where a module is called."""
+    def function(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Call a torch function, and what is inserted there; see `module`."""
+        places = self._calls.setdefault((function, id(frame.f_code), frame.f_lasti), [])
+        for place in places:
+            if place.is_at(frame, self):
+                break
+        else:
+            frames, scope = self._caller(None, frame)
+            place = _CallPlace(frames, scope, None)
+            place.site = self._sites.find(frame)
+            places.append(place)
+        spot = place.spot
+        if place.is_inside or (spot is not None and not spot.slots):
+            return function(*args, **kwargs)
+        if place.gate is None or spot is None or spot.written(args, kwargs) is not None:
+            return self._function_through(place, function, args, kwargs, frame)
+        path = spot.candidate.path
+        try:
+            output = function(*args, **kwargs)
+        except Exception:
+            self._inserter.raised.add(path)
+            raise
+        place.gate.counts = path not in self._inserter.raised
+        spot.number += 1
+        if type(output) is Tensor:
+            return _call_gate(place.gate, (output,))
+        number = spot.number - 1
+        return self._inserter.take_output(spot, number, args, kwargs, output, frame, place.scope)
+
+    def _function_through(
+        self, place: _CallPlace, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Call a function as the inserter does in a recorded run."""
+        stage, outer = self._stage, (self._stage.scope, self._stage.current_site)
+        stage.scope, stage.current_site = place.scope, place.site
+        if place.is_recomputed:
+            self._inserter.recomputed(True)
+        try:
+            output = self._inserter.op(function, args, kwargs, frame, _call_function)
+            if place.spot is None:
+                place.spot = self._inserter.spot_of_op(place.scope, place.site, function)
+                place.gate = self._gate_of(place, place.spot)
+            return output
+        finally:
+            if place.is_recomputed:
+                self._inserter.recomputed(False)
+            stage.scope, stage.current_site = outer
+
+    def _caller(
+        self, module: nn.Module | None, frame: FrameType | None
+    ) -> tuple[tuple[_CallerFrame, ...], ModuleCall]:
+        """Return the frames around a call, and the call of a module that is the innermost.
+
+        Args:
+            module: the module that is called; None for a function.
+            frame: the frame that calls it.
+        """
         frames: list[_CallerFrame] = []
         calls: list[tuple[nn.Module, FrameType]] = []
         inner, begun = module, frame
@@ -397,10 +628,11 @@ class _InsertionRun:
             frames.append(_CallerFrame(frame.f_code, frame.f_lasti, called))
             frame = frame.f_back
             if called is not None:
-                assert begun is not None
-                calls.append((inner, begun))
+                if inner is not None:
+                    assert begun is not None
+                    calls.append((inner, begun))
                 inner, begun = called, frame
-        if inner is not self._model:
+        if inner is not None and inner is not self._model:
             assert begun is not None
             calls.append((inner, begun))
         scope = self._whole
@@ -408,21 +640,33 @@ class _InsertionRun:
             scope = self._scope(called, self._sites.find(caller), scope)
         # Other functions of torch that call modules may be called in another way in recorded runs:
         # names would differ.
-        paths = self._knowledge.paths_of(module)
-        if self._inserter.names.path(scope) not in paths and len(paths) == 1:
-            if any(_is_of_torch(one.code) for one in frames):
-                self._inserter.names.rename(scope, paths[0])
+        if scope.module is not None and scope is not self._whole:
+            paths = self._knowledge.paths_of(scope.module)
+            if self._inserter.names.path(scope) not in paths and len(paths) == 1:
+                if any(_is_of_torch(one.code) for one in frames):
+                    self._inserter.names.rename(scope, paths[0])
+        return tuple(frames), scope
+
+    def _place(self, module: nn.Module, frame: FrameType | None) -> _CallPlace:
+        """Find out where a module is called."""
+        frames, scope = self._caller(module, frame)
         spot = self._inserter.spot_of(scope)
-        place, slots = _ModuleCallPlace(tuple(frames), scope, spot), spot.after
-        is_once = not (place.is_inside or place.is_recomputed)
-        is_plain = slots and slots == spot.slots and not spot.inputs and is_once
-        if is_plain and not getattr(module, "inplace", False):
-            if all(slot.forms <= _PLAIN_FORMS and not slot.place.dig for slot in slots):
-                place.gate = AfterGate(
-                    self._inserter.at(spot, 0), slots, LeafShape(Tensor, 0), self._plan
-                )
-                place.gate.counts = True
+        place = _CallPlace(frames, scope, spot)
+        if not getattr(module, "inplace", False):
+            place.gate = self._gate_of(place, spot)
         return place
+
+    def _gate_of(self, place: _CallPlace, spot: NodeSlots) -> AfterGate | None:
+        """Return a gate that needs nothing but the output, and is all there is at a call."""
+        slots = spot.after
+        is_once = not (place.is_inside or place.is_recomputed)
+        if not (slots and slots == spot.slots and not spot.inputs and is_once):
+            return None
+        if any(not slot.forms <= _PLAIN_FORMS or slot.place.dig for slot in slots):
+            return None
+        gate = AfterGate(self._inserter.at(spot, 0), slots, LeafShape(Tensor, 0), self._plan)
+        gate.counts = True
+        return gate
 
     def _scope(self, module: nn.Module, site: Site, outer: ModuleCall) -> ModuleCall:
         # The scope itself keeps all three alive, so that no number is used again.
@@ -444,8 +688,12 @@ def _is_of_torch(code: CodeType) -> bool:
 _MODULES = os.path.join(TORCH, "nn", "modules", "")
 
 
+def _call_function(function: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType) -> Any:
+    return function(*args, **kwargs)
+
+
 def _call_gate(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a gate: modules that are called in it are no nodes."""
+    """Call a gate: modules and functions that are called in it are no nodes."""
     run, _local.run = _local.run, None
     try:
         return gate(*args)
@@ -461,9 +709,10 @@ class _UnrecordedStage:
 
     def __init__(self, scope: ModuleCall) -> None:
         self.scope: ModuleCall = scope
+        self.current_site: Site | None = None
 
     def site(self, frame: FrameType) -> Site | None:
-        return None
+        return self.current_site
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
         return _call_gate(function, args)

@@ -517,7 +517,7 @@ def number_type(op: Op, ops: list[Op]) -> str | None:
     if op.kind is not OpKind.SCALAR:
         return None
     source = op
-    while source.kind is OpKind.SCALAR and source.target is operator.getitem:
+    while source.is_element:
         source = ops[source.args[0].index]
     if source is op:
         return f"{type(op.meta).__name__}{layer_type(op)}"

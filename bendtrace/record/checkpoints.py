@@ -31,7 +31,7 @@ from bendtrace.tape.structure import (
     build_instance,
     existing_in,
 )
-from bendtrace.tape.tape import Checkpoint, CheckpointSettings, Op, Ref
+from bendtrace.tape.tape import Checkpoint, CheckpointSettings, Op, Ref, Tape
 from bendtrace.tape.watchers import call_silently
 
 
@@ -203,7 +203,7 @@ class CheckpointedBlock:
                     "backward pass do so again: take that out of the block"
                 )
             start = begin[0] if self._block is not None else self._writer.resumed_at
-            ops = [] if start is None else [op for op in tape.ops[start:] if op.is_work]
+            ops = [] if start is None else _work_from(tape, start)
             tried = frozenset(op.index for op in ops if op.raised is not None)
             portion = Portion(ops, self._passages, tried)
             block.goes_on(portion, tuple(map(self._value, portion.outside)))
@@ -249,6 +249,22 @@ class CheckpointedBlock:
         raise NondeterminismError(
             f"the backward pass would need {op}, which a checkpointed block has used and let go"
         )
+
+
+def _work_from(tape: Tape, start: int) -> list[Op]:
+    """Return the operations from a position on.
+
+    An element of an earlier result, such as a row of `x.unbind(0)`, is named where it is first
+    used. It is a value from before: the result as a whole may have been let go.
+    """
+    found: list[Op] = []
+    earlier: set[int] = set()
+    for op in tape.ops[start:]:
+        if op.is_element and (op.operands[0] < start or op.operands[0] in earlier):
+            earlier.add(op.index)
+        elif op.is_work:
+            found.append(op)
+    return found
 
 
 # A block in a call, recorded or replayed

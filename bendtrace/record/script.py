@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import getitem
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -176,7 +175,7 @@ class _SectionNames:
             op = self.tape.ops[index]
             if op.is_given:
                 name = "given", op.target.named
-            elif op.kind is OpKind.SCALAR and op.target is getitem:
+            elif op.is_element:
                 name = "element", self.of(op.args[0].index), op.args[1]
             elif first != index and index not in self._identified_later:
                 name = self.of(first)
@@ -375,7 +374,7 @@ class Script:
         op, before = names.tape.ops[guard.index], self.first(names.of(guard.other))
         if isinstance(guard, OtherGuard):  # it was another one when it was recorded
             self.firsts[names.of(guard.index)] = before
-        while op.kind is OpKind.SCALAR and op.target is getitem:
+        while op.is_element:
             path, op = (op.args[1], *path), names.tape.ops[op.args[0].index]
         number = names.of(op.index)
         if path and type(number) is int:

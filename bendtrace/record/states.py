@@ -17,7 +17,6 @@ import enum
 import functools
 import gc
 import hashlib
-import operator
 import sys
 import types
 from collections import OrderedDict
@@ -436,7 +435,7 @@ class _StateWalk:
         op = self._ops[index]
         if op.kind is OpKind.INPUT or op.kind is OpKind.STATE:
             return op.target.named
-        if op.kind is OpKind.SCALAR and op.target is operator.getitem and len(op.args) == 2:
+        if op.is_element and len(op.args) == 2:
             return "element", self.value_of(op.args[0].index), op.args[1]
         if op.kind is OpKind.CALL or op.kind is OpKind.SCALAR:
             number = self.holes.setdefault(index, len(self.holes))
@@ -469,7 +468,7 @@ class _StateWalk:
     def _can_be_asked_again(self, index: int) -> bool:
         """Return whether Python may ask for a value again."""
         op = self._ops[index]
-        if op.kind is OpKind.SCALAR and op.target is operator.getitem:
+        if op.is_element:
             return self._can_be_asked_again(op.args[0].index)
         return op.is_given or index in self.holes
 

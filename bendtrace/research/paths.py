@@ -374,8 +374,7 @@ def _value_indices(spots: Iterable[PassSpot]) -> set[int]:
 
 def _is_element(op: Op) -> bool:
     """Return whether an op only names a part of another op's output."""
-    is_taken = op.kind is OpKind.SCALAR and op.target is operator.getitem
-    return is_taken and isinstance(op.meta, tuple)  # that of a tensor is one as well
+    return op.is_element and isinstance(op.meta, tuple)  # that of a tensor is one as well
 
 
 def _no_edge(before: Sequence[PassSpot], after: Sequence[PassSpot]) -> SiteError:

@@ -282,6 +282,11 @@ class Op:
         """Return whether it is an operation: a call, or arithmetic."""
         return self.kind is OpKind.CALL or self.kind is OpKind.SCALAR
 
+    @property
+    def is_element(self) -> bool:
+        """Return whether it names an element of a result: `getitem(%1, 0)`."""
+        return self.kind is OpKind.SCALAR and self.target is getitem
+
     def does_the_same_as(self, other: Op) -> bool:
         """Return whether both call the same function on the same values."""
         if self.kind is not other.kind or not identical(self.args, other.args):
@@ -591,7 +596,7 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
 
 def counts(op: Op) -> bool:
     """Return whether the model did an op, rather than an element or a state being named."""
-    return op.kind is OpKind.CALL or (op.kind is OpKind.SCALAR and op.target is not getitem)
+    return op.is_work and not op.is_element
 
 
 # How the model handles an error that an op raises.

@@ -614,11 +614,13 @@ def _uninstall() -> None:
         if entry.name == "__getitem__" and isinstance(current, types.FunctionType):
             current.__defaults__ = current.__defaults__  # see `_install`
     _before.clear()
-    _leave_compiled_code_alone()
+    if not _unrecorded:
+        _leave_compiled_code_alone()
 
 
 _lock = threading.Lock()
 _running: set[object] = set()  # a token for each context that was entered and not left
+_unrecorded: set[object] = set()  # as `_running`, for runs without a recorder
 _before: list[Any] = []
 
 
@@ -644,3 +646,19 @@ def reporting_to(watcher: Watcher | None) -> Iterator[None]:
                 _running.discard(token)
                 if not _running:
                     _uninstall()
+
+
+@contextmanager
+def running_compiled_code() -> Iterator[None]:
+    """Run what torch.compile has compiled as it is, as recorders do, so that a mode sees it."""
+    token = object()
+    try:
+        with _lock:
+            _unrecorded.add(token)
+            _run_compiled_code_eagerly()
+        yield
+    finally:
+        with _lock:
+            _unrecorded.discard(token)
+            if not (_running or _unrecorded):
+                _leave_compiled_code_alone()

@@ -476,3 +476,32 @@ def test_a_block_in_which_nothing_is_done() -> None:
         assert mine.grad is not None
         assert torch.equal(x.grad, mine.grad)
     assert bended.stats.replays
+
+
+class Rows(nn.Module):
+    """Gives its blocks elements of results: rows, a chunk, a state of a recurrent layer."""
+
+    def __init__(self, sine: Callable[[Tensor], Tensor] = torch.sin) -> None:
+        super().__init__()
+        self.rnn, self.sine = nn.LSTM(8, 4), sine
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, (_, state) = self.rnn(x[:, None])
+        found = [checkpoint(self.sine, row, use_reentrant=False) for row in x]
+        first, second = out[:, 0].chunk(2, 1)
+        found.append(checkpoint(lambda v: self.sine(v) * second, first, use_reentrant=False))
+        found.append(checkpoint(lambda: self.sine(state), use_reentrant=False))
+        return torch.cat([value.flatten() for value in found])
+
+
+@pytest.mark.parametrize("known", [0, 2])
+def test_something_inserted_in_blocks_on_elements_of_results(known: int) -> None:
+    eager, model = Rows(), Rows()
+    model.load_state_dict(eager.state_dict())
+    bended = bt.BendedModule(model)
+    for seed, x in enumerate(stream(known)):
+        assert_same(trained(bended, model, x, seed), trained(eager, eager, x, seed))
+    eager.sine = lambda value: doubled(torch.sin(value))
+    bended.interject(torch.sin, doubled)
+    for seed, x in enumerate(stream(4)):
+        assert_same(trained(bended, model, x, seed), trained(eager, eager, x, seed))
