@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.sites import MACHINERY, PACKAGE
+from bendtrace.python.sites import FOLLOWED, MACHINERY, PACKAGE
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
 from bendtrace.record.tape_writer import TapeWriter
@@ -278,6 +278,8 @@ class _StateWalk:
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
+            if frame.f_code.co_filename == FOLLOWED:
+                raise _Unreadable("an autograd function is followed")
             if not frame.f_code.co_filename.startswith(MACHINERY):
                 given = compared if is_asking else frozenset()
                 stack = stacks.read_frame(frame, callee, places, given)

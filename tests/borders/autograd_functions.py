@@ -523,6 +523,7 @@ class GivenObjects(Stateful):
         return out, parts, self.calls, same, [t._is_view() for t in parts]
 
 
+SIDES = [given(torch.full((4, 4), side)) for side in (1.0, -1.0) * 5]
 for _gives in ("result", "argument", "view"):
     for _from_weight in (False, True):
 
@@ -531,7 +532,7 @@ for _gives in ("result", "argument", "view"):
 
         given_objects.__name__ = f"given_objects_{_gives}_{_from_weight}"
         given_objects.__signature__ = inspect.Signature()  # type: ignore[attr-defined]
-        border.replays(modes=[torch.no_grad], gradients=False)(given_objects)
+        border.replays(modes=[torch.no_grad], gradients=False, inputs=SIDES)(given_objects)
 
 
 class Dirty(Function):
