@@ -438,8 +438,6 @@ class Finish:
         if not changed:
             return
         for op in self.tape.ops:
-            if getattr(op.target, "role", "") == "hook":
-                self.tape.block(f"{op.target!r} may read {', '.join(sorted(changed.values()))}")
             of_torch = is_torchs_function(op.target) and _implementation(op.target) is None
             if op.kind is OpKind.CALL and not (of_torch or op.target in JOINT):
                 read = changed.keys() & self._names_read(op)

@@ -296,10 +296,9 @@ def undetectable_in(
         yield off[""]
     for name in sorted(names & off.keys()):
         yield f"{name} (see {place_naming(name, functions)}): {off[name]}"
-    found = names & UNDETECTABLE.keys()
-    if not len(torch.cuda.default_generators):  # none, as long as this is guarded to be empty
-        found -= {"default_generators"}
-    for name in sorted(found):
+    # Of GPUs there are no generators as long as this tuple, which is guarded, is empty.
+    none = () if len(torch.cuda.default_generators) else ("default_generators",)
+    for name in sorted((names & UNDETECTABLE.keys()).difference(none)):
         yield f"{name} (see {place_naming(name, functions)}) {UNDETECTABLE[name]}"
     if (has_generator or "Generator" in names) and "default_generator" not in names:
         for name in sorted(names & _STATES):
