@@ -5,9 +5,10 @@ tree (`tree.py`) has the programs of one model; a program (`program.py`) has a c
 (`program_graph.py`); `Program._walk` goes from one exit of the graph to the next (`stretches.py`),
 each of which has generated code. `Floor` (`dispatcher.py`) makes calls run the model itself without
 looking at anything, if paths do not repeat, or if calls have to run live. It tries again from time
-to time. What is inserted is called beside such a call, if it can only be at calls of modules: each
-of these has a `_ModuleInterceptor` (`insert/live_runner.py`) in place of its `__call__`, which
-finds the node path by the frames around it. Other insertions need the recorder in live calls too.
+to time. What is inserted is called beside such a call, if it can only be at calls of modules and of
+torch functions: each of these modules has a `_ModuleInterceptor` (`insert/live_runner.py`) in place
+of its `__call__`, and a function mode receives the calls of functions; they find the node path by
+the frames around a call. Other insertions need the recorder in live calls too.
 `module.py` is the module that is called like the model, represents it in everything else
 (`record/module_proxy.py`), and has the methods that inspect and change it.
 

@@ -70,6 +70,9 @@ AS_ONE = (
     *(os.path.join(TORCH, name, "") for name in ("autograd", "_functorch", "_higher_order_ops")),
     os.path.join(PACKAGE, "watch", ""),
 )
+# A recursion has another place at each depth, and on each way to it: to find one again among more
+# would take longer than to look at its frames.
+_MOST_PLACES = 256
 # Functions that compile what they are given, which no mode may see.
 _COMPILING = frozenset({"cond", "while_loop", "scan", "associative_scan", "flex_attention"})
 _RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
@@ -517,10 +520,8 @@ class _InsertionRun:
             frame: the frame that calls it.
         """
         places = self.places[id(module)]
-        for place in places:
-            if place.is_at(frame, self):
-                break
-        else:
+        place = self._known(places, frame)
+        if place is None:
             place = self._place(module, frame)
             places.append(place)
         spot = place.spot
@@ -539,6 +540,15 @@ class _InsertionRun:
         elif spot.slots or spot.inputs:
             return self._through(place, own, args, kwargs, frame)
         return own(*args, **kwargs)
+
+    def _known(self, places: list[_CallPlace], frame: FrameType) -> _CallPlace | None:
+        """Return the place that a frame is at, if it is one of these."""
+        for place in places:
+            if place.is_at(frame, self):
+                return place
+        if len(places) >= _MOST_PLACES:
+            places.clear()
+        return None
 
     def _through(
         self,
@@ -564,10 +574,8 @@ class _InsertionRun:
     ) -> Any:
         """Call a torch function, and what is inserted there; see `module`."""
         places = self._calls.setdefault((function, id(frame.f_code), frame.f_lasti), [])
-        for place in places:
-            if place.is_at(frame, self):
-                break
-        else:
+        place = self._known(places, frame)
+        if place is None:
             frames, scope = self._caller(None, frame)
             place = _CallPlace(frames, scope, None)
             place.site = self._sites.find(frame)
