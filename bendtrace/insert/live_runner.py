@@ -73,8 +73,11 @@ AS_ONE = (
 # A recursion has another place at each depth, and on each way to it: to find one again among more
 # would take longer than to look at its frames.
 _MOST_PLACES = 256
-# Functions that compile what they are given, which no mode may see.
-_COMPILING = frozenset({"cond", "while_loop", "scan", "associative_scan", "flex_attention"})
+# Functions that compile what they are given, which no mode may see; and the call of an autograd
+# function, which recorders may follow (`watch/followed_functions.py`).
+_UNSEEN_INSIDE = frozenset(
+    {"cond", "while_loop", "scan", "associative_scan", "flex_attention", "apply"}
+)
 _RECOMPUTES = os.path.join(TORCH, "utils", "checkpoint.py")
 _NOT_OF_MODELS = (TORCH, PACKAGE)
 
@@ -197,7 +200,7 @@ def runner_of(knowledge: Knowledge, plan: InsertionPlan) -> LiveRunner | None:
     if not found.keys() <= set(map(id, parts.values())):
         return None
     if functions:
-        if any(run.environment.names & _COMPILING for run in knowledge.recordings()):
+        if any(run.environment.names & _UNSEEN_INSIDE for run in knowledge.recordings()):
             return None
         if any(functions.may_have(n.function) and _is_met_inside(n) for n in _nodes_of(knowledge)):
             return None
