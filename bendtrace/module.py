@@ -45,8 +45,13 @@ if TYPE_CHECKING:
     from bendtrace.insert import resolver as knowledge
     from bendtrace.insert.activations import Activations
     from bendtrace.insert.bend import Value
-    from bendtrace.insert.bend_catalogue import Filter
-    from bendtrace.insert.bending import Bending, Out, bend
+    from bendtrace.insert.bending import (
+        Bending,
+        activation_names,
+        bend,
+        print_activations,
+        print_weights,
+    )  # fmt: skip
     from bendtrace.insert.inserter import LiveInserter, PartPosition
     from bendtrace.insert.insertion import Insertion, What
     from bendtrace.insert.interjection import PassNumbers
@@ -55,7 +60,6 @@ if TYPE_CHECKING:
     from bendtrace.insert.resolver import Knowledge
     from bendtrace.insert.where import Where
     from bendtrace.log import run as run_views
-    from bendtrace.log.nodes import Text
     from bendtrace.python import checks
     from bendtrace.record import redirection
     from bendtrace.show import model_tree as outline_program
@@ -90,6 +94,9 @@ else:
     explore = LazyMethod("bendtrace.debug.search", "explore")
     export = LazyMethod("bendtrace.export.exporting", "export")
     patch = LazyMethod("bendtrace.insert.patch_kinds", "patch")
+    activation_names = LazyMethod("bendtrace.insert.bending", "activation_names")
+    print_activations = LazyMethod("bendtrace.insert.bending", "print_activations")
+    print_weights = LazyMethod("bendtrace.insert.bending", "print_weights")
     step = LazyMethod("bendtrace.debug.stepping", "step")
     checks = LazyModule("bendtrace.python.checks")
 
@@ -632,6 +639,9 @@ class BendedModule(ModuleProxy[ModelT]):
     explore = explore
     export = export
     patch = patch
+    activation_names = activation_names
+    print_activations = print_activations
+    print_weights = print_weights
     step = step
 
     # Inserting
@@ -804,58 +814,10 @@ class BendedModule(ModuleProxy[ModelT]):
         """
         return self._bending.bending_config(name)
 
-    def activation_names(self, flt: Filter = None, exclude: Filter = None) -> list[str]:
-        """Return the names of the activations that the patterns of `bend` are matched against.
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-            >>> bended = bt.BendedModule(model)
-            >>> _ = bended(torch.ones(1, 2))
-            >>> bended.activation_names()
-            ['input', 'sub_0', 'sub_1']
-            >>> bended.activation_names(flt="1")
-            ['sub_1']
-        """
-        return self._bending.activation_names(flt, exclude)
-
     @property
     def weight_names(self) -> list[str]:
         """The names of the parameters."""
         return self._bending.weight_names
-
-    def print_activations(
-        self, flt: Filter = None, exclude: Filter = None, out: Out = None
-    ) -> Text:
-        """Print a table of the activations, and return it (see `Bending.print_activations`).
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
-            >>> bended = bt.BendedModule(model)
-            >>> _ = bended(torch.ones(1, 2))
-            >>> _ = bended.print_activations()
-            -----  -----------  ------------------
-            input  placeholder  torch.Size([1, 2])
-            sub_0  call_module  torch.Size([1, 3])
-            sub_1  call_module  torch.Size([1, 3])
-            -----  -----------  ------------------
-        """
-        return self._bending.print_activations(flt, exclude, out)
-
-    def print_weights(self, flt: Filter = None, exclude: Filter = None, out: Out = None) -> Text:
-        """Print a table of the parameters, and return it (see `Bending.print_weights`).
-
-        Example:
-            >>> import torch, bendtrace as bt
-            >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.LayerNorm(2)))
-            >>> _ = bended.print_weights()
-            name      shape            dtype            min    max    mean    stddev
-            --------  ---------------  -------------  -----  -----  ------  --------
-            0.weight  torch.Size([2])  torch.float32      1      1       1         0
-            0.bias    torch.Size([2])  torch.float32      0      0       0         0
-        """
-        return self._bending.print_weights(flt, exclude, out)
 
     @overload
     def get_activations(

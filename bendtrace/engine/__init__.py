@@ -6,11 +6,10 @@ tree (`tree.py`) has the programs of one model; a program (`program.py`) has a c
 each of which has generated code. `Floor` (`dispatcher.py`) makes calls run the model itself without
 looking at anything, if paths do not repeat, or if calls have to run live. It tries again from time
 to time. What is inserted is called beside such a call, if it can only be at calls of modules and of
-torch functions: each of these modules has a `_ModuleInterceptor` (`insert/live_runner.py`) in place
-of its `__call__`, and a function mode receives the calls of functions; they find the node path by
-the frames around a call. Other insertions need the recorder in live calls too.
-`module.py` is the module that is called like the model, represents it in everything else
-(`record/module_proxy.py`), and has the methods that inspect and change it.
+torch functions: interceptors receive these (`insert/live_runner.py`) and find the node path by the
+frames around them. Other insertions need the recorder in live calls too. `module.py` is the module
+that is called like the model, represents it in everything else (`record/module_proxy.py`), and has
+the methods that inspect and change it.
 
 `tree.py` keeps the programs of one model and finds the one whose check passes. If there are many,
 `ProgramIndex` looks them up by the sizes and numbers that they require. The tree also knows when a
@@ -45,11 +44,10 @@ of states**, into which `program_graph.py` joins runs at equal states (`stretche
 While a run is recorded, `record/states.py` reads the state at each question: the frames
 (`python/stacks.py` finds the interpreter's own layout by probing, and `python/bytecode.py` says
 which variables are still read), everything that can be reached from them, everything that the run
-has changed, and the values that an insertion around them still holds. Whether an op raises is
-also a question (`ErrorGuard`), where the model could go on after the error. If a state cannot be
-read, its key is the path that led to it, and its holes are all values so far: it equals only
-itself. `record/states.py` also says when C code in progress may hold something that no frame
-shows.
+has changed, and the values that an insertion around them still holds. Whether an op raises is also
+a question (`ErrorGuard`), where the model could go on after the error. If a state cannot be read,
+its key is the path that led to it, and its holes are all values so far: it equals only itself.
+`record/states.py` also says when C code in progress may hold something that no frame shows.
 
 `SegmentWriter` writes the ops between two states. A segment receives a list of the values that its
 state can still reach, its *holes*. It frees each value after its last use, and returns a

@@ -1186,3 +1186,58 @@ def bend(
     return bended._bending.bend(
         callback, *where, weights=weights, activations=activations, allow_none=allow_none
     )
+
+
+def activation_names(
+    bended: BendedModule[Any], flt: Filter = None, exclude: Filter = None
+) -> list[str]:
+    """Return the names of the activations that the patterns of `bend` are matched against.
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> bended = bt.BendedModule(model)
+        >>> _ = bended(torch.ones(1, 2))
+        >>> bended.activation_names()
+        ['input', 'sub_0', 'sub_1']
+        >>> bended.activation_names(flt="1")
+        ['sub_1']
+    """
+    return bended._bending.activation_names(flt, exclude)
+
+
+def print_activations(
+    bended: BendedModule[Any], flt: Filter = None, exclude: Filter = None, out: Out = None
+) -> Text:
+    """Print a table of the activations, and return it (see `Bending.print_activations`).
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
+        >>> bended = bt.BendedModule(model)
+        >>> _ = bended(torch.ones(1, 2))
+        >>> _ = bended.print_activations()
+        -----  -----------  ------------------
+        input  placeholder  torch.Size([1, 2])
+        sub_0  call_module  torch.Size([1, 3])
+        sub_1  call_module  torch.Size([1, 3])
+        -----  -----------  ------------------
+    """
+    return bended._bending.print_activations(flt, exclude, out)
+
+
+def print_weights(
+    bended: BendedModule[Any], flt: Filter = None, exclude: Filter = None, out: Out = None
+) -> Text:
+    """Print a table of the parameters, and return it (see `Bending.print_weights`).
+
+    Example:
+        >>> import torch, bendtrace as bt
+        >>> bended = bt.BendedModule(torch.nn.Sequential(torch.nn.LayerNorm(2)))
+        >>> _ = bended.print_weights()
+        name      shape            dtype            min    max    mean    stddev
+        --------  ---------------  -------------  -----  -----  ------  --------
+        0.weight  torch.Size([2])  torch.float32      1      1       1         0
+        0.bias    torch.Size([2])  torch.float32      0      0       0         0
+    """
+    return bended._bending.print_weights(flt, exclude, out)

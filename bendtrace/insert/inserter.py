@@ -41,7 +41,6 @@ from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import ModuleCall, meta_of
 from bendtrace.watch.code_facts import names_in
-from bendtrace.watch.containers import Watching
 from bendtrace.watch.functions import (
     ADDRESS,
     CONTEXT,
@@ -55,6 +54,7 @@ from bendtrace.watch.functions import (
     is_named_in_place,
     is_torchs_function,
     name_of,
+    works_on_containers,
 )
 from bendtrace.watch.owners import is_leaf_module, named_modules, states_of
 from bendtrace.watch.provenance import is_torchs
@@ -308,9 +308,9 @@ class LiveInserter:
         scope, site = stage.scope, stage.site(frame)
         states = [] if names.knows(scope, site, function) else self._labels(given)
         path, base = names.op(scope, site, function, states)
-        # Python takes the result before it could be replaced. A container of the state is such an
-        # argument only from the second call or so on, and what is inserted sees the same in each.
-        if function in VALUES or (args and isinstance(args[0], Watching)):
+        # Python takes the former before they could be replaced. What is inserted sees the same in
+        # each call, and containers of the state are followed only from the second one or so on.
+        if function in VALUES or works_on_containers(function):
             return run(function, args, kwargs, frame)
         spot = self._spots.get(path)
         if spot is None:

@@ -33,7 +33,7 @@ from bendtrace.python.checks import did_you_mean
 from bendtrace.python.lazy import networkx as nx
 from bendtrace.python.sites import Site
 from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, refs_in
-from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
+from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted, works_on_containers
 
 if TYPE_CHECKING:
     from bendtrace.log.path_tree import Builder, StepSource
@@ -954,8 +954,8 @@ def _can_be_cut_into(op: Op) -> bool:
     """Return whether an op that the tree shows accepts insertions.
 
     Sizes and arithmetic on numbers cannot, nor can values that Python reads right away, such as
-    the truth of a tensor, and for what is an insertion itself.
+    the truth of a tensor, operations on containers of the state, and what is an insertion itself.
     """
     if op.kind is not OpKind.CALL or op.target in SHAPES or op.target in VALUES:
         return False
-    return not is_inserted(op)
+    return not (is_inserted(op) or works_on_containers(op.target))

@@ -158,11 +158,15 @@ def _replay_function(name: str) -> Callable[..., Any]:
         return getattr(container, name)(*args, **kwargs)
 
     operate.__name__ = operate.__qualname__ = name.strip("_")
+    operate.works_on_containers = True  # type: ignore[attr-defined]
     return operate
 
 
 def _is_filled(container: Any) -> bool:
     return bool(container)
+
+
+_is_filled.works_on_containers = True  # type: ignore[attr-defined]
 
 
 def _truth(container: Watching) -> bool:

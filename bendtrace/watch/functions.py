@@ -457,6 +457,11 @@ def works_on_arrays(function: Any) -> bool:
     return getattr(function, "works_on_arrays", False) is True
 
 
+def works_on_containers(function: Any) -> bool:
+    """Return whether a function is an operation on a container that not every call follows."""
+    return getattr(function, "works_on_containers", False) is True
+
+
 def may_vary(function: Any) -> bool:
     """Return whether a function may return values of several types: None, or a tensor.
 

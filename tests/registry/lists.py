@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from random import Random
 from typing import Any
 
@@ -101,7 +102,7 @@ def a_function_that_assigns(x: Tensor) -> Any:
     return x * sum(map(add, best(x))) + torch.tensor(found)
 
 
-@followed(9)
+@followed(18)
 def items_that_are_swapped(x: Tensor) -> Any:
     order, (one, other) = [0, 1, 2, 3], best(x)[:2]
     order[one], order[other] = order[other], order[one]
@@ -163,7 +164,8 @@ def a_list_that_stays(x: Tensor) -> Any:
     return x * torch.tensor(HELD)
 
 
-@followed(16)
+# From Python 3.12 on, the bools that a comprehension makes are guarded.
+@followed(16 if sys.version_info < (3, 12) else 24)
 def flags(x: Tensor) -> Any:
     found = [bool(row.sum() > 0) for row in x[:2]]
     above = [number > 0.5 for number in x[0].tolist()]
@@ -171,7 +173,7 @@ def flags(x: Tensor) -> Any:
     return x * above.count(True), all(found)
 
 
-@followed(20)
+@followed(24)
 def found(x: Tensor) -> Any:
     columns = best(x)
     place = columns.index(max(columns))
