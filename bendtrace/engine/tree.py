@@ -397,7 +397,7 @@ class TraceTree:
                 self._inputs -= {label}
 
     def lift(self, program: Program, recording: Recording, lifting: varying.Lifting) -> None:
-        """Restart a program with a run in which the counters of loops are lifted.
+        """Restart a program with a run in which what differs between rounds of loops is lifted.
 
         Args:
             program: the program.
@@ -405,7 +405,7 @@ class TraceTree:
             lifting: what lifted them.
         """
         with self._lock:
-            if recording.tape.blockers or not lifting.lifted:
+            if recording.tape.blockers or not lifting.has_lifted:
                 program.lifts_at *= 2
                 if not recording.tape.blockers:
                     program.join(recording)

@@ -88,6 +88,11 @@ def items_at(items: list[Any], positions: list[int]) -> list[Any]:
     return [items[position] for position in positions]
 
 
+def accumulate(before: list[Any] | None, items: Sequence[Any]) -> list[Any]:
+    """Return a list that a loop has appended to (see `record/accumulation.py`)."""
+    return [*before, *items] if before else [*items]
+
+
 GIVING_LISTS: frozenset[Any] = frozenset(
     {in_order, items_at, list_of, with_changes, with_item, without_item}
 )

@@ -162,6 +162,10 @@ class Encoder:
             return self._values.scalar_ref(value), value._value
         if kind is ListOperand:
             return value.ref, value.numbers
+        if kind is list and (lists := self._values.accumulation) is not None:
+            ref = lists.operand(value, self.argument)
+            if ref is not None:
+                return ref, value
         if kind is tuple or kind is list or kind is torch.Size:
             recorded, use = self.arguments(value)
             if use is not value:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.utils import parametrize
 
-from bendtrace.python.computations import is_computation
+from bendtrace.python.computations import accumulate, is_computation
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
@@ -30,6 +30,7 @@ from bendtrace.tape.tape import (
     ModuleCall,
     Op,
     OpKind,
+    Ref,
     Tape,
     TensorMeta,
     map_refs,
@@ -60,9 +61,10 @@ from bendtrace.watch.reachability import reachable_from
 from bendtrace.watch.writes import overlap
 
 if TYPE_CHECKING:
-    from bendtrace.record import op_names
+    from bendtrace.record import accumulation, op_names
     from bendtrace.watch import growing
 else:
+    accumulation = LazyModule("bendtrace.record.accumulation")
     op_names = LazyModule("bendtrace.record.op_names")
     growing = LazyModule("bendtrace.watch.growing")
 
@@ -151,19 +153,24 @@ class Recording:
 
     @property
     def plain_ops(self) -> list[Op]:
-        """The ops, with plain numbers where they are given those of lifted counters."""
+        """The ops, with plain numbers and lists where they are given those of `Tape.counters`."""
         return self.view(_plain_ops) if self.tape.counters else self.tape.ops
 
     def plain(self, value: Any) -> Any:
-        """Return recorded values, with plain numbers for those of lifted counters."""
-        ops, counters = self.tape.ops, self.tape.counters
-        return map_refs(value, lambda ref: ops[ref.index].meta if ref.index in counters else ref)
+        """Return recorded values, with plain numbers and lists for those of `Tape.counters`."""
+        return map_refs(value, self._plain)
+
+    def _plain(self, ref: Ref) -> Any:
+        op = self.tape.ops[ref.index]
+        if op.index not in self.tape.counters:
+            return ref
+        return accumulation.items_given(op, self.tape) if op.target is accumulate else op.meta
 
 
 def _plain_ops(recording: Recording) -> list[Op]:
     ops = list(recording.tape.ops)
     for op in ops:
-        if not recording.tape.counters.isdisjoint(op.operands):
+        if op.target is not accumulate and not recording.tape.counters.isdisjoint(op.operands):
             given = copy.copy(op)
             given.args, given.kwargs = recording.plain((op.args, op.kwargs))
             ops[op.index] = given

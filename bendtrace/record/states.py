@@ -295,12 +295,16 @@ class _StateWalk:
             callee = frame
 
     def _frame(self, stack: stacks.Stack) -> tuple[Any, ...]:
-        operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
         alive = read_later(stack.code, stack.offset)
-        slots = tuple(
-            self.value(value) if alive >> slot & 1 or not self._is_idle(value) else "unread"
+        lists = self._values.accumulation
+        private = () if lists is None else lists.slots(stack.code)
+        slots = tuple(  # first: what is a list of a loop here is one on the stack as well
+            (self._list(value) if slot in private else self.value(value))
+            if alive >> slot & 1 or not self._is_idle(value)
+            else "unread"
             for slot, value in enumerate(stack.slots)
         )
+        operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
         below = tuple(map(self.value, stack.below))
         return self._by_identity(stack.code), stack.offset, slots, below, operands
 
@@ -396,7 +400,6 @@ class _StateWalk:
         return id(value)
 
     def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
-        kind = type(tensor)
         known = self._values.source_of(tensor)
         part = self._environment.find(tensor)
         if known is not None:
@@ -410,10 +413,15 @@ class _StateWalk:
             memory = 1 + self._memories.setdefault(memory, len(self._memories))
         own = {} if carries_array(tensor) else vars(tensor)
         return (
-            self._by_identity(kind), what, None if part is None else part.named,
-            tensor.dtype, tensor.dim(), tensor.device, tensor.layout,
-            requires_grad(tensor), is_leaf(tensor), tensor.is_inference(), memory,
+            what, None if part is None else part.named, self._facts(tensor), memory,
             tuple((name, self.value(item)) for name, item in own.items()) if own else (),
+        )  # fmt: skip
+
+    def _facts(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Return the facts about a tensor that replays rely on."""
+        return (
+            self._by_identity(type(tensor)), tensor.dtype, tensor.dim(), tensor.device,
+            tensor.layout, requires_grad(tensor), is_leaf(tensor), tensor.is_inference(),
         )  # fmt: skip
 
     def _scalar(self, scalar: Any) -> Any:
@@ -553,17 +561,19 @@ class _StateWalk:
         """Read keys or members; C compares their hashes, which were guarded, unseen."""
         return tuple((self.value(key), str([*map(plain, scalars_in(key))])) for key in keys)
 
-    def _partial(self, partial: functools.partial[Any]) -> Any:
-        return self.values_of(read_partial(partial))
+    def _list(self, items: Any) -> Any:
+        """Return the representation of a list that a loop appends to."""
+        lists: Any = self._values.accumulation
+        if (parts := lists.parts(items)) is None:
+            return self.value(items)
+        self._seen[id(items)] = len(self._seen)
+        self._alive.append(items)
+        index, first, others = parts
+        facts = dict.fromkeys(map(self._facts, first))
+        return "list", self.value_of(index), tuple(facts), self.values_of(others)
 
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
-
-    def _slice(self, value: slice) -> Any:
-        return self.values_of((value.start, value.stop, value.step))
-
-    def _method(self, method: types.MethodType) -> Any:
-        return self.value(method.__func__), self.value(method.__self__)
 
     def _builtin(self, function: Any) -> Any:
         owner = function.__self__
@@ -601,13 +611,13 @@ _READERS: dict[type, Any] = {
     set: _StateWalk._read_keys,
     frozenset: _StateWalk._read_keys,
     dict: _StateWalk._mapping,
-    slice: _StateWalk._slice,
+    slice: lambda walk, one: walk.values_of((one.start, one.stop, one.step)),
     types.FunctionType: _StateWalk._function,
-    types.MethodType: _StateWalk._method,
+    types.MethodType: lambda walk, one: walk.values_of((one.__func__, one.__self__)),
     types.BuiltinFunctionType: _StateWalk._builtin,
     types.CellType: _StateWalk._cell,
     types.GeneratorType: _StateWalk._generator,
-    functools.partial: _StateWalk._partial,
+    functools.partial: lambda walk, one: walk.values_of(read_partial(one)),
     contextvars.Token: _StateWalk._token,
     **{type(iterator): _StateWalk._read_by_reduce for iterator in _ITERATORS},
 }

@@ -77,6 +77,7 @@ from bendtrace.watch.writes import storage_of, version_of, works_in_place
 
 if TYPE_CHECKING:
     from bendtrace.python import statements
+    from bendtrace.record.accumulation import Accumulation
     from bendtrace.tape.protocols import Observer
 else:
     statements = LazyModule("bendtrace.python.statements")
@@ -101,6 +102,7 @@ class RunValues:
         is_called_by_foreign: says of code whether it runs on behalf of code that is not known to
             ask traced numbers; None as long as none has run.
         tensor_of_array: gives the tensor that stands for an array (see `arrays.py`).
+        accumulation: the lists that loops append to, if they are followed.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class RunValues:
         self.gives_plain: bool = environment.tells_numbers
         self.is_called_by_foreign: Callable[[FrameType], bool] | None = None
         self.tensor_of_array: Callable[[Any], Tensor | None] = lambda _: None
+        self.accumulation: Accumulation | None = None
 
     def retire(self) -> None:
         """Turn the traced scalars of the run into ordinary objects."""

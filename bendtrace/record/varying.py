@@ -50,6 +50,7 @@ from bendtrace.python.computations import (
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
+from bendtrace.record.accumulation import Accumulation
 from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
@@ -809,8 +810,16 @@ class Lifting:
         """
         self._writer, self._values = writer, values
         self._call, self._outermost = call, outermost
-        if self._excluded is not None:
+        if self.counts or self.places:
             writer.before_question = self._lift
+            if not self._as_tensors:
+                values.accumulation = Accumulation(writer, values, outermost)
+
+    @property
+    def has_lifted(self) -> bool:
+        """Return whether there were counters of loops, or lists that loops append to."""
+        accumulation = self._values.accumulation
+        return bool(self.lifted) or (accumulation is not None and accumulation.has_begun)
 
     def place(self) -> None:
         """Replace the numbers in the state by traced scalars."""
@@ -824,10 +833,12 @@ class Lifting:
         environment.place(scalars)
 
     def _lift(self, frame: FrameType) -> None:
-        """Lift what counts the rounds of the loops around a question."""
+        """Lift what differs between the rounds of the loops around a question."""
         if self._values.environment.tells_numbers:
             return
-        found: FrameType | None = frame
+        if self._values.accumulation is not None:
+            self._values.accumulation.follow(frame)
+        found: FrameType | None = frame if self.counts else None
         while found is not None and found.f_code is not self._outermost:
             code = found.f_code
             names = () if code.co_filename.startswith(PACKAGE) else counters_at(code, found.f_lasti)

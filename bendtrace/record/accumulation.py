@@ -1,0 +1,203 @@
+"""Lists that a loop appends tensors to, as values that ops give.
+
+`for ...: outputs.append(y)`, and then `torch.stack(outputs)`: with all of its items in it, the list
+would make each round a state that equals no other. Where numbers differ between runs (see
+`varying.py`), an op gives the list instead. At each question within the loop, `accumulate` adds the
+latest items to what it gave at the question before. The state has the list as one hole, with the
+facts about its items, and the loop closes. `torch.stack` receives what the latest op gives.
+
+The list itself stays as it is, and nothing intercepts what code does with it. Nothing else than the
+code that `python/accumulators.py` looks for can see the list, so none can see, or change, an item.
+For people, `Recording.plain_ops` has the items in place of the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from bendtrace.python.accumulators import accumulator_slots, accumulators_at
+from bendtrace.python.bytecode import local_in
+from bendtrace.python.computations import accumulate
+from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
+from bendtrace.record.values import RunValues
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, ref_to
+from bendtrace.watch.writes import version_of
+
+
+@dataclass(frozen=True, slots=True)
+class ListValue:
+    """The first items of a list, as an op gives them.
+
+    Attributes:
+        index: the op.
+        items: the ops of the items, where each has its first name (see `Tape.aliases`).
+    """
+
+    index: int
+    items: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """The number of items."""
+        return len(self.items)
+
+
+def items_given(op: Op, tape: Tape) -> list[Any]:
+    """Return the items of a list that an op gives, as recorded."""
+    items: list[Any] = []
+    while op.args[0] is not None:
+        items[:0] = op.args[1]
+        op = tape.ops[op.args[0].index]
+    return [*op.args[1], *items]
+
+
+# A variable of a running function.
+_Variable: TypeAlias = tuple[int, CodeType, str]
+
+
+class Accumulation:
+    """Follows the lists of one run that loops append to.
+
+    Args:
+        writer: records ops.
+        values: knows the ops of tensors.
+        outermost: the code that called the model.
+
+    Attributes:
+        has_begun: whether an op gives a list.
+    """
+
+    def __init__(self, writer: TapeWriter, values: RunValues, outermost: CodeType) -> None:
+        self._writer, self._values, self._outermost = writer, values, outermost
+        self._recorder: Any = values.origin
+        self.has_begun: bool = False
+        self._lists: dict[_Variable, tuple[int, ListValue]] = {}  # with the identity of the list
+
+    def follow(self, frame: FrameType) -> None:
+        """Let ops give the lists that the loops around a question append to.
+
+        Args:
+            frame: the code that asks.
+        """
+        if self._writer.is_inside or self._recorder.is_in_block:
+            return  # a resumed run does not go there
+        running: set[int] = set()
+        found: FrameType | None = frame
+        while found is not None and found.f_code is not self._outermost:
+            running.add(id(found))
+            for accumulator in accumulators_at(found.f_code, found.f_lasti):
+                items = local_in(found, accumulator.name)
+                if type(items) is list and items and accumulator.is_private(found):
+                    with torch._C.DisableTorchFunction():
+                        self._follow((id(found), found.f_code, accumulator.name), items, found)
+            found = found.f_back
+        for variable in [one for one in self._lists if one[0] not in running]:
+            del self._lists[variable]
+
+    def _follow(self, variable: _Variable, items: list[Any], frame: FrameType) -> None:
+        value = self._lists[variable][1] if variable in self._lists else None
+        if value is not None and not self._begins_with(items, value):
+            del self._lists[variable]
+            value = None
+        new = items[0 if value is None else value.length :]
+        if all(map(self._may_be_item, new)):
+            if new:
+                value = self._give(items, value, [self._values.ref(item) for item in new], frame)
+            assert value is not None
+        if value is not None:
+            self._lists[variable] = id(items), value
+
+    @staticmethod
+    def slots(code: CodeType) -> Collection[int]:
+        """Return the variables that may hold such lists."""
+        return accumulator_slots(code)
+
+    def parts(self, items: Any) -> tuple[int, list[Tensor], list[Any]] | None:
+        """Return the op that gives the first items of a list, these, and the other items.
+
+        None if no op gives some of them.
+        """
+        value = self.find(items) if type(items) is list else None
+        if value is None:
+            return None
+        return value.index, items[: value.length], items[value.length :]
+
+    def find(self, items: list[Any]) -> ListValue | None:
+        """Return the op that gives the first items of a list; None if none does."""
+        for identity, value in self._lists.values():
+            if identity == id(items) and self._begins_with(items, value):
+                return value
+        return None
+
+    def _begins_with(self, items: list[Any], value: ListValue) -> bool:
+        names = zip(value.items, items, strict=False)
+        return value.length <= len(items) and all(
+            self._first_name(item) == index for index, item in names
+        )
+
+    def operand(self, items: list[Any], encode: Callable[[Any, type], Any]) -> Ref | None:
+        """Return the op that gives all items of a list; None if none gives some of them.
+
+        Args:
+            items: the list, as a function of torch receives it.
+            encode: encodes an item.
+        """
+        value = self.find(items) if self._lists else None
+        if value is None:
+            return None
+        for item in items[: value.length]:  # of which some may have been written to
+            tracked = self._writer.tracked[id(item)]
+            if tracked.ref is not None and tracked.version >= 0:
+                self._writer.writes.receive(tracked.ref, item, tracked.version)
+        new = [encode(item, type(item))[0] for item in items[value.length :]]
+        return ref_to((self._give(items, value, new, None) if new else value).index)
+
+    def _give(
+        self, items: list[Any], before: ListValue | None, new: list[Any], frame: FrameType | None
+    ) -> ListValue:
+        """Record the op that gives a list.
+
+        Args:
+            items: the list.
+            before: the op that gives its first items.
+            new: the other items, encoded.
+            frame: the code that has the list.
+        """
+        ref = None if before is None else ref_to(before.index)
+        op = self._writer.emit(OpKind.SCALAR, accumulate, (ref, new), {}, frame)
+        self._writer.tape.counters.add(op.index)
+        self.has_begun = True
+        first = self._writer.aliases
+        names = () if before is None else before.items
+        names += tuple(first.get(one.index, one.index) for one in new if type(one) is Ref)
+        given = self._writer.handed.get(op.index)
+        if type(given) is list:  # of the call that the run goes on from
+            for at, item in enumerate(given[: len(items)]):
+                self._exchange(items, at, item, names[at])
+        return ListValue(op.index, names)
+
+    def _exchange(self, items: list[Any], at: int, item: Tensor, index: int) -> None:
+        """Put a tensor in the place of what stands for it in a resumed run."""
+        items[at] = item
+        tracked = self._writer.tracked.get(id(item))
+        if tracked is None or tracked() is not item:
+            tracked = self._writer.tracked[id(item)] = TrackedTensor(item)
+            tracked.ref, tracked.version = ref_to(index), version_of(item)
+            tracked.graphless = False
+
+    def _first_name(self, item: Any) -> int | None:
+        source = self._values.source_of(item) if isinstance(item, Tensor) else None
+        return self._writer.aliases.get(source, source) if isinstance(source, int) else None
+
+    def _may_be_item(self, item: Any) -> bool:
+        """Return whether an item is a tensor of known origin, without attributes of its own."""
+        if type(item) not in (Tensor, nn.Parameter) or vars(item):
+            return False
+        known = self._values.source_of(item) is not None
+        return known or self._values.environment.find(item) is not None
