@@ -700,19 +700,12 @@ def _read_by(side: Twin, entry: LayerEntry) -> list[str]:
 
 @dataclass
 class Twin:
-    """One of the two runs.
+    """One of the two runs."""
 
-    Attributes:
-        log: its log, with all values.
-        again: runs its ops again.
-        kind: "traced", "replayed", "compiled" or "loaded".
-        output: the output of an unrecorded call of the model; None for a log.
-    """
-
-    log: RunLog
-    again: OpRunner
-    kind: str
-    output: Any = None
+    log: RunLog  # its log, with all values
+    again: OpRunner  # runs its ops again
+    kind: str  # "traced", "replayed", "compiled" or "loaded"
+    output: Any = None  # the output of an unrecorded call of the model; None for a log
 
 
 @dataclass

@@ -55,17 +55,11 @@ _UNCOUNTED = ("batch_norm", "instance_norm")
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """A step of a run, before which the run can stop.
+    """A step of a run, before which the run can stop."""
 
-    Attributes:
-        kind: "op" or "question".
-        index: the op, or the number of the guard.
-        position: how many ops there were before.
-    """
-
-    kind: str
-    index: int
-    position: int
+    kind: str  # "op" or "question"
+    index: int  # the op, or the number of the guard
+    position: int  # how many ops there were before
 
 
 @dataclass(frozen=True)
@@ -391,13 +385,9 @@ def require_tensor(value: Any) -> Tensor:
 
 
 class ValueCache:
-    """Values by op. Where there are too many, those go that are the quickest to compute again.
+    """Values by op. Where there are too many, those go that are the quickest to compute again."""
 
-    Attributes:
-        nbytes: how many bytes they take.
-    """
-
-    nbytes: int
+    nbytes: int  # how many bytes they take
 
     def __init__(self, budget: int) -> None:
         self.budget = budget

@@ -875,24 +875,21 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
 
 
 class _Operands:
-    """Operands, and how they are passed on.
-
-    Attributes:
-        given: what is passed: tensors and open sizes, and behind them the sizes that values decide.
-        places: the numbers of the operands that are passed.
-        sizes: the places of the sizes that values decide, by their expressions.
-    """
+    """Operands, and how they are passed on."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         # A size that has turned out to be fixed is no operand: ONNX takes no number for one (2.13).
         self._values = [int(v) if _is_fixed(v) else v for v in values]
+        # The places of the sizes that values decide, by their expressions.
         self.sizes: dict[str, int] = {}
         sizes: list[Tensor] = []
         for size in (size for value in self._values for size in _sizes_of(value)):
             if _is_varying(size) and str(size) not in self.sizes:
                 self.sizes[str(size)] = len(sizes)
                 sizes.append(_size_tensor(size))
+        # The numbers of the operands that are passed.
         self.places = [n for n, v in enumerate(self._values) if self._is_operand(v)]
+        # What is passed: tensors and open sizes, and behind them the sizes that values decide.
         self.given = (*(self._values[place] for place in self.places), *sizes)
 
     def _is_operand(self, value: Any) -> bool:

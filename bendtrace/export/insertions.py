@@ -165,18 +165,14 @@ class _Follower(LiveInserter):
         plan: the insertions of the call.
         knowledge: the recorded runs of the model.
         code: what is inserted, by name.
-
-    Attributes:
-        recorder: the recorder of the run.
-        spans: the ops that each call of an interjection added to the tape.
     """
 
-    recorder: Recorder
+    recorder: Recorder  # the recorder of the run
 
     def __init__(self, plan: InsertionPlan, knowledge: Knowledge, code: Mapping[str, Any]) -> None:
         knowledge.name_nodes()
         self._count = itertools.count()
-        self.spans: list[_Span] = []
+        self.spans: list[_Span] = []  # the ops that each call of an interjection added to the tape
         own = InsertionPlan(list(map(self._as_marked, plan.entries)), plan.totals, plan.lookup)
         super().__init__(own, knowledge.registry, knowledge.model)
         self.code = code
@@ -234,17 +230,11 @@ class _Follower(LiveInserter):
 
 
 class _Span(NamedTuple):
-    """A call of an interjection, and the ops that it has added to the tape.
+    """A call of an interjection, and the ops that it has added to the tape."""
 
-    Attributes:
-        what: the interjection.
-        ops: the numbers of its ops.
-        blockers: the numbers of its reasons for which the run is live.
-    """
-
-    what: Interjection
-    ops: slice
-    blockers: slice
+    what: Interjection  # the interjection
+    ops: slice  # the numbers of its ops
+    blockers: slice  # the numbers of its reasons for which the run is live
 
 
 class _Marked:

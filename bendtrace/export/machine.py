@@ -60,54 +60,34 @@ DTYPES: dict[type, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Tensors:
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        name: its variable.
-        memory: numbers; tensors that may share memory have a number in common.
-        is_torn: whether it shared memory when it was made, and no longer does.
-    """
-
-    name: str
-    memory: frozenset[int]
-    is_torn: bool = False
+    name: str  # its variable
+    memory: frozenset[int]  # numbers; tensors that may share memory have a number in common
+    is_torn: bool = False  # whether it shared memory when it was made, and no longer does
 
 
 @dataclass(frozen=True)
 class Numeral:
-    """A number out of a tensor, as a tensor without dimensions.
+    """A number out of a tensor, as a tensor without dimensions."""
 
-    Attributes:
-        name: its variable.
-        type: the type that Python would have.
-    """
-
-    name: str
-    type: type
+    name: str  # its variable
+    type: type  # the type that Python would have
 
 
 @dataclass(frozen=True)
 class Static:
-    """A size, or a number computed from sizes: known while the code is traced.
+    """A size, or a number computed from sizes: known while the code is traced."""
 
-    Attributes:
-        text: an expression.
-        type: its type in Python.
-        varies: whether it depends on values after all, such as the number of selected elements.
-    """
-
-    text: str
-    type: type
+    text: str  # an expression
+    type: type  # its type in Python
+    # True if it depends on values after all, such as the number of selected elements.
     varies: bool = False
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A value that is the same in all runs.
-
-    Attributes:
-        value: the value.
-    """
+    """A value that is the same in all runs."""
 
     value: Any
 
@@ -119,16 +99,11 @@ class Outdated:
 
 @dataclass(frozen=True)
 class Several(Container):
-    """A tuple, a list or a dict of values.
+    """A tuple, a list or a dict of values."""
 
-    Attributes:
-        items: the values.
-        keys: for a dict, its keys.
-        kind: its type, or the class of the distribution that a dict of its parameters stands for.
-    """
-
-    items: tuple[Value, ...]
-    keys: tuple[Any, ...] = ()
+    items: tuple[Value, ...]  # the values
+    keys: tuple[Any, ...] = ()  # for a dict, its keys
+    # Its type, or the class of the distribution that a dict of its parameters stands for.
     kind: type = tuple
 
     def inside(self) -> tuple[Value, ...]:
@@ -169,15 +144,12 @@ class NumberOrigins:
 
     Args:
         tape: the tape.
-
-    Attributes:
-        kinds: the ops that return a number, or several, with their origins.
-        varying: the ops that return tensors whose sizes depend on values.
     """
 
     def __init__(self, tape: Tape) -> None:
+        # The ops that return a number, or several, with their origins.
         self.kinds: dict[int, Kind] = {}
-        self.varying: set[int] = set()
+        self.varying: set[int] = set()  # the ops that return tensors whose sizes depend on values
         self._ops = tape.ops
         for op in tape.ops:
             self._sort(op)
@@ -281,17 +253,11 @@ END = _EndOfRuns()
 
 @dataclass(eq=False)
 class AnalysedRun:
-    """A recorded run, with its analysis.
+    """A recorded run, with its analysis."""
 
-    Attributes:
-        recording: the run.
-        analysis: its guards, sorted.
-        numbers: the origins of its numbers.
-    """
-
-    recording: Recording
-    analysis: Analysis = field(init=False)
-    numbers: NumberOrigins = field(init=False)
+    recording: Recording  # the run
+    analysis: Analysis = field(init=False)  # its guards, sorted
+    numbers: NumberOrigins = field(init=False)  # the origins of its numbers
 
     def __post_init__(self) -> None:
         self.analysis = Analysis(self.recording.tape)
@@ -357,37 +323,23 @@ class AnalysedRun:
 
 @dataclass(eq=False)
 class Way:
-    """The ops from one answer to the next question.
-
-    Attributes:
-        answer: the answer.
-        run: a run that took this way.
-        after: the guard of that run that was answered; -1 for its start.
-        stop: the next guard; None for the end.
-        target: the state at its end.
-    """
+    """The ops from one answer to the next question."""
 
     answer: Any
-    run: AnalysedRun
-    after: int
-    stop: int | None
-    target: Node
+    run: AnalysedRun  # a run that took this way
+    after: int  # the guard of that run that was answered; -1 for its start
+    stop: int | None  # the next guard; None for the end
+    target: Node  # the state at its end
 
 
 @dataclass(eq=False)
 class Question:
-    """A state in which a run asks a question.
+    """A state in which a run asks a question."""
 
-    Attributes:
-        run: a run that reached it.
-        number: the guard of that run.
-        ways: the known answers, with the ways after them.
-        passes: all runs that reached it, with their guards.
-    """
-
-    run: AnalysedRun
-    number: int
-    ways: list[Way] = field(default_factory=list)
+    run: AnalysedRun  # a run that reached it
+    number: int  # the guard of that run
+    ways: list[Way] = field(default_factory=list)  # the known answers, with the ways after them
+    # All runs that reached it, with their guards.
     passes: list[tuple[AnalysedRun, int]] = field(default_factory=list)
 
     @property
@@ -481,16 +433,11 @@ class Machine:
 
     Args:
         recordings: the runs, all of one set of input guards.
-
-    Attributes:
-        runs: the runs.
-        begin: the way to the first question.
-        questions: the states, in the order in which the runs reached them.
     """
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
         self.runs: list[AnalysedRun] = [AnalysedRun(recording) for recording in recordings]
-        self.begin: Way
+        self.begin: Way  # the way to the first question
         self._by_key: dict[Any, Question] = {}
         for number, run in enumerate(self.runs):
             self._follow(run, number == 0)
@@ -548,19 +495,12 @@ class Machine:
 
 @dataclass(eq=False)
 class QuestionLoop:
-    """Questions that are asked repeatedly.
+    """Questions that are asked repeatedly."""
 
-    Attributes:
-        header: the question at which it begins.
-        body: all questions in it.
-        again: the ways back to the header.
-        leaving: the ways out.
-    """
-
-    header: Question
-    body: frozenset[Question]
-    again: frozenset[Way]
-    leaving: frozenset[Way]
+    header: Question  # the question at which it begins
+    body: frozenset[Question]  # all questions in it
+    again: frozenset[Way]  # the ways back to the header
+    leaving: frozenset[Way]  # the ways out
 
 
 class View:

@@ -51,22 +51,17 @@ class Scope:
 
     Args:
         depth: 0 for `forward`, 1 for the sides of a question in it, and so on.
-
-    Attributes:
-        lines: its lines, each with the op or guard that it comes from.
-        flag: the variable with the number of the unseen side that was taken, if there can be one.
-        asked: the numbers of the unseen sides in it.
-        own: the variables that it defines.
-        loops: the arguments of the loops in it.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
+        # Its lines, each with the op or guard that it comes from.
         self.lines: list[tuple[str, Any]] = []
+        # The variable with the number of the unseen side that was taken, if there can be one.
         self.flag: str | None = None
-        self.asked: list[int] = []
-        self.own: set[str] = set()
-        self.loops: set[str] = set()
+        self.asked: list[int] = []  # the numbers of the unseen sides in it
+        self.own: set[str] = set()  # the variables that it defines
+        self.loops: set[str] = set()  # the arguments of the loops in it
 
     def add(self, text: str, record: Any = None) -> None:
         """Add a line."""

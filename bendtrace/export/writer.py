@@ -105,25 +105,15 @@ class Unseen:
 
 @dataclass(frozen=True)
 class Written:
-    """A machine as source.
+    """A machine as source."""
 
-    Attributes:
-        text: the source of a module-level function `forward(self, ...)`.
-        names: the values of the names in it.
-        records: for each line, the op or guard that it comes from.
-        tensors: state, by the name of the attribute path in the module.
-        unseen: the sides that no input took.
-        notes: notes for the user.
-        facts: the properties of tensors that the model asks for.
-    """
-
-    text: str
-    names: dict[str, Any]
-    records: dict[int, Any]
-    tensors: dict[str, Tensor]
-    unseen: tuple[Unseen, ...]
-    notes: tuple[str, ...]
-    facts: frozenset[Fact]
+    text: str  # the source of a module-level function `forward(self, ...)`
+    names: dict[str, Any]  # the values of the names in it
+    records: dict[int, Any]  # for each line, the op or guard that it comes from
+    tensors: dict[str, Tensor]  # state, by the name of the attribute path in the module
+    unseen: tuple[Unseen, ...]  # the sides that no input took
+    notes: tuple[str, ...]  # notes for the user
+    facts: frozenset[Fact]  # the properties of tensors that the model asks for
 
 
 class ProgramWriter:
@@ -136,12 +126,6 @@ class ProgramWriter:
         state: the names of the model's tensors, by identity.
         given: the variables of those that are inputs.
         flagged: whether the program returns its flag, in place of assertions.
-
-    Attributes:
-        names: the values of names in the source.
-        memory_of: the memory of variables that hold tensors.
-        picked: the memory of copies that stand for views.
-        facts: the properties of tensors that the model asks for.
     """
 
     def __init__(
@@ -151,10 +135,10 @@ class ProgramWriter:
         self._machine = machine
         self._parameters = [f"_i{position}" for position in positions]
         self._state, self._given, self._flagged = state, given, flagged
-        self.names: dict[str, Any] = Expressions().names
-        self.memory_of: dict[str, frozenset[int]] = {}
-        self.picked: set[int] = set()
-        self.facts: set[Fact] = set()
+        self.names: dict[str, Any] = Expressions().names  # the values of names in the source
+        self.memory_of: dict[str, frozenset[int]] = {}  # the memory of variables that hold tensors
+        self.picked: set[int] = set()  # the memory of copies that stand for views
+        self.facts: set[Fact] = set()  # the properties of tensors that the model asks for
         self._variables, self._memories = itertools.count(1), itertools.count(1)
         self._bound: dict[int, str] = {}
         self._parts: dict[Any, Value] = {}

@@ -374,17 +374,12 @@ class Node:
 
     All names of the class itself begin with an underscore, so that they do not clash with names of
     nodes.
-
-    Attributes:
-        _tree: the tree it belongs to.
-        _data: its data.
-        _chosen: numbers of its passes; None for all.
     """
 
     __slots__ = ("_chosen", "_data", "_tree")
-    _tree: Tree
+    _tree: Tree  # the tree it belongs to
     _data: TreeNode
-    _chosen: Chosen
+    _chosen: Chosen  # numbers of its passes; None for all
 
     def __init__(self, tree: Tree, data: TreeNode, chosen: Chosen = None) -> None:
         object.__setattr__(self, "_tree", tree)
@@ -757,21 +752,15 @@ def candidates_of(nodes: RunNodes) -> CandidateGraph:
 
 
 class RunNodes:
-    """The node of which each op, and each call of a module, is a pass.
-
-    Attributes:
-        events: the events of the run.
-        candidates: the nodes by path, in the order in which they began.
-        of_op: the path of each op that is one.
-        of_call: the path of each call, by identity.
-        executions: the path of each op and call in the order in which they began.
-    """
+    """The node of which each op, and each call of a module, is a pass."""
 
     def __init__(self, builder: Builder) -> None:
-        self.events: Events = builder.events
+        self.events: Events = builder.events  # the events of the run
+        # The nodes by path, in the order in which they began.
         self.candidates: dict[str, Candidate] = {}
-        self.of_op: dict[int, str] = {}
-        self.of_call: dict[int, str] = {}
+        self.of_op: dict[int, str] = {}  # the path of each op that is one
+        self.of_call: dict[int, str] = {}  # the path of each call, by identity
+        # The path of each op and call in the order in which they began.
         self.executions: list[str] = []
         self._builder = builder
         self._add_call(self.events.root)

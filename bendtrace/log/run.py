@@ -36,9 +36,6 @@ class Run:
         registry: gives the nodes their names; one that several runs share gives the nodes that
             they have in common the same names.
 
-    Attributes:
-        torchlens: how the log names layers; see `Namer`.
-
     Example:
         >>> import torch, bendtrace as bt
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
@@ -57,7 +54,7 @@ class Run:
         self.recording = recording
         self.function = function
         self.registry: Registry = Registry() if registry is None else registry
-        self.torchlens: bool = False
+        self.torchlens: bool = False  # how the log names layers; see `Namer`
 
     @property
     def names(self) -> list[str]:

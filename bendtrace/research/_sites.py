@@ -153,18 +153,14 @@ class Beyond(NoPart):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an activation: a position along an axis, and a head, which is a slice of another.
-
-    Attributes:
-        is_one_of_all: whether it is one of all positions that occur in any value.
-    """
+    """A part of an activation: a position along an axis, and a head as a slice of another."""
 
     position: Position | None = None
     axis: int = 1
     head: int | None = None
     heads: int = 1
     head_axis: int = -1
-    is_one_of_all: bool = False
+    is_one_of_all: bool = False  # whether it is one of all positions that occur in any value
 
     def index(self, value: Tensor) -> tuple[Any, ...]:
         """Return the index of the part in a tensor."""
@@ -457,16 +453,13 @@ class MissingCells:
         option: "raise" or "nan".
         verb: the action of the workflow at a site, for the error.
         hint: the end of the error message.
-
-    Attributes:
-        reasons: why cells are nan, by name of the site.
     """
 
     def __init__(self, option: Any, verb: str, hint: str = "") -> None:
         self._raises = required_choice("missing", option, "raise", "nan") == "raise"
         self._verb = verb
         self._hint = hint
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}  # why cells are nan, by name of the site
 
     def note(self, site: str, why: str) -> float:
         """Return nan and record the reason; or raise a `SiteError` if that is the option."""
@@ -637,9 +630,6 @@ class Sites:
 
     All are inserted together, and for all runs, so that the runs share their traces; each run
     decides on the replacements.
-
-    Attributes:
-        places: the passes of the noted nodes in the last run.
     """
 
     def __init__(
@@ -658,7 +648,7 @@ class Sites:
         allow_none: bool = False,
     ) -> None:
         self.label = label
-        self.places: dict[Key, list[int]] = {}
+        self.places: dict[Key, list[int]] = {}  # the passes of the noted nodes in the last run
         kind: type[_Station] = _SiteObserver if observes else _Station
         of_inputs = required_choice("at", at, "output", "input") == "input"
         self._kinds: list[type[_Station]] = [_InputStation if of_inputs else kind] * len(items)

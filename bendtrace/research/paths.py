@@ -49,21 +49,14 @@ from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
 
 @dataclass(frozen=True)
 class PassSpot:
-    """One pass of a node.
-
-    Attributes:
-        values: the ops of its output.
-        call: the call, for a module.
-        index: the op, or -1 for calls of modules and for the output.
-        is_output: whether it is the model's output, or a part of it.
-    """
+    """One pass of a node."""
 
     path: str
     number: int
-    values: tuple[int, ...]
-    call: ModuleCall | None = None
-    index: int = -1
-    is_output: bool = False
+    values: tuple[int, ...]  # the ops of its output
+    call: ModuleCall | None = None  # the call, for a module
+    index: int = -1  # the op, or -1 for calls of modules and for the output
+    is_output: bool = False  # whether it is the model's output, or a part of it
 
 
 @dataclass(frozen=True)
@@ -76,17 +69,12 @@ class Receiver:
 
 @dataclass
 class Edges:
-    """Edges that carry a change.
+    """Edges that carry a change."""
 
-    Attributes:
-        into: for each op the changed ones among its inputs, by their ops.
-        ends: the receivers.
-        sources: the values at which the change begins.
-    """
-
+    # For each op the changed ones among its inputs, by their ops.
     into: dict[int, set[int]] = field(default_factory=dict)
-    ends: list[Receiver] = field(default_factory=list)
-    sources: set[int] = field(default_factory=set)
+    ends: list[Receiver] = field(default_factory=list)  # the receivers
+    sources: set[int] = field(default_factory=set)  # the values at which the change begins
 
 
 class OpFlow:
@@ -607,10 +595,6 @@ class _Cells:
         seen: the senders' values in the run that values are taken from, and in the patched run.
         names: what these runs are called.
         within: whether the inputs of the senders are changed, and not their outputs.
-
-    Attributes:
-        made: the edges, by sender and receiver.
-        needed: the ops that run on the side for them.
     """
 
     def __init__(
@@ -628,8 +612,8 @@ class _Cells:
         self._rows = rows
         self._source, self._target = seen
         self._within = within
-        self.made: dict[tuple[int, int], Edges] = {}
-        self.needed: dict[tuple[int, int], list[int]] = {}
+        self.made: dict[tuple[int, int], Edges] = {}  # the edges, by sender and receiver
+        self.needed: dict[tuple[int, int], list[int]] = {}  # the ops that run on the side for them
         self._flaws: dict[int, str] = {}
         self._used: set[int] = set()
         spots: dict[int, list[PassSpot]] = {}  # by the number of a noted item, pass by pass
@@ -760,12 +744,7 @@ def _with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
 
 @dataclass(eq=False, repr=False)
 class _Aside(Interjection):
-    """Runs ops twice: as they are, and once more on changed inputs.
-
-    Attributes:
-        into: for each op that runs on the side those of its inputs that are changed.
-        values: the changed values, by their ops; at first those that a cell begins with.
-    """
+    """Runs ops twice: as they are, and once more on changed inputs."""
 
     self_contained = True
     label = "path_patching"
@@ -774,7 +753,9 @@ class _Aside(Interjection):
     places: Mapping[Pass, int]
 
     def __post_init__(self) -> None:
+        # For each op that runs on the side those of its inputs that are changed.
         self.into: Mapping[int, set[int]] = {}
+        # The changed values, by their ops; at first those that a cell begins with.
         self.values: dict[int, Any] = {}
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
@@ -832,12 +813,7 @@ class _Aside(Interjection):
 
 @dataclass(eq=False, repr=False)
 class _InputReplacement(Interjection):
-    """Gives nodes changed inputs.
-
-    Attributes:
-        changed: for each node and pass the replacements, by op.
-        reached: the nodes and passes that ran.
-    """
+    """Gives nodes changed inputs."""
 
     self_contained = True
     label = "path_patching"
@@ -845,8 +821,9 @@ class _InputReplacement(Interjection):
     recorded: Mapping[Pass, tuple[Any, Any]]
 
     def __post_init__(self) -> None:
+        # For each node and pass the replacements, by op.
         self.changed: Mapping[Pass, Mapping[int, Any]] = {}
-        self.reached: set[Pass] = set()
+        self.reached: set[Pass] = set()  # the nodes and passes that ran
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         changed = self.changed.get((at.path, at.number))

@@ -409,9 +409,6 @@ _LEAST, _GREATEST = 1e-140, 1e140
 class Products(Covariance):
     """Number, mean and sum of products of rows, in float64, and the precision of the rows.
 
-    Attributes:
-        eps: the precision of the rows: see `epsilon`.
-
     Example:
         >>> products = Products()
         >>> for row in ([1.0, 2.0], [3.0, 2.0]):
@@ -423,7 +420,7 @@ class Products(Covariance):
 
     def __init__(self) -> None:
         super().__init__(correction=0)
-        self.eps: float = 0.0
+        self.eps: float = 0.0  # the precision of the rows: see `epsilon`
 
     @property
     def width(self) -> int | None:

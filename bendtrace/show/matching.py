@@ -337,12 +337,10 @@ class _SameSource:
 
     In the same source, two expressions are two places, however similar. In two versions of it, the
     one may be the other after an edit.
-
-    Attributes:
-        conditions: the conditions that were decided in both runs.
     """
 
     def __init__(self, a: RunIndex, b: RunIndex) -> None:
+        # The conditions that were decided in both runs.
         self.conditions = a.conditions & b.conditions
         lines = [_lines_of_functions(run) for run in (a, b)]
         self._same = {

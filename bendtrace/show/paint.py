@@ -46,19 +46,12 @@ _WIDEST = 44  # letters of a title
 
 @dataclass
 class Figure:
-    """A scene with positions.
-
-    Attributes:
-        scene: the scene.
-        shapes: the position of each node and box.
-        wires: the lines.
-        edges: the edges that run along each net.
-    """
+    """A scene with positions."""
 
     scene: Scene
-    shapes: dict[SceneNode, Tile]
-    wires: list[Wire]
-    edges: dict[Net, list[Arrow]]
+    shapes: dict[SceneNode, Tile]  # the position of each node and box
+    wires: list[Wire]  # the lines
+    edges: dict[Net, list[Arrow]]  # the edges that run along each net
 
 
 def figure(scene: Scene) -> Figure:
@@ -344,19 +337,12 @@ _AROUND_ZERO = ("#2166ac", "#f7f7f7", "#b2182b")
 
 @dataclass(frozen=True)
 class Legend:
-    """The meaning of the colours in a picture.
+    """The meaning of the colours in a picture."""
 
-    Attributes:
-        title: the name of the quantity.
-        unit: its unit, such as "s"; "" for plain numbers.
-        least: the number of the first colour.
-        most: the number of the last colour.
-    """
-
-    title: str
-    unit: str
-    least: float
-    most: float
+    title: str  # the name of the quantity
+    unit: str  # its unit, such as "s"; "" for plain numbers
+    least: float  # the number of the first colour
+    most: float  # the number of the last colour
 
     def text(self, value: float) -> str:
         """Return a number with its unit.

@@ -34,21 +34,14 @@ _CONVERSIONS = {"__bool__", "bool"}
 
 @dataclass(eq=False)
 class SceneLeaf:
-    """A node: the results of an op, or a decision.
+    """A node: the results of an op, or a decision."""
 
-    Attributes:
-        kind: "input", "op", "number" or "output", or "decision" for flow steps.
-        entries: the values that it represents; for several passes, in the order of the run.
-        steps: numbers of the flow steps that it represents.
-        times: the number of passes that it represents.
-        box: the innermost box that contains only this node and is not drawn for it.
-    """
-
-    kind: str
+    kind: str  # "input", "op", "number" or "output", or "decision" for flow steps
+    # The values that it represents; for several passes, in the order of the run.
     entries: list[LayerEntry] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    times: int = 1
-    box: Box | None = None
+    steps: list[int] = field(default_factory=list)  # numbers of the flow steps that it represents
+    times: int = 1  # the number of passes that it represents
+    box: Box | None = None  # the innermost box that contains only this node and is not drawn for it
 
     def leaves(self) -> Iterator[SceneLeaf]:
         """Yield itself."""
@@ -63,23 +56,18 @@ class SceneLeaf:
 
 @dataclass(eq=False)
 class Box:
-    """Items that belong together.
+    """Items that belong together."""
 
-    Attributes:
-        kind: "root", "module" for calls of a module, "repeat" for a repetition, and "part" for
-            neighbours with nothing else in common.
-        calls: the calls of modules that it represents.
-        items: its items, in the order of the run.
-        times: how often it was repeated: several numbers if it represents several boxes with
-            different repetition counts.
-        is_folded: whether it is drawn closed.
-    """
-
+    # "root", "module" for calls of a module, "repeat" for a repetition, and "part" for neighbours
+    # with nothing else in common.
     kind: str
+    # The calls of modules that it represents.
     calls: list[ModuleEntry] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)  # its items, in the order of the run
+    # How often it was repeated: several numbers if it represents several boxes with different
+    # repetition counts.
     times: list[int] = field(default_factory=lambda: [1])
-    is_folded: bool = False
+    is_folded: bool = False  # whether it is drawn closed
 
     @property
     def name(self) -> str:
@@ -562,37 +550,23 @@ _NAMED = 30  # nodes of a description
 
 @dataclass(eq=False)
 class SceneNode:
-    """A node of a picture, or a box that contains nodes.
+    """A node of a picture, or a box that contains nodes."""
 
-    Attributes:
-        key: its name in the picture.
-        kind: "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root";
-            in a chart of programs also "live" and "raise" for the ends of runs.
-        title: its first line.
-        lines: the lines below it.
-        tooltip: further text: paths and places in the source.
-        labels: labels of the entries that it represents itself.
-        entries: those entries.
-        modules: labels of the module calls that it represents.
-        times: how often it was repeated, as text: "3", "3-5"; "" if it was not.
-        has_parameters: whether it computes with parameters or buffers.
-        is_folded: whether it is a closed box.
-        children: the content of an open box; None otherwise.
-        value: its number in an overlay.
-    """
-
-    key: str
+    key: str  # its name in the picture
+    # "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root"; in a
+    # chart of programs also "live" and "raise" for the ends of runs.
     kind: str
-    title: str
-    lines: list[str] = field(default_factory=list)
-    tooltip: str = ""
+    title: str  # its first line
+    lines: list[str] = field(default_factory=list)  # the lines below it
+    tooltip: str = ""  # further text: paths and places in the source
     entries: list[LayerEntry] = field(default_factory=list)
+    # Labels of the module calls that it represents.
     modules: list[str] = field(default_factory=list)
-    times: str = ""
-    has_parameters: bool = False
-    is_folded: bool = False
-    children: list[SceneNode] | None = None
-    value: float | None = None
+    times: str = ""  # how often it was repeated, as text: "3", "3-5"; "" if it was not
+    has_parameters: bool = False  # whether it computes with parameters or buffers
+    is_folded: bool = False  # whether it is a closed box
+    children: list[SceneNode] | None = None  # the content of an open box; None otherwise
+    value: float | None = None  # its number in an overlay
 
     @property
     def labels(self) -> list[str]:
@@ -608,47 +582,31 @@ class SceneNode:
 
 @dataclass(eq=False)
 class Arrow:
-    """A value, or several similar ones, that goes from one node to another.
+    """A value, or several similar ones, that goes from one node to another."""
 
-    Attributes:
-        source: the node at which it starts.
-        target: the node at which it ends.
-        labels: labels of the entries that it carries.
-        text: the text beside it: the shape, or the side of a decision.
-        instead: for edges from one repetition to the next, labels of the entries of the first
-            repetition.
-        port: which of the source's values it carries: edges with the same port start together.
-        kind: "data"; "number" if there are hidden numbers in between; "control" from a decision to
-            nodes that ran under it; "repeat" from one repetition to the next.
-    """
-
-    source: SceneNode
-    target: SceneNode
-    labels: list[str]
-    text: str = ""
+    source: SceneNode  # the node at which it starts
+    target: SceneNode  # the node at which it ends
+    labels: list[str]  # labels of the entries that it carries
+    text: str = ""  # the text beside it: the shape, or the side of a decision
+    # "data"; "number" if there are hidden numbers in between; "control" from a decision to nodes
+    # that ran under it; "repeat" from one repetition to the next.
     kind: str = "data"
+    # For edges from one repetition to the next, labels of the entries of the first repetition.
     instead: list[str] = field(default_factory=list)
+    # Which of the source's values it carries: edges with the same port start together.
     port: str = ""
 
 
 @dataclass(eq=False)
 class Scene:
-    """The content of a picture.
+    """The content of a picture."""
 
-    Attributes:
-        root: the box around everything.
-        edges: the edges between nodes.
-        title: the first line of the picture.
-        note: lines that say how to see more, if not everything is shown; "" otherwise.
-        node_of: the node that represents each entry, by label.
-        step_nodes: the node that represents each flow step, by number.
-    """
-
-    root: SceneNode
-    edges: list[Arrow]
-    title: str
-    note: str
-    node_of: dict[str, SceneNode]
+    root: SceneNode  # the box around everything
+    edges: list[Arrow]  # the edges between nodes
+    title: str  # the first line of the picture
+    note: str  # lines that say how to see more, if not everything is shown; "" otherwise
+    node_of: dict[str, SceneNode]  # the node that represents each entry, by label
+    # The node that represents each flow step, by number.
     step_nodes: dict[int, SceneNode] = field(default_factory=dict)
 
     def nodes(self) -> list[SceneNode]:
