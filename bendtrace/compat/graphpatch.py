@@ -334,10 +334,6 @@ def unroll(tree: Tree, model: Any) -> Tree:
     """Return a tree in which each node is one pass, numbered in the order of the run.
 
     Each node keeps the path of its pass in the given tree.
-
-    Args:
-        tree: the tree of a run.
-        model: the model.
     """
     tree.place_steps()
     return Tree(_one_pass(tree.data, 0, "", modules_in(model)), tree._elements)
@@ -348,12 +344,6 @@ def _one_pass(node: TreeNode, number: int, name: str, modules: dict[str, nn.Modu
 
     Graphs of graphpatch number repeated nodes in the order of a run. The path is the one of the
     pass in the given tree.
-
-    Args:
-        node: the node.
-        number: the pass.
-        name: its new name.
-        modules: the modules of the model by qualified name.
     """
     several = len(node.passes) > 1
     path = NodePath(f"{node.path}:{number + 1}") if several else node.path

@@ -454,11 +454,7 @@ def size_of(batch: Any, axis: int = 0) -> int | None:
 def ids_of(batch: Any, source: Any, start: int, size: int | None) -> Ids:
     """Return the ids of the samples of a batch.
 
-    Args:
-        batch: the batch.
-        source: None for consecutive numbers; a key of the batch, or a function of it.
-        start: the first of the consecutive numbers.
-        size: the number of samples.
+    They are consecutive numbers from `start`, or a key or a function of the batch gives them.
     """
     if source is None:
         if size is None:

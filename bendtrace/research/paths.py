@@ -537,7 +537,7 @@ def path_patching(
     both = base, start
     return PathPatching(
         values, cells.edges(), tuple(row.name for row in rows), tuple(plan.names),
-        columns.chosen_heads, both[first], both[patched], direction, missed.reasons,
+        columns.which, both[first], both[patched], direction, missed.reasons,
     )  # fmt: skip
 
 
@@ -695,13 +695,7 @@ class _Cells:
     ) -> float:
         """Return the metric with a part of one sender's change sent to one receiver.
 
-        Args:
-            runs: returns the metric for some edges, and for the values that begin along them.
-            i: the sender.
-            j: the receiver.
-            part: the part of the sender's value that is changed.
-            base: the metric where no path leads from the one to the other.
-            missing: the action at places where the runs differ.
+        It is `base` where no path leads from the one to the other.
         """
         if i in self._flaws:
             return missing.note(self._rows[i].name, self._flaws[i])

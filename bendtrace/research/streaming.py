@@ -774,12 +774,7 @@ class TopK(UnitStatistic):
         self.count += count
 
     def _enter(self, given: list[Tensor], ordered: bool) -> None:
-        """Add rows, looking at those units alone where one of them may be among the first k.
-
-        Args:
-            given: values, samples and positions, (n, units).
-            ordered: see `_best`.
-        """
+        """Add (n, units) each, looking at those units alone where one may be among the first k."""
         values = given[0]
         kept = self._kept
         if not kept or len(kept[0]) < self.k or kept[0].dtype != values.dtype or not len(values):
@@ -800,12 +795,7 @@ class TopK(UnitStatistic):
         self._kept = [a.index_copy(1, units, b) for a, b in zip(kept, made, strict=True)]
 
     def _best(self, given: list[Tensor], ordered: bool) -> list[Tensor]:
-        """Return the first k in the order that is kept.
-
-        Args:
-            given: values, samples and positions, (n, units).
-            ordered: whether they are in the order of samples and positions already.
-        """
+        """Return the first k; `ordered` says that samples and positions are in order already."""
         values, samples, positions = given
         # The last key counts most, since equal ones keep the order that they have in a stable sort.
         keys = [(values, self.largest), ((samples < 0).to(torch.uint8), False)]

@@ -996,12 +996,7 @@ _WIDEST = 80  # in wider ranks, exchanging neighbours takes longer than it is wo
 
 
 def order(level: Level, wanted: Callable[[Vertex], float | None]) -> None:
-    """Order the vertices in each rank.
-
-    Args:
-        level: the level, with filled ranks.
-        wanted: the preferred positions of ports of the border; None if unknown.
-    """
+    """Order the vertices in each rank; `wanted` are the positions of ports, as far as known."""
     ranks = level.ranks
     for rank in ranks:
         anchored = [v for v in rank if wanted(v) is not None]

@@ -584,16 +584,9 @@ def compare_numbers(a: Any, b: Any) -> ValueDifference | None:
 def compare_tensors(
     a: Tensor, b: Tensor, *, rtol: float = 0.0, atol: float = 0.0
 ) -> ValueDifference | None:
-    """Compare two saved tensors of one shape.
+    """Compare two saved tensors of one shape; return None if they are equal.
 
-    Args:
-        a: the value in the first run.
-        b: the value in the second run.
-        rtol: as in `torch.isclose`; with both tolerances at 0, only equal bits count as equal.
-        atol: as in `torch.isclose`.
-
-    Returns:
-        How they differ; None if they are equal.
+    The tolerances are those of `torch.isclose`; with both at 0, only equal bits count as equal.
 
     Example:
         >>> import torch

@@ -366,16 +366,10 @@ class Legend:
 
 
 def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Legend:
-    """Give the nodes of a scene their numbers.
+    """Give the nodes of a scene their numbers, by the `overlay` of `draw`.
 
     A node that represents several values gets the sum of their numbers for "time", "memory" and
     "flops"; otherwise the largest of their numbers, so that folding hides no peak.
-
-    Args:
-        scene: the scene.
-        overlay: "time" (seconds), "memory" (bytes of the values), "flops", a mapping from labels,
-            node paths or modules to numbers, or a function of the entry.
-        history: the log of the run.
 
     Raises:
         InputError: the name is unknown, a key matches nothing, or no node has a number.
@@ -581,16 +575,9 @@ def heat_map(
     values: Sequence[Sequence[float]],
     texts: Sequence[Sequence[Any]] | None = None,
 ) -> str:
-    """Return an HTML table whose cells are coloured by their numbers.
+    """Return an HTML table whose cells are coloured by their numbers, and may have other texts.
 
     The scale goes from dark to light; with numbers below and above zero, from blue to red.
-
-    Args:
-        title: the caption.
-        columns: a name for each column.
-        names: a name for each row.
-        values: the numbers; nan has no colour.
-        texts: the texts in the cells, in place of the numbers.
 
     Example:
         >>> heat_map("effect", ["0"], ["relu"], [[1.0]]).count("<td")

@@ -211,11 +211,7 @@ def origins(
 ) -> Iterator[str]:
     """Yield the origins of a value: itself if it is shown, otherwise those of its inputs.
 
-    Args:
-        label: the label of the value.
-        by_label: all values.
-        shown: those in the picture.
-        sizes: whether to go back through sizes and other metadata of tensors.
+    With `sizes`, they are looked for behind sizes and other metadata of tensors as well.
     """
     stack, seen = [label], {label}
     while stack:
@@ -291,10 +287,8 @@ class _Tokens:
     def of(self, item: Item, by_name: bool) -> Token:
         """Return the token of an item.
 
-        Args:
-            item: an item.
-            by_name: whether equal means the same sites of the same modules, as in the passes of
-                a loop. Otherwise it means alike in class, functions and shapes.
+        By name, equal means the same sites of the same modules, as in the passes of a loop;
+        otherwise it means alike in class, functions and shapes.
         """
         if (item, by_name) not in self._tokens:
             self._tokens[item, by_name] = self._number((by_name, *self._key(item, by_name)))
@@ -326,16 +320,9 @@ def collapse(root: Box, step_key: Callable[[int, bool], object]) -> Units:
     At least three neighbours, or series of neighbours, are merged if they are passes of a loop -
     the same sites of the same modules again - or calls of modules that have the same classes,
     functions, shapes and connections, and whose names differ by a number: `h.0` and `h.1`, but not
-    `query` and `key`.
-
-    Args:
-        root: the outermost box.
-        step_key: returns equal keys for decisions that may be repetitions of each other, from their
-            number and whether they are treated as passes of a loop.
-
-    Returns:
-        For each merged value, by label, and flow step, the boxes around it that represent
-        repetitions, each with the number of its repetition.
+    `query` and `key`. By `step_key`, decisions with equal keys are alike, as passes of a loop or
+    not. Merged values and flow steps have the boxes around them that represent repetitions, each
+    with the number of its repetition.
     """
     units: Units = {}
     tokens = _Tokens(step_key)
@@ -842,22 +829,7 @@ def scene(
     flow: bool = True,
     numbers: Numbers = "deciding",
 ) -> Scene:
-    """Choose the nodes and edges of a picture of a run.
-
-    Args:
-        history: the log of the run.
-        rolled: whether to merge the passes of an op into one node. Otherwise each pass is a node.
-        collapsed: whether one of several repeated blocks and passes of loops represents all.
-        depth: the number of nested boxes to show; None for all.
-        max_nodes: the maximum number of nodes to show; boxes are closed to achieve it.
-        within: a module, or one of its calls (`h.3`, `h.3:1`), to show only its content.
-        flow: whether to show flow steps, as decisions.
-        numbers: which numbers taken from tensors to show: those that "deciding" flow steps use,
-            "all" or "none".
-
-    Raises:
-        InputError: the module was not called, or a number is invalid.
-    """
+    """Choose the nodes and edges of a picture of a run, by the options of `draw`."""
     required_int("max_nodes", max_nodes, 1)
     required_int("depth", depth, 0, or_none=True)
     if numbers not in ("deciding", "all", "none"):
@@ -979,11 +951,7 @@ def leaf_title(leaf: SceneLeaf) -> str:
 def leaf_lines(leaf: SceneLeaf, parent: str, first: bool) -> list[str]:
     """Return the lines below: the module, and its parameters.
 
-    Args:
-        leaf: the node.
-        parent: name of the module around it.
-        first: whether to name only the first of several modules, since the surrounding box names
-            the others.
+    Of several modules it names only the first if the box around it names the others.
     """
     lines = []
     if leaf.box is not None:
