@@ -1219,14 +1219,10 @@ def _fitting_table(
     flexible: int,
     least: int,
 ) -> list[str]:
-    """Return a table that fits.
+    """Return a table that fits into a width.
 
-    Args:
-        rows: its cells.
-        headers: names of the columns.
-        width: what it has to fit into.
-        flexible: the column that is cut short; it may fill what the others leave.
-        least: number of columns to keep; those after them go if the flexible one needs room.
+    Its flexible column is cut short, and may fill what the others leave; those after the `least`
+    first columns go if it needs room.
     """
     # tabulate keeps two columns between columns, and makes each two wider than its header.
     columns = zip(headers, zip(*rows, strict=True), strict=True)

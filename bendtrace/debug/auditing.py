@@ -54,12 +54,6 @@ class Audit:
 
     Tensors that the recorded run does not write to are not copied.
 
-    Args:
-        model: the model.
-        recording: the run that is likely to be replayed.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
     Raises:
         InputError: something cannot be copied.
     """
@@ -101,10 +95,6 @@ class Audit:
 
     def compare(self, recording: Recording, output: Any) -> None:
         """Let the model itself repeat a replay, and compare.
-
-        Args:
-            recording: the run that was repeated.
-            output: what the replay returned.
 
         Raises:
             AuditError: something is different.

@@ -685,14 +685,7 @@ _LEAF = "AccumulateGrad"
 
 
 class AutogradGraph:
-    """The nodes below some tensors.
-
-    Args:
-        trace: the run that the tensors were computed from.
-        capture: what was noted during the run.
-        tensors: the tensors that a backward pass starts from.
-        earlier: passes whose own graph the tensors may be part of, the latest first.
-    """
+    """The nodes below some tensors, which earlier passes, the latest first, may have made."""
 
     position: dict[Any, int]  # the position of each in both lists
     nodes: list[Any]  # torch's nodes, in the order in which one thread of the engine runs them

@@ -110,17 +110,9 @@ class EventVisit:
         stop: the event to stop before; None to run to the end.
         wanted: the ops whose values are asked for.
         looks: receives the visible state at each event; None if nobody looks.
-
-    Attributes:
-        events: the steps of the run.
-        own_answers: the answers that the values gave to questions that are answered by hand.
-        frames: the frames that it had when it stopped, innermost first; None if it did not.
-        found: the values asked for.
-        refusal: why the run cannot be stepped through.
-        went_astray: the first step that differs from an earlier visit.
     """
 
-    refusal: str
+    refusal: str  # why the run cannot be stepped through
     sees_inputs = False
     code: Mapping[str, Any] = {}
 
@@ -143,12 +135,14 @@ class EventVisit:
         self._looks = looks
         self._ended = False
         self.pending: list[Sequence[Any]] = []
-        self.events: list[RunEvent] = []
+        self.events: list[RunEvent] = []  # the steps of the run
+        # The answers that the values gave to questions that are answered by hand.
         self.own_answers: dict[int, Any] = {}
+        # The frames that it had when it stopped, innermost first; None if it did not.
         self.frames: tuple[Frame, ...] | None = None
-        self.found: dict[int, Any] = {}
+        self.found: dict[int, Any] = {}  # the values asked for
         self.refusal = ""
-        self.went_astray: str = ""
+        self.went_astray: str = ""  # the first step that differs from an earlier visit
 
     # What a recorder asks an inserter
 
@@ -551,19 +545,14 @@ class FrameText(NamedTuple):
 
 
 class Looks:
-    """Keeps the frames of positions as text. Where there are too many, the farthest go.
+    """Keeps the frames of positions as text. Where there are too many, the farthest go."""
 
-    Attributes:
-        frames: the frames of each position that was kept, innermost first.
-        results: the results of ops, by the number of the event.
-        size: how many characters they take.
-    """
-
-    size: int
+    size: int  # how many characters they take
 
     def __init__(self, budget: int, centre: int) -> None:
+        # The frames of each position that was kept, innermost first.
         self.frames: dict[int, tuple[FrameText, ...]] = {}
-        self.results: dict[int, str] = {}
+        self.results: dict[int, str] = {}  # the results of ops, by the number of the event
         self.size = 0
         self._budget, self._centre = budget, centre
         self._next = 0

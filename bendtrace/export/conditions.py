@@ -93,11 +93,6 @@ def _copy_marks(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
 def require_plain(number: int, inputs: Mapping[str, Any], state: Collection[int]) -> None:
     """Require that inputs are no more than tensors, numbers and containers.
 
-    Args:
-        number: counts the inputs from 1.
-        inputs: the arguments by name.
-        state: the identities of the model's own tensors.
-
     Raises:
         ExportError: one is of a class, or has attributes, which no program could read.
     """
@@ -204,14 +199,8 @@ def conditions_on(
     tensors with other numbers of dimensions, of another class or in another place of memory; it
     assumes of all sizes that they are not 0 (torch 2.13).
 
-    Args:
-        inputs: the arguments by name, in an example.
-        facts: the properties that the model asks for.
-        above: the size above which open sizes have to be.
-        empty: the sizes that were 0 in an example, such as `L['x'].size()[0]`.
-
-    Returns:
-        Python expressions in which `L` stands for the arguments by name.
+    Sizes have to be above a number, and some were 0 in an example, such as `L['x'].size()[0]`. The
+    conditions are Python expressions in which `L` stands for the arguments by name.
     """
     found: list[str] = []
     tensors: dict[int, list[str]] = {}
@@ -319,14 +308,8 @@ def _placeholders(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
 def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
     """Return the properties that inputs of an ONNX file share with the exported inputs.
 
-    Args:
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        compares: whether it matters which tensors are one object.
-
-    Returns:
-        For each argument its place, its text if it is not a tensor, and the number of the first
-        argument that is the same object.
+    They are for each argument its place, its text if it is not a tensor, and the number of the
+    first argument that is the same object, if that matters.
     """
     rows: list[list[Any]] = []
     firsts: dict[int, int] = {}
@@ -338,10 +321,7 @@ def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
 
 
 def require_constant(calls: Sequence[Mapping[str, Any]]) -> None:
-    """Require that numbers and texts are the same in all inputs.
-
-    Args:
-        calls: the arguments by name, of each of the inputs.
+    """Require that numbers and texts are the same in the arguments of all calls.
 
     Raises:
         ExportError: one differs.
@@ -373,13 +353,6 @@ def conditions_in_files(
 
     They are those on open sizes, and that several inputs are one object, by its values. All
     runtimes check dtypes, and sizes that are fixed.
-
-    Args:
-        program: the program, with no conditions but those that torch.export makes.
-        inputs: as for `conditions_on`.
-        facts: likewise.
-        above: likewise.
-        empty: likewise.
 
     Returns:
         Expressions of tensors in which the first input is called `_i0`, with their texts.

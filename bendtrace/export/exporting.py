@@ -179,19 +179,10 @@ def export_calls(
     tolerance: float = 1e-5,
     tell: Callable[[str], None] = lambda step: None,
 ) -> Exported:
-    """Export a model.
+    """Export a model, with the options of `BendedModule.export`.
 
-    Args:
-        model: the model.
-        signature: names its arguments.
-        calls: the inputs.
-        to: as for `BendedModule.export`.
-        unseen: likewise.
-        inserted: what is inserted in the model.
-        are_inputs: whether its tensors are inputs of the program, and no constants.
-        tolerance: as for `BendedModule.export`.
-        tell: called with the name of each step: "record" and "compare" once for each of the inputs,
-            "trace", and "write" if there is a file.
+    `tell` is called with the name of each step: "record" and "compare" once for each of the inputs,
+    "trace", and "write" if there is a file.
     """
     if unseen not in ("assert", "error"):
         raise InputError(f"unseen is 'assert' or 'error', not {unseen!r}")
@@ -273,19 +264,10 @@ def _export(
     closeness: tuple[float, Callable[..., Any] | None],
     recordings: list[Recording],
 ) -> Exported:
-    """Export recorded runs.
+    """Export recorded runs, with the options of `export_calls`.
 
-    Args:
-        signature: names the arguments.
-        calls: the inputs.
-        to: as for `export`.
-        target: the kind of file.
-        unseen: as for `export`.
-        tell: likewise.
-        state: the names of tensors, by identity.
-        added: those of them that are inputs besides the arguments.
-        closeness: the tolerance of files, and the model, whose rounding errors count.
-        recordings: the runs.
+    Tensors of `added` are inputs besides the arguments. The closeness is the tolerance of files,
+    and the model, whose rounding errors count.
     """
     if any(one.is_meta for run in recordings for one in tensors_and_numbers_in(run.result)):
         raise ExportError(
@@ -380,10 +362,6 @@ def _call_structure(signature: Signature, args: tuple[Any, ...], kwargs: dict[st
 
 def _parameter_list(names: Sequence[str], positional: int) -> list[str]:
     """Return the parameters of a program for the names of arguments.
-
-    Args:
-        names: the names.
-        positional: how many of the arguments are passed by position, and may be renamed.
 
     Raises:
         ExportError: Python takes no such parameters.
@@ -641,13 +619,8 @@ def compare_program(
 ) -> None:
     """Run a program with all inputs, and compare its outputs with those of the model.
 
-    Args:
-        made: the program.
-        calls: the inputs.
-        recordings: the runs of the model with them.
-        tolerance: the largest accepted difference of floats; None for none.
-        tell: called with "compare" before each of the inputs.
-        model: the model, whose own rounding errors are accepted besides a tolerance.
+    Besides a tolerance of floats, the rounding errors of the model are accepted. `tell` is called
+    with "compare" before each of the inputs.
 
     Raises:
         ExportError: an output differs.
@@ -726,11 +699,7 @@ def difference(
 ) -> str | None:
     """Return how the outputs of a program and of the model differ; None if they do not.
 
-    Args:
-        given: the output of the program.
-        expected: the output of the model.
-        tolerance: the largest accepted difference of floats; None for none.
-        errors: the rounding errors of the model for each of its outputs.
+    The tolerance is one of floats; the errors are the model's own, for each of its outputs.
     """
     ours, theirs = (tensors_and_numbers_in(value) for value in (given, expected))
     if len(ours) != len(theirs):
@@ -791,14 +760,7 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
-    """Call `torch.cond`.
-
-    Args:
-        asked: the answer.
-        yes: the side where it is True.
-        no: the other side.
-        operands: what both are called with.
-    """
+    """Call `torch.cond`: an answer, the sides where it is True and False, and their operands."""
     carrier = _Operands(operands)
     sides = map(carrier.read_by, (yes, no))
     return torch.ops.higher_order.cond(asked, *sides, carrier.given)
@@ -810,12 +772,7 @@ def while_loop(
 ) -> Any:  # fmt: skip
     """Call `torch.while_loop`.
 
-    Args:
-        test: the function that says whether there is a further round.
-        step: a round.
-        carried: what a round changes.
-        operands: what both functions are called with besides.
-        varying: for each that a round changes, the dimensions that it makes smaller; None for none.
+    `varying` has for each value that a round changes the dimensions that it makes smaller.
     """
     carrier, count = _Operands(operands), len(carried)
     dims = [
@@ -913,10 +870,7 @@ class _Operands:
 def _resize(value: Any, sizes: Mapping[str, Any], numbers: Mapping[str, int] = _NOTHING) -> Any:
     """Return a size as another one, or a tensor with as many elements; other values as they are.
 
-    Args:
-        value: the value.
-        sizes: the sizes, by the expressions of those that they stand for.
-        numbers: how many zeros are behind those elements that there are.
+    `numbers` says how many zeros are behind those elements that there are.
     """
     if isinstance(value, torch.SymInt):
         return sizes.get(str(value), value)

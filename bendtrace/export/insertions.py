@@ -38,10 +38,6 @@ if TYPE_CHECKING:
 class Insertions:
     """The insertions of a model, for runs that record their work like the model's own code.
 
-    Args:
-        registry: where they are.
-        knowledge: the recorded runs of the model.
-
     Raises:
         ExportError: one of them only looks at values or gradients.
     """
@@ -129,12 +125,7 @@ class Insertions:
         return f"{name} ({place})" if place else name
 
     def tensors(self, taken: Mapping[int, str], arguments: Collection[str]) -> dict[str, Tensor]:
-        """Return the tensors that they brought into the runs so far, by unique names.
-
-        Args:
-            taken: the tensors of the model, by identity, with their names.
-            arguments: the names of its arguments.
-        """
+        """Return the tensors that they brought into the runs so far, by names of their own."""
         names: dict[str, Tensor] = {}
         for owner, part in self._parts.values():
             tensor = part.read(())
@@ -159,13 +150,7 @@ class Insertions:
 
 
 class _Follower(LiveInserter):
-    """Adds insertions to a run, without gates, so that their work is recorded.
-
-    Args:
-        plan: the insertions of the call.
-        knowledge: the recorded runs of the model.
-        code: what is inserted, by name.
-    """
+    """Adds insertions to a run, without gates, so that their work is recorded."""
 
     recorder: Recorder  # the recorder of the run
 
@@ -238,13 +223,7 @@ class _Span(NamedTuple):
 
 
 class _Marked:
-    """An interjection that states know during its calls, with its arguments.
-
-    Args:
-        what: the interjection.
-        number: tells it from others of the run.
-        inserter: holds what is needed again after it, and receives what it did.
-    """
+    """An interjection that states know during its calls, with its arguments."""
 
     def __init__(self, what: Interjection, number: int, inserter: _Follower) -> None:
         self._what, self._number, self._inserter = what, number, inserter

@@ -140,11 +140,7 @@ class Kind(Enum):
 
 
 class NumberOrigins:
-    """Sorts the numbers of a tape.
-
-    Args:
-        tape: the tape.
-    """
+    """Sorts the numbers of a tape."""
 
     def __init__(self, tape: Tape) -> None:
         # The ops that return a number, or several, with their origins.
@@ -429,11 +425,7 @@ def is_fixed(guard: Guard) -> bool:
 
 
 class Machine:
-    """The states of some runs.
-
-    Args:
-        recordings: the runs, all of one set of input guards.
-    """
+    """The states of some runs, all of one set of input guards."""
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
         self.runs: list[AnalysedRun] = [AnalysedRun(recording) for recording in recordings]
@@ -504,14 +496,7 @@ class QuestionLoop:
 
 
 class View:
-    """A part of the machine, from an entry to a sink.
-
-    Args:
-        edges: the questions with their ways, and the target of each.
-        entry: the state at which it begins.
-        sink: the state at which all ways end.
-        loop: the loop, if this is one iteration of it.
-    """
+    """A part of the machine, from a state to the one where all ways end; or a round of a loop."""
 
     loop: QuestionLoop | None
     sink: Any

@@ -47,14 +47,10 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """A function under construction.
-
-    Args:
-        depth: 0 for `forward`, 1 for the sides of a question in it, and so on.
-    """
+    """A function under construction."""
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth
+        self.depth = depth  # 0 for `forward`, 1 for the sides of a question in it, and so on
         # Its lines, each with the op or guard that it comes from.
         self.lines: list[tuple[str, Any]] = []
         # The variable with the number of the unseen side that was taken, if there can be one.
@@ -69,15 +65,7 @@ class Scope:
 
 
 class SegmentOps(Expressions):
-    """Writes the ops of one segment into a scope.
-
-    Args:
-        writer: writes the program.
-        scope: the function that receives the ops.
-        run: the run of the segment.
-        schedule: its ops; None for those that a question needs.
-        values: the values at its start.
-    """
+    """Writes the ops of one segment, or without a schedule those of a question, into a scope."""
 
     def __init__(
         self, writer: ProgramWriter, scope: Scope, run: AnalysedRun, schedule: Schedule | None,

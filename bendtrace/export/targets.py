@@ -214,12 +214,7 @@ Check = Callable[[Callable[..., Any]], None]
 def save_program(
     program: torch.export.ExportedProgram, path: str | os.PathLike[str], check: Check
 ) -> None:
-    """Write a program for `torch.export.load`, and check what is loaded.
-
-    Args:
-        program: the program.
-        path: the file.
-        check: raises if the program that it receives differs from the model.
+    """Write a program for `torch.export.load`, and have `check` compare what is loaded.
 
     Raises:
         ExportError: torch cannot write it, or cannot read what it has written.
@@ -245,15 +240,9 @@ def save_package(
     groups: Sequence[int],
     check: Check,
 ) -> None:
-    """Compile a program into a package that runs without Python, and check it.
+    """Compile a program into a package that runs without Python, and have `check` compare it.
 
-    Args:
-        program: the program.
-        path: the file, for `torch._inductor.aoti_load_package`.
-        calls: inputs that it is run with: positional and keyword arguments.
-        groups: a number for each input, equal for those that are one object; empty if that does
-            not matter.
-        check: raises if the program that it receives differs from the model.
+    Arguments with equal numbers in `groups` are one object; without numbers that does not matter.
 
     Raises:
         ExportError: it cannot be compiled, or ends its process.
@@ -382,14 +371,10 @@ def save_onnx(
     arguments: tuple[list[list[Any]], bool],
     check: Check,
 ) -> None:
-    """Write a program for ONNX, and check it in onnxruntime.
+    """Write a program for ONNX, and have `check` compare it in onnxruntime.
 
-    Args:
-        program: the program, whose last output is the number of the unseen side it came to.
-        path: the file.
-        messages: the message for each number.
-        arguments: see `arguments_of`; and whether it matters which of them are one object.
-        check: raises if the program that it receives differs from the model.
+    Its last output is the number of the unseen side it came to, and each has a message. With the
+    arguments (see `arguments_of`) stands whether it matters which of them are one object.
 
     Raises:
         ExportError: ONNX cannot express a part of it.

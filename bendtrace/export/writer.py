@@ -151,11 +151,7 @@ class ProgramWriter:
     def write(
         self, head: list[str], conditions: Mapping[str, str] = MappingProxyType({})
     ) -> Written:
-        """Write the program.
-
-        Args:
-            head: the names of the arguments of a call.
-            conditions: what it requires of its inputs, as expressions of tensors, with their texts.
+        """Write the program; conditions are expressions of tensors, with their texts.
 
         Raises:
             ExportError: something cannot be written so.

@@ -916,11 +916,7 @@ MemoryKey = tuple[int, tuple[Any, ...]]
 
 
 class LatestGradients:
-    """The gradients of the latest backward pass through a run.
-
-    Args:
-        convert: applied to gradients before they are kept; None for nothing.
-    """
+    """The gradients of the latest backward pass through a run, converted before they are kept."""
 
     def __init__(self, convert: Callable[[Tensor], Tensor] | None) -> None:
         self.kept: dict[MemoryKey, Tensor] = {}  # the gradients, by op and element

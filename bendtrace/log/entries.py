@@ -820,12 +820,8 @@ Distance: TypeAlias = tuple[int | None, int | None]
 def depths(entries: Sequence[LayerEntry]) -> list[tuple[Distance, Distance]]:
     """Count the entries on the ways between each entry and the inputs and outputs.
 
-    Args:
-        entries: the entries, in their order.
-
-    Returns:
-        For each entry the length of the shortest and of the longest way from an input, and those to
-        an output; None where no way leads.
+    Each gets the lengths of the shortest and the longest way from an input, and of those to an
+    output; None where no way leads.
     """
     above = _distances(entries, "input", lambda entry: entry.parents)
     below = _distances(entries[::-1], "output", lambda entry: entry.children)

@@ -413,16 +413,10 @@ def draw_tree(
     node: TreeNode, title: str, chosen: Chosen = None, *, flow: bool = False,
     depth: int | None = None, limit: int | None = LIMIT,
 ) -> str:  # fmt: skip
-    """Return a node and all nodes below as text.
+    """Return a node and all nodes below, to some depth, as text.
 
-    Args:
-        node: the node.
-        title: its name in the text.
-        chosen: its passes to show; None for all.
-        flow: whether to show flow steps.
-        depth: the number of levels below the node to show; None for all.
-        limit: the maximum number of lines; None for no limit. Above it, graphs that are like the
-            one before them are reduced to one line, and then the deepest levels are left out.
+    Only the chosen passes are shown. Above the limit of lines, graphs that are like the one before
+    them are reduced to one line, and then the deepest levels are left out.
     """
     picture = _Picture(flow, folds=False)
     sizes = picture.level_sizes(node, chosen)[:depth]
@@ -850,11 +844,7 @@ class Registry:
 
 
 class Holders:
-    """Finds names relative to the module whose code is running.
-
-    Args:
-        root: the outermost module of the run, if there is one.
-    """
+    """Finds names relative to the module whose code is running."""
 
     def __init__(self, root: nn.Module | None) -> None:
         self._modules: dict[int, dict[int, str]] = {}
@@ -931,15 +921,10 @@ def _split_path(path: str) -> list[str]:
 
 
 class LiveNames:
-    """Names nodes as the run reaches them.
+    """Names nodes as the run reaches them, with a registry that other runs share.
 
-    Args:
-        registry: the registry of node names, shared with the trees of other runs.
-        function: the function that is run.
-        root: the scope around the run.
-        prefix: path of the running part, if it is a part of a model.
-        path_of: for a method of a model, gives the paths of the modules that it calls, from their
-            qualified names: those that they have in runs of the model.
+    For a method of a model, `path_of` gives the paths of the modules that it calls, from their
+    qualified names: those that they have in runs of the model.
     """
 
     def __init__(

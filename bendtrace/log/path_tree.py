@@ -889,11 +889,7 @@ class _LocalName(NamedTuple):
 
 
 class FunctionBody:
-    """The body of a function that is written line by line.
-
-    Args:
-        builder: builds the tree.
-    """
+    """The body of a function that is written line by line."""
 
     def __init__(self, builder: Builder) -> None:
         self.arguments: list[str] = []  # names of the arguments

@@ -275,12 +275,7 @@ class Tree:
         return Node(self, *found)
 
     def locate(self, index: int, element: tuple[Any, ...] = ()) -> Node | None:
-        """Return the node, and its pass, of a value of the tape; None if it has none.
-
-        Args:
-            index: position of the op on the tape.
-            element: for an op with several result tensors, the keys that lead to this one.
-        """
+        """Return the node, and its pass, of the value of an op or of a part of it, if any."""
         found = self._places.get(self.origin(index, element)) or self._places.get((index, element))
         return None if found is None else Node(self, *found)
 
@@ -290,12 +285,7 @@ class Tree:
         return root, (*keys, *element)
 
     def path_of(self, index: int, element: tuple[Any, ...] = ()) -> str:
-        """Return the path of a value of the tape, with its pass if there are several, or "".
-
-        Args:
-            index: position of the op on the tape.
-            element: for an op with several result tensors, the keys that lead to this one.
-        """
+        """Return the path of a value of the tape, with its pass if there are several, or ""."""
         node = self.locate(index, element)
         if node is None:
             return ""
@@ -437,13 +427,7 @@ class Node:
     def _show(
         self, *, flow: bool = False, depth: int | None = None, limit: int | None = LIMIT
     ) -> Text:
-        """Return the node and the nodes below it as text.
-
-        Args:
-            flow: whether to show the flow steps, with their answers.
-            depth: how many levels below it to show; None for all.
-            limit: how many lines at most; None for any number.
-        """
+        """Return the node and the nodes below it as text."""
         if flow:
             self._tree.place_steps()
         title = self._name

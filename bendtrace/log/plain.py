@@ -97,10 +97,7 @@ class Codec:
     def encode(self, value: Any, around: tuple[int, ...] = ()) -> Any:
         """Return a value as plain JSON.
 
-        Args:
-            value: any value.
-            around: identities of the enclosing containers. A value that contains itself, or is
-                nested too deeply, is stored as its text.
+        A value that contains itself, or is nested too deeply, is stored as its text.
         """
         kind = type(value)
         if value is None or kind is bool:

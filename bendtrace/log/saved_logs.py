@@ -133,13 +133,7 @@ _CODEC = Codec((), {"tensor": (_Slot, lambda slot: slot.number, _Slot)})
 def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Write values by name: tensors, handles of such, or containers with some inside.
 
-    Args:
-        draft: the save.
-        kind: the word for them in the names of files: "activations".
-        values: the values.
-
-    Returns:
-        The places of the content, ready for JSON.
+    Files are named by the kind, "activations". The places of the content are ready for JSON.
     """
     found: list[tuple[str, Tensor | StoredTensor]] = []
     rows: list[dict[str, Any]] = []
