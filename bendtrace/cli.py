@@ -851,14 +851,7 @@ examples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: the arguments; None uses those of the process.
-
-    Returns:
-        The exit status: 0 if all outputs were equal to eager's, 1 if not, 2 for an error.
-    """
+    """Run the command line; return the exit status that `trace --help` explains."""
     options = _parser().parse_args(_join_options(sys.argv[1:] if argv is None else argv))
     try:
         with redirect_stdout(sys.stderr):  # of the user's code

@@ -223,11 +223,7 @@ class PatchableGraph(BendedModule):
         return place  # type: ignore[no-any-return]
 
     def _elsewhere(self, path: str) -> TreeNode | None:
-        """Return the node that a path names in calls other than the example; None for none.
-
-        Raises:
-            NodePathError: it names several nodes.
-        """
+        """Return the node that a path names in calls other than the example; None for none."""
         graphs = [dict(_paths(unroll(tree, self.model).data)) for tree in self._knowledge.trees()]
         found = {graph[path].path: graph[path] for graph in graphs if path in graph}
         if len(found) > 1:
@@ -394,11 +390,7 @@ def _began(node: TreeNode, number: int) -> float:
 
 @contextmanager
 def _without_hooks(model: Any) -> Iterator[None]:
-    """Within it, the modules of a model are without accelerate's hooks, which cannot be pickled.
-
-    Raises:
-        InputError: accelerate has put weights somewhere else, which would not be saved.
-    """
+    """Within it, the modules of a model are without accelerate's hooks, which cannot be pickled."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     hooked = [part for part in modules_in(model).values() if "_hf_hook" in vars(part)]
     if hooked and any(tensor.is_meta for _, tensor in states_of(model)):

@@ -1192,9 +1192,6 @@ class Names:
     A name is the qualified name with underscores, `blocks_0_relu`. A function in a module is also
     known by the name that torch.fx gives it, `relu`. Code that the latest trace repeated is several
     activations, numbered as in a graph of torch.fx: `relu` is the first round of a loop.
-
-    Args:
-        knowledge: the recorded runs of the method.
     """
 
     def __init__(self, knowledge: Knowledge) -> None:
@@ -1241,11 +1238,7 @@ class Names:
         return names or [self.by_path.get(path, path)]
 
     def keys(self, item: Any, bent: list[str]) -> list[Any]:
-        """Return the arguments of `reset` for a name or pattern of rounds, or the item itself.
-
-        Raises:
-            InputError: something is bent in all rounds, of which some are named.
-        """
+        """Return the arguments of `reset` for a name or pattern of rounds, or the item itself."""
         found = []
         for key in bent if isinstance(item, (str, re.Pattern)) else ():
             names = self.at(key) if key.strip("'").partition(":")[0] in self._passes else []

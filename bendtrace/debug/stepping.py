@@ -625,22 +625,13 @@ class SteppedRun:
 
 
 class Version(NamedTuple):
-    """A run that was gone through once more, to look at each position.
-
-    Attributes:
-        recording: its record.
-        events: its events.
-        edits: its changes, by the number of the event.
-        own_answers: the values' own answers to the questions that are answered by hand.
-        looks: the visible state at each event.
-        output: its output.
-    """
+    """A run that was gone through once more, to look at each position."""
 
     recording: Recording
     events: Sequence[RunEvent]
-    edits: Mapping[int, Edit]
-    own_answers: Mapping[int, Any]
-    looks: Looks
+    edits: Mapping[int, Edit]  # its changes, by the number of the event
+    own_answers: Mapping[int, Any]  # those of the values to what is answered by hand
+    looks: Looks  # the visible state at each event
     output: Any
 
     def answer(self, number: int) -> Any:

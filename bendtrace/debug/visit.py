@@ -80,12 +80,7 @@ class Frame:
 
 
 class Edit:
-    """A value that takes the place of the one that an op returned, or the answer to a question.
-
-    Args:
-        value: the value.
-        element: where it is in the result of the op.
-    """
+    """A value in the place of (an element of) what an op returned, or of an answer."""
 
     __name__ = "given"  # so that it is an op of that name
 
@@ -102,14 +97,8 @@ class Edit:
 class EventVisit:
     """An `Inserter` that counts what a run does, and stops before some event.
 
-    Args:
-        start: the start of the run.
-        kept: the values that are known already.
-        expected: what earlier visits have seen: the events and the recording's ops and guards.
-        edits: the changes, by the number of the event.
-        stop: the event to stop before; None to run to the end.
-        wanted: the ops whose values are asked for.
-        looks: receives the visible state at each event; None if nobody looks.
+    It begins at `start` with the values that are known already, and compares what happens with the
+    events, ops and guards that earlier visits have seen. Edits and looks go by event.
     """
 
     refusal: str  # why the run cannot be stepped through

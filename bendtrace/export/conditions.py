@@ -91,11 +91,7 @@ def _copy_marks(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def require_plain(number: int, inputs: Mapping[str, Any], state: Collection[int]) -> None:
-    """Require that inputs are no more than tensors, numbers and containers.
-
-    Raises:
-        ExportError: one is of a class, or has attributes, which no program could read.
-    """
+    """Require that inputs are no more than tensors, numbers and containers."""
     leaves = pytree.tree_leaves_with_path(inputs)
     if inputs and not leaves:
         raise ExportError(f"input {number} holds no value: pass a tensor, a number or None")
@@ -146,11 +142,7 @@ class Fact(Enum):
 
 
 def fact_of(op: Op) -> Fact | None:
-    """Return the property that an op asks for; None for sizes and dtypes, which are known.
-
-    Raises:
-        ExportError: it is one that does not follow from the inputs.
-    """
+    """Return the property that an op asks for; None for sizes and dtypes, which are known."""
     name = name_of(op.target)
     if name in ("stride", "storage_offset", "is_contiguous", "is_conj", "is_neg"):
         return Fact.MEMORY
@@ -321,11 +313,7 @@ def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
 
 
 def require_constant(calls: Sequence[Mapping[str, Any]]) -> None:
-    """Require that numbers and texts are the same in the arguments of all calls.
-
-    Raises:
-        ExportError: one differs.
-    """
+    """Require that numbers and texts are the same in the arguments of all calls."""
     rows = [dict(pytree.tree_leaves_with_path(inputs)) for inputs in calls]
     for number, row in enumerate(rows[1:], 2):
         for path, leaf in row.items():
@@ -349,16 +337,11 @@ def conditions_in_files(
     above: int,
     empty: Collection[str],
 ) -> dict[str, str]:
-    """Return the conditions that a file checks which has no Python.
+    """Return the conditions that a file checks which has no Python, with their texts.
 
-    They are those on open sizes, and that several inputs are one object, by its values. All
-    runtimes check dtypes, and sizes that are fixed.
-
-    Returns:
-        Expressions of tensors in which the first input is called `_i0`, with their texts.
-
-    Raises:
-        ExportError: a condition has no such form.
+    They are those on open sizes, and that several inputs are one object, by its values: expressions
+    of tensors in which the first input is called `_i0`. All runtimes check dtypes, and sizes that
+    are fixed.
     """
     if Fact.MEMORY in facts:
         raise ExportError(

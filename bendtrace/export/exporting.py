@@ -361,11 +361,7 @@ def _call_structure(signature: Signature, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _parameter_list(names: Sequence[str], positional: int) -> list[str]:
-    """Return the parameters of a program for the names of arguments.
-
-    Raises:
-        ExportError: Python takes no such parameters.
-    """
+    """Return the parameters of a program for the names of arguments."""
     head = [name.replace("[", "_").replace("]", "").lstrip("*") for name in names]
     for place, name in enumerate(head):
         if name in _OF_FX and place < positional:
@@ -525,12 +521,8 @@ def _trace_program(
 ) -> tuple[torch.export.ExportedProgram, int, bool]:
     """Have torch.export trace a program, in the first of some ways that it accepts.
 
-    Returns:
-        The program; the size above which all open sizes have to be; and whether those that all
-        inputs have are fixed.
-
-    Raises:
-        ExportError: torch.export refuses it.
+    With it come the size above which all open sizes have to be, and whether those that all inputs
+    have are fixed.
     """
     file = f"<bendtrace export {next(_serials)}>"
     named = dict(zip(head[len(args) :], kwargs.values(), strict=True))
@@ -617,13 +609,10 @@ def compare_program(
     tell: Callable[[str], None] = lambda step: None,
     model: Callable[..., Any] | None = None,
 ) -> None:
-    """Run a program with all inputs, and compare its outputs with those of the model.
+    """Run a program with all inputs; raise if its outputs differ from those of the model.
 
     Besides a tolerance of floats, the rounding errors of the model are accepted. `tell` is called
     with "compare" before each of the inputs.
-
-    Raises:
-        ExportError: an output differs.
     """
     for number, ((args, kwargs), recording) in enumerate(zip(calls, recordings, strict=True), 1):
         tell("compare")
@@ -810,11 +799,8 @@ def while_loop(
 def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return values as a side of a question may take them that was not known to be asked for.
 
-    Args:
-        values: tensors, and sizes.
-        holds: whether the side is the one to take: otherwise, its results are not used, but it must
-            be able to compute them.
-        shapes: what it can compute with: the shapes of tensors, and `(n,)` for sizes.
+    Unless it `holds` that the side is the one to take, its results are not used, but it must be
+    able to compute them, as it is with `shapes`: those of tensors, and `(n,)` for sizes.
     """
     carrier = _Operands(values)
     numbers = {

@@ -36,11 +36,7 @@ if TYPE_CHECKING:
 
 
 class Insertions:
-    """The insertions of a model, for runs that record their work like the model's own code.
-
-    Raises:
-        ExportError: one of them only looks at values or gradients.
-    """
+    """The insertions of a model, for runs that record their work like the model's own code."""
 
     def __init__(self, registry: InsertionRegistry, knowledge: Knowledge) -> None:
         self._insertion_registry, self._knowledge = registry, knowledge
@@ -63,11 +59,7 @@ class Insertions:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature,
         lifting: Lifting | None,
     ) -> Recording:  # fmt: skip
-        """Record a run of the model with them.
-
-        Raises:
-            ExportError: one of them does more than compute tensors.
-        """
+        """Record a run of the model with them."""
         plan = self._insertion_registry.plan(args, kwargs)
         assert plan is not None
         sizes = str([getattr(leaf, "shape", None) for leaf in pytree.tree_leaves((args, kwargs))])

@@ -287,9 +287,6 @@ class AnalysedRun:
         """Return the ops that decide by sizes how many dimensions a guard finds, as `squeeze` does.
 
         torch.export takes it for granted that open sizes are not 1.
-
-        Raises:
-            ExportError: these sizes depend on values, or the op is no `squeeze`.
         """
         ops, found, seen = self.recording.tape.ops, [], set[int]()
         op = ops[guard.index]
@@ -411,11 +408,7 @@ def cite(record: Any) -> str:
 
 
 def is_fixed(guard: Guard) -> bool:
-    """Return whether the ops of an exported program decide the answer of a guard.
-
-    Raises:
-        ExportError: exported programs know nothing of this kind of guard.
-    """
+    """Return whether the ops of an exported program decide the answer of a guard."""
     kind = type(guard)
     if kind in (ClassGuard, ErrorGuard, SameGuard, OtherGuard):
         return True
@@ -536,11 +529,7 @@ class View:
 
     @cached_property
     def loops(self) -> dict[Question, QuestionLoop]:
-        """The loops, by their headers.
-
-        Raises:
-            ExportError: a loop is entered in its middle.
-        """
+        """The loops, by their headers."""
         dominators = dict(nx.immediate_dominators(self._flow, self.entry))
 
         def dominates(one: Any, other: Any) -> bool:
@@ -633,11 +622,7 @@ _STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
 
 
 def refuse(recording: Recording) -> None:
-    """Refuse runs that no function of tensors can repeat.
-
-    Raises:
-        ExportError: the run cannot be expressed as such a function.
-    """
+    """Refuse runs that no function of tensors can repeat."""
     tape = recording.tape
     if tape.blockers:
         raise ExportError(f"the model can only run live: {tape.blockers[0]}", "")

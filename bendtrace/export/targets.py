@@ -160,11 +160,7 @@ _ARGUMENTS = "bendtrace_arguments"  # the key of what `arguments_of` returns
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of file to write, by its ending.
-
-    Raises:
-        InputError: the ending is unknown, or the folder does not exist.
-    """
+    """Return the kind of file to write, by its ending."""
     file = Path(required_path("to=", path))
     if not file.parent.is_dir():
         raise InputError(f"there is no folder {str(file.parent)!r} to write {file.name} to")
@@ -214,11 +210,7 @@ Check = Callable[[Callable[..., Any]], None]
 def save_program(
     program: torch.export.ExportedProgram, path: str | os.PathLike[str], check: Check
 ) -> None:
-    """Write a program for `torch.export.load`, and have `check` compare what is loaded.
-
-    Raises:
-        ExportError: torch cannot write it, or cannot read what it has written.
-    """
+    """Write a program for `torch.export.load`, and have `check` compare what is loaded."""
     with _whole_file(path, ".pt2") as temporary, quiet():
         try:
             with _in_memory(temporary) as file:
@@ -243,9 +235,6 @@ def save_package(
     """Compile a program into a package that runs without Python, and have `check` compare it.
 
     Arguments with equal numbers in `groups` are one object; without numbers that does not matter.
-
-    Raises:
-        ExportError: it cannot be compiled, or ends its process.
     """
     for leaf in pytree.tree_leaves(program.example_inputs):
         if type(leaf) in (bool, int, float, str):
@@ -375,9 +364,6 @@ def save_onnx(
 
     Its last output is the number of the unseen side it came to, and each has a message. With the
     arguments (see `arguments_of`) stands whether it matters which of them are one object.
-
-    Raises:
-        ExportError: ONNX cannot express a part of it.
     """
     onnx = _onnx()
     with _whole_file(path, ".onnx") as temporary, quiet():
@@ -410,14 +396,8 @@ def save_onnx(
 def _compare_sizes(graph: Any, largest: int) -> dict[int, str]:
     """Have the last output tell of sizes that differ although the program has one name for them.
 
-    onnxruntime does not compare them.
-
-    Args:
-        graph: the graph of a model, which is changed.
-        largest: the largest number that the last output has had.
-
-    Returns:
-        The messages for the new numbers.
+    onnxruntime does not compare them. The new numbers begin above the largest that the output has
+    had; their messages are returned.
     """
     make, kinds = _onnx().helper, _onnx().TensorProto
     places: dict[str, list[tuple[str, int]]] = {}
@@ -557,11 +537,7 @@ class OnnxProgram:
 
 
 def _require_same(rows: list[list[Any]], required: list[list[Any]]) -> None:
-    """Require that a call has the arguments that a file was exported from (see `arguments_of`).
-
-    Raises:
-        InputError: it has others.
-    """
+    """Require that a call has the arguments that a file was exported from (see `arguments_of`)."""
     places, wanted = ([row[0] for row in each] for each in (rows, required))
     if places != wanted:
         raise InputError(f"the model takes arguments at {wanted}, not at {places}")

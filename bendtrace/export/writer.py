@@ -119,13 +119,9 @@ class Written:
 class ProgramWriter:
     """Writes a machine as source.
 
-    Args:
-        machine: the machine.
-        positions: where each argument stands among those of a call, in the order in which they
-            are bound.
-        state: the names of the model's tensors, by identity.
-        given: the variables of those that are inputs.
-        flagged: whether the program returns its flag, in place of assertions.
+    The positions are those of the arguments of a call, in the order in which they are bound.
+    `state` has the names of the model's tensors by identity, `given` the variables of those that
+    are inputs. If it is flagged, the program returns its flag in place of assertions.
     """
 
     def __init__(
@@ -151,11 +147,7 @@ class ProgramWriter:
     def write(
         self, head: list[str], conditions: Mapping[str, str] = MappingProxyType({})
     ) -> Written:
-        """Write the program; conditions are expressions of tensors, with their texts.
-
-        Raises:
-            ExportError: something cannot be written so.
-        """
+        """Write the program; conditions are expressions of tensors, with their texts."""
         machine = self._machine
         view = machine.view
         scope = Scope(0)

@@ -73,16 +73,10 @@ class WriteRefusal(Protocol):
 
 
 class ValueCapture:
-    """An observer of a run that keeps values.
+    """An observer of a run that keeps the chosen values: True for all, None for none.
 
-    Args:
-        chosen: which values to keep; True for all, None for none.
-        stop: the value or module after which to end the run; None to run to the end.
-        convert: applied to values before they are kept, for example to move them to a device.
-        detach: whether kept values are detached from the autograd graph.
-        gradients: whether to keep gradients of the chosen values as well.
-        store: where to keep values; None for memory.
-        torchlens: how layers are named; see `Namer`.
+    The run ends after the value or module that `stop` selects. Values are converted, and detached,
+    before they are kept, in memory or in a store. For `torchlens`, see `Namer`.
     """
 
     def __init__(
@@ -163,14 +157,10 @@ class ValueCapture:
         self, result: Any, outputs: Callable[[], list[Key]],
         rewritten: Mapping[int, int | None], end: int,
     ) -> None:  # fmt: skip
-        """Record that the run has ended.
+        """Record that the run has ended, after so many ops.
 
-        Args:
-            result: its result.
-            outputs: returns the values of the tape in a result, in order.
-            rewritten: for outputs that were written to after their op returned them, the op that
-                gave them last; None if it gave another tensor.
-            end: length of the tape.
+        `outputs` returns the values of the tape in its result, in order. `rewritten` has for those
+        that were written to later the op that gave them last; None if it gave another tensor.
         """
         for tensor in tensors_in(result):
             materialize(tensor)  # the caller receives an ordinary tensor
@@ -494,11 +484,7 @@ _WORDS = {"save": "'all' saves everything", "stop_after": "None runs to the end"
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """The values to keep of a run, and their form.
-
-    Raises:
-        InputError: an option is invalid.
-    """
+    """The values to keep of a run, and their form."""
 
     save: Any = "all"  # "all", "none", or a spec of `Selection`
     gradients: bool = False  # whether to keep gradients as well

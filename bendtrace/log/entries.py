@@ -701,11 +701,7 @@ def facts_of(entry: LayerEntry, view: View) -> dict[str, Any]:
 
 
 def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
-    """Return a row for each entry, indexed by label.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
+    """Return a row for each entry, indexed by label."""
     rows = {entry.label: facts_of(entry, "frame") for entry in entries}
     frame = required_pandas().DataFrame.from_dict(rows, orient="index")
     return frame.rename_axis("label")  # type: ignore[no-any-return]

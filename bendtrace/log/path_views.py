@@ -56,17 +56,7 @@ def is_path_only(text: str) -> bool:
 
 
 def find_node(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
-    """Return the node at a path, and its passes if the path names some.
-
-    Args:
-        root: the start of the path.
-        path: names joined by dots, `|` before a part of a container, `:2` for a pass.
-            Items of lists of modules can be written `layers_8`, `layers.8` or `layers[8]`.
-        chosen: the passes of `root` to consider.
-
-    Raises:
-        NodePathError: the node does not exist.
-    """
+    """Return the node at a path, and its passes if it names some (see `Tree.resolve`)."""
     search = _PathSearch(path)
     spelled = [path, _BRACKET.sub(lambda m: "." + next(filter(None, m.groups()), ""), path)]
     for text in dict.fromkeys(spelled):

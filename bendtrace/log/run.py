@@ -30,11 +30,7 @@ else:
 class Run:
     """The views of one recorded run: each is derived when it is first asked for, and kept.
 
-    Args:
-        recording: the run.
-        function: what was run.
-        registry: gives the nodes their names; one that several runs share gives the nodes that
-            they have in common the same names.
+    Runs that share a registry give the nodes that they have in common the same names.
 
     Example:
         >>> import torch, bendtrace as bt

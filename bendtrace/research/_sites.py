@@ -253,11 +253,7 @@ class Columns:
         return cls(_positions_of(positions), axis, heads, which, head_axis)
 
     def named(self, wheres: Any, model: BendedModule) -> Columns:
-        """Return the columns of the values that aliases name: these know where the heads are.
-
-        Raises:
-            InputError: some of the locations name values with an axis of heads, and others do not.
-        """
+        """Return the columns of the values that aliases name: these know where the heads are."""
         if self.heads is None:
             return self
         aliases = aliases_of(wheres, model)

@@ -420,12 +420,8 @@ def description_of(value: Any, *, whole: bool = True) -> Any:
 
     Functions are described by their code, defaults and closures; partial functions and bound
     methods by their parts; tensors and modules by checksums of their values; everything in
-    installed packages by its name.
-
-    Args:
-        value: the object.
-        whole: whether to include the lists, dicts, objects and globals that functions use. They are
-            left out if they may count calls.
+    installed packages by its name. The lists, dicts, objects and globals that functions use are
+    left out unless it is whole: they may count calls.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value

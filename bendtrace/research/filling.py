@@ -184,12 +184,7 @@ class Record:
 
 
 class Filling(Record):
-    """A shard that is being filled.
-
-    Args:
-        rows: the number of samples that completes it.
-        room: the number of bytes that completes it.
-    """
+    """A shard that is being filled: with `rows` samples, or `room` bytes, it is complete."""
 
     samples: int  # the number of samples
     nbytes: int  # the size of all rows

@@ -587,14 +587,9 @@ def _name_of_item(item: Any) -> str:
 class _Cells:
     """The edges of each sender and receiver, and the values that are sent along them.
 
-    Args:
-        flow: the patched run.
-        plan: the senders, receivers and paths, as they were given.
-        rows: the senders.
-        places: the passes of all noted nodes.
-        seen: the senders' values in the run that values are taken from, and in the patched run.
-        names: what these runs are called.
-        within: whether the inputs of the senders are changed, and not their outputs.
+    `places` are the passes of all noted nodes, and `seen` the senders' values in the run that
+    values are taken from, and in the patched run. If `within`, the inputs of the senders are
+    changed, and not their outputs.
     """
 
     def __init__(

@@ -501,13 +501,7 @@ class ClassScores(Statistic):
         self.correct = torch.zeros(classes, dtype=torch.int64)
 
     def add(self, predictions: Tensor, targets: Tensor, loss: float) -> None:
-        """Add predictions.
-
-        Args:
-            predictions: (n, classes), the largest of which is the predicted class.
-            targets: (n,), numbers of classes.
-            loss: summed over the samples.
-        """
+        """Add (n, classes) predictions, (n,) numbers of classes, and the sum of their losses."""
         classes = len(self.seen)
         is_right = predictions.argmax(1) == targets
         self.seen += torch.bincount(targets, minlength=classes).cpu()

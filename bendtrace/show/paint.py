@@ -370,9 +370,6 @@ def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Legend:
 
     A node that represents several values gets the sum of their numbers for "time", "memory" and
     "flops"; otherwise the largest of their numbers, so that folding hides no peak.
-
-    Raises:
-        InputError: the name is unknown, a key matches nothing, or no node has a number.
     """
     if isinstance(overlay, str):
         if overlay not in _MEASURES:
