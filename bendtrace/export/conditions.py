@@ -33,10 +33,10 @@ from bendtrace.watch.writes import storage_of
 
 def copies_of(inputs: Any) -> Any:
     """Return copies of inputs, in which the same tensors are one object or share memory."""
-    tensors = _tensors_in(inputs)
+    leaves = pytree.tree_leaves(inputs)
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     users = Counter(map(storage_of, tensors.values()))
     memories: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Tensor] = {}
 
     def copy_of(leaf: Tensor) -> Tensor:
         storage = storage_of(leaf)
@@ -46,8 +46,7 @@ def copies_of(inputs: Any) -> Any:
             memories[storage] = leaf.untyped_storage().clone()
         return _copy_of(leaf, lambda tensor: _place_in_memory(tensor, memories[storage]))
 
-    for key, leaf in tensors.items():
-        copies[key] = copy_of(leaf)
+    copies = {key: copy_of(leaf) for key, leaf in tensors.items()}
     return pytree.tree_map_only(Tensor, lambda leaf: copies[id(leaf)], inputs)
 
 
@@ -61,11 +60,6 @@ def share(inputs: Any) -> bool:
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     storages = [storage for storage in map(storage_of, leaves) if storage]
     return len(set(storages)) != len(storages)
-
-
-def _tensors_in(inputs: Any) -> dict[int, Tensor]:
-    leaves = pytree.tree_leaves(inputs)
-    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _copy_of(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:

@@ -56,15 +56,6 @@ from bendtrace.tape.guards import Place
 if TYPE_CHECKING:
     from bendtrace.module import BendedModule
 
-__all__ = [
-    "Exported",
-    "Insertions",
-    "compare_program",
-    "difference",
-    "export",
-    "tensors_and_numbers_in",
-]
-
 
 _serials = itertools.count()
 _VARYING = (
@@ -233,12 +224,8 @@ def export_calls(
                         continue
                 if can_exchange() and not places and (places := lengths_in(recordings)):
                     continue
-                needed = frozenset().union(
-                    *(
-                        one.needed_counters(run.tape)
-                        for one, run in zip(liftings, recordings, strict=True)
-                    )
-                )
+                pairs = zip(liftings, recordings, strict=True)
+                needed = frozenset().union(*(one.needed_counters(of.tape) for one, of in pairs))
                 if not needed:
                     return export_once(recordings)
             except ExportError:
@@ -381,15 +368,12 @@ def _parameter_list(names: Sequence[str], positional: int) -> list[str]:
 _OF_FX = frozenset({"device", "fx_pytree", "inf", "nan", "NoneType", "pytree", "self", "torch"})
 
 
-@contextlib.contextmanager
-def _preserve(model: Callable[..., Any]) -> Iterator[None]:
+def _preserve(model: Callable[..., Any]) -> PreservedState:
     """Return a context at whose end a model is as it was, with the random generators."""
     try:
-        state = PreservedState(model)
+        return PreservedState(model)
     except InputError:  # it can only run live, and will be refused
-        state = PreservedState(model, buffers=True)
-    with state:
-        yield
+        return PreservedState(model, buffers=True)
 
 
 def _record_runs(
@@ -445,9 +429,7 @@ def _largest_inputs(calls: Sequence[Inputs]) -> Inputs:
 def _names_of_state(model: Callable[..., Any]) -> dict[int, str]:
     if not isinstance(model, nn.Module):
         return {}
-    found = {id(tensor): name for name, tensor in model.named_buffers()}
-    found.update((id(tensor), name) for name, tensor in model.named_parameters())
-    return found
+    return {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
 
 
 class _Unmet(Exception):
@@ -460,10 +442,6 @@ _DIFFERS = "it depends on sizes in a way that differs between the inputs"
 def _require(holds: Any, otherwise: str = _DIFFERS) -> None:
     if not holds:
         raise _Unmet(otherwise)
-
-
-def _has_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
-    torch.ops.aten._assert_tensor_metadata.default(tensor, dtype=dtype)
 
 
 def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:
@@ -482,7 +460,6 @@ def _module_of_source(written: Written, file: str, common: Sequence[list[int | N
         "read": operator.attrgetter,
         "require": _require,
         "fix": functools.partial(_fix, common),
-        "has_dtype": _has_dtype,
         "cond": cond,
         "while_loop": while_loop,
         "fit": fit,
@@ -822,7 +799,10 @@ class _Operands:
 
     def __init__(self, values: Iterable[Any]) -> None:
         # A size that has turned out to be fixed is no operand: ONNX takes no number for one (2.13).
-        self._values = [int(v) if _is_fixed(v) else v for v in values]
+        self._values = [
+            int(v) if isinstance(v, torch.SymInt) and v.node.maybe_as_int() is not None else v
+            for v in values
+        ]
         # The places of the sizes that values decide, by their expressions.
         self.sizes: dict[str, int] = {}
         sizes: list[Tensor] = []
@@ -831,13 +811,14 @@ class _Operands:
                 self.sizes[str(size)] = len(sizes)
                 sizes.append(_size_tensor(size))
         # The numbers of the operands that are passed.
-        self.places = [n for n, v in enumerate(self._values) if self._is_operand(v)]
+        self.places = [
+            place
+            for place, value in enumerate(self._values)
+            if isinstance(value, Tensor)
+            or (isinstance(value, torch.SymInt) and str(value) not in self.sizes)
+        ]
         # What is passed: tensors and open sizes, and behind them the sizes that values decide.
         self.given = (*(self._values[place] for place in self.places), *sizes)
-
-    def _is_operand(self, value: Any) -> bool:
-        is_open = isinstance(value, torch.SymInt) and str(value) not in self.sizes
-        return is_open or isinstance(value, Tensor)
 
     def read_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that is called with what is passed."""
@@ -874,10 +855,6 @@ def _sizes_of(value: Any) -> Sequence[Any]:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return (value,) if isinstance(value, torch.SymInt) else ()
-
-
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None
 
 
 def _is_varying(size: Any) -> bool:

@@ -201,24 +201,16 @@ def _is_sized_by_values(op: Op, ops: list[Op], kinds: dict[int, Kind]) -> bool:
     if name == "where":
         return len(op.args) + len(op.kwargs) == 1
     if name == "__getitem__":
-        keys = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
-        if any(getattr(key, "dtype", None) is not None and _is_mask(key) for key in keys):
+        metas = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
+        if any(getattr(meta, "dtype", None) in (torch.bool, torch.uint8) for meta in metas):
             return True
-        bounds = [ref for key in _slices(op.args[1]) for ref in refs_in(key)]
+        keys = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+        bounds = [ref for key in keys if isinstance(key, slice) for ref in refs_in(key)]
         return any(kinds.get(ref.index, Kind.STATIC) is not Kind.STATIC for ref in bounds)
     if name in _SIZED_BY_VALUES:
         return True
     numbers = [kinds[index] for index in op.operands if index in kinds]
     return name in _SIZED_BY_NUMBERS and any(kind is not Kind.STATIC for kind in numbers)
-
-
-def _is_mask(meta: TensorMeta) -> bool:
-    return str(meta.dtype) in ("torch.bool", "torch.uint8")
-
-
-def _slices(key: object) -> list[slice]:
-    keys = key if isinstance(key, tuple) else (key,)
-    return [one for one in keys if isinstance(one, slice)]
 
 
 _SIZED_BY_VALUES = frozenset(

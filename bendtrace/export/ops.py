@@ -545,12 +545,8 @@ class SegmentOps(Expressions):
         if target in (operator.neg, operator.pos, operator.abs, abs) and kinds != [bool]:
             self._bound(op, kinds)
             return f"torch.{_UNARY[target]}({given[0]})"
-        same = len(set(kinds)) == 1 and kinds[0] in (int, float)
-        if target in (operator.add, operator.sub, operator.mul) and same:
-            self._bound(op, kinds)
-            return f"({given[0]} {infix} {given[1]})"
-        if target in (operator.add, operator.sub, operator.mul) and set(kinds) == {int, float}:
-            self._bound(op, kinds)  # which is exact as a float then
+        if target in (operator.add, operator.sub, operator.mul) and set(kinds) <= {int, float}:
+            self._bound(op, kinds)  # an int that meets a float is exact as a float then
             return f"({given[0]} {infix} {given[1]})"
         if target is operator.truediv and set(kinds) <= {int, float}:
             self._bound(op, kinds)

@@ -248,7 +248,8 @@ class ProgramWriter:
                 is_tensor = part.kind is CaptureKind.TENSOR
                 self._parts[key] = self._tensor(name) if is_tensor else Static(name, part.type)
                 if isinstance(part.size, TensorFacts):
-                    self._prelude.append(f"has_dtype({name}, {part.size.dtype})")
+                    check = "torch.ops.aten._assert_tensor_metadata.default"
+                    self._prelude.append(f"{check}({name}, dtype={part.size.dtype})")
             return self._parts[key]
         tensor = part.read(())
         if not isinstance(tensor, Tensor):
@@ -575,7 +576,7 @@ class ProgramWriter:
         """Return an expression for whether a question has a certain answer."""
         run, guard = question.run, question.guard
         holes = run.recording.tape.states[question.number].holes
-        ops = self._ops(scope, run, None, dict(zip(holes, env, strict=True)))
+        ops = SegmentOps(self, scope, run, None, dict(zip(holes, env, strict=True)))
         op = run.recording.tape.ops[guard.index]
         if isinstance(guard, LengthGuard):
             if gives_rows(op):
@@ -627,11 +628,6 @@ class ProgramWriter:
             question.place,
         )
 
-    def _ops(
-        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, values: dict[int, Value]
-    ) -> SegmentOps:
-        return SegmentOps(self, scope, run, schedule, values)
-
     # Segments
 
     def _follow(
@@ -653,7 +649,7 @@ class ProgramWriter:
         )
         holes = tape.states[way.after].holes if way.after >= 0 else ()
         values = dict(zip(holes, env, strict=True))
-        ops = self._ops(scope, run, schedule, values)
+        ops = SegmentOps(self, scope, run, schedule, values)
         self._copy_written(scope, schedule, ops)
         for position in range(schedule.start, schedule.end + 1):
             for number, guard in schedule.guards.get(position, ()):

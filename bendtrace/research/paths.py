@@ -205,15 +205,11 @@ class OpFlow:
 
     def first_input(self, spot: PassSpot) -> int:
         """Return the op of the first tensor among the inputs of a node."""
-        given = self._input_ops(spot)
+        given = _refs(self.arguments(spot))
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
         if first is None:
             raise SiteError(f"{spot.path!r} receives no tensor", spot.path)
         return first
-
-    def _input_ops(self, spot: PassSpot) -> list[int]:
-        called = self.ops[spot.index] if spot.call is None else spot.call
-        return _refs((called.args, called.kwargs))
 
     def _spread(
         self, made: Edges, starts: Iterable[int], allowed: Callable[[Op], bool]
@@ -237,7 +233,7 @@ class OpFlow:
             (spot.index, spot.index + 1) if spot.call is None else (spot.call.start, spot.call.stop)
         )
         with_elements = self._spread(made, carried, lambda op: False)
-        if not with_elements & set(self._input_ops(spot)):
+        if not with_elements & set(_refs(self.arguments(spot))):
             return set()
         return set(spot.values) & self._spread(
             made, carried, lambda op: first <= op.index < last
@@ -266,7 +262,7 @@ class OpFlow:
 
     def _arrive(self, made: Edges, carried: set[int], ends: Sequence[PassSpot]) -> None:
         for spot in ends:
-            given = set(spot.values) if spot.is_output else set(self._input_ops(spot))
+            given = set(spot.values if spot.is_output else _refs(self.arguments(spot)))
             if sources := given & carried:
                 made.ends.append(Receiver(spot, frozenset(sources)))
 
@@ -325,7 +321,7 @@ class OpFlow:
                 reads.append(self._output_reads)
                 waiting += spot.values
                 continue
-            waiting += self._input_ops(spot)
+            waiting += _refs(self.arguments(spot))
             inner = [spot.index] if spot.call is None else range(spot.call.start, spot.call.stop)
             reads += [self.ops[index].reads for index in inner]
         seen = starts | frozen_ops
