@@ -25,7 +25,7 @@ from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.guards import Place, TruthGuard
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
+from bendtrace.tape.structure import Construction, Existing, are_cached, cached_results, entries_of
 from bendtrace.tape.tape import (
     ModuleCall,
     Op,
@@ -202,7 +202,7 @@ class Finish:
         self.draws: Draws = Draws([part.value for part in environment.host_generators])
         self._generators = self._torchs_random_states()
         self._seeds_before = self._seeds()
-        self._entry = self._modes()
+        self._entry = self.modes()
         if parametrize._cache_enabled:
             self.block("the values of parametrizations are cached around the call")
 
@@ -240,7 +240,7 @@ class Finish:
         cpus, *others = map(operator.ne, self._seeds(), self._seeds_before)
         if (cpus and "manual_seed" not in seeded) or (any(others) and not seeded & _SEEDING):
             self.block("the run seeds torch's random generator unseen")
-        if self._modes() != self._entry:
+        if self.modes() != self._entry:
             self.block("the run leaves grad mode, autocast or another setting of torch's changed")
         changes = list(self.environment.changes())
         if code_monitor is not None:
@@ -279,6 +279,10 @@ class Finish:
         root.output = self._encoder.output(output, "the output", memo)
         if any(id(given) in memo for given in self._writer.given):
             self.block("what the run returns, or keeps, is given to code that is called as one op")
+        if code_monitor is not None:
+            for label, cache, *_ in self.environment.caches:
+                if any(one is cache for one in code_monitor.cleared):
+                    self.block(f"the run clears the cache of {label}", label)
         self._look_at_caches(recording)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
@@ -289,6 +293,8 @@ class Finish:
         self._check_arrays()
         root.stop = len(self.tape.ops)
         self._writer.require_end()
+        if self.environment.fills and self.tape.blockers:
+            recording.is_transient = True  # the next run does not call what filled the caches
         return recording, changes
 
     def _look_at_growing(self, changes: list[EnvironmentChange], code_monitor: CodeMonitor) -> None:
@@ -328,7 +334,8 @@ class Finish:
         return [*map(generator_state, (*torchs_generators(), *generators))]
 
     @staticmethod
-    def _modes() -> Any:
+    def modes() -> Any:
+        """Return the modes and settings of torch."""
         return current_context(), torch.get_default_dtype(), current_settings()
 
     def _seeds(self) -> list[int]:
@@ -347,6 +354,13 @@ class Finish:
             *self.environment.results_in_state(),
         ):
             self.block(reason)
+        for label, cache, *_ in self.environment.caches:
+            if cache not in self.environment.fills:
+                continue
+            if not are_cached(self.environment.read_caches):  # a later entry has displaced one
+                self.tape.block(self.environment.reason_to_fill(label))
+            if not _is_finished_function(cache.__wrapped__):
+                self.environment.filled_caches[cache] = entries_of(cache)
         for reason, cache, was_empty in self.environment.misses():
             entries = entries_of(cache)
             lasting = [entry for entry in entries if not self._ends_with_run(entry[0], outlive)]
@@ -363,7 +377,7 @@ class Finish:
             inner = cache.__wrapped__
             if is_computation(inner) and all(map(is_value, cached_results(cache))):
                 continue  # which returns the same, whether it is kept or not
-            if not lasting or not (isinstance(inner, types.FunctionType) and is_finished(inner)):
+            if not lasting or not _is_finished_function(inner):
                 self.environment.filled_caches[cache] = lasting
 
     def _ends_with_run(self, key: Any, outlive: set[int]) -> bool:
@@ -605,6 +619,10 @@ _ITEMIZED = frozenset(
 )
 _BACKWARD = frozenset({"backward", "grad"})
 _HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+
+
+def _is_finished_function(inner: Any) -> bool:
+    return isinstance(inner, types.FunctionType) and is_finished(inner)
 
 
 def _keeps(function: types.FunctionType) -> bool:

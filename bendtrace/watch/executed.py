@@ -232,15 +232,20 @@ class CodeMonitor:
         codes: the user's, with the globals that it ran with.
         called: what it called of Python's own, and where.
         entropy: where randomness was asked for that nothing can seed.
+        cleared: the caches of `functools` that it has cleared.
         enters_foreign: is called where installed code begins that is not known to ask traced
             numbers.
         enters_model: is called where code of the user's begins for the first time.
+        cached_codes: the identities of code that caches call.
+        enters_cached: is called where such code begins; returns whether its end is wanted.
+        leaves_cached: is called at that end, with what the code returns.
     """
 
     def __init__(self, wants_inside: Callable[[], bool]) -> None:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         self.called: dict[Called, Place] = {}
         self.entropy: dict[str, Place] = {}
+        self.cleared: list[Any] = []
         self._outer: Any = None
         self._away = 1  # how often it was left, and not entered again
         self._asking: list[int] = []  # where `_away` is one of these, questions are answered
@@ -249,6 +254,10 @@ class CodeMonitor:
         self._kinds: dict[types.CodeType, int] = {}
         self.enters_foreign: Callable[[types.FrameType], None] | None = None
         self.enters_model: Callable[[types.FrameType], None] | None = None
+        self.cached_codes: frozenset[int] = frozenset()
+        self.enters_cached: Callable[[types.FrameType], bool] | None = None
+        self.leaves_cached: Callable[[types.FrameType, Any], None] | None = None
+        self._ending: types.FrameType | None = None  # code whose end is wanted
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> int:
         """Return whether code is finished: 2 if it is not known to ask traced numbers."""
@@ -269,6 +278,9 @@ class CodeMonitor:
             kind = self._is_finished(code, frame.f_globals)
             if not kind:
                 self._begins(frame)
+        if id(code) in self.cached_codes and self.enters_cached is not None:
+            if self.enters_cached(frame):
+                self._wait_for_end(frame)
         if not kind:
             return
         if kind == _FOREIGN and self.enters_foreign is not None:
@@ -284,6 +296,15 @@ class CodeMonitor:
             key = module, code.co_qualname if module == "argparse" else code.co_name
             if key not in self.called:
                 self.called[key] = caller.f_code, caller.f_lineno
+
+    def _wait_for_end(self, frame: types.FrameType) -> None:
+        self._ending = frame
+
+    def _handle_end(self, frame: types.FrameType, result: Any) -> None:
+        """Code has ended whose end is wanted; what it has raised counts as None."""
+        self._ending = None
+        if self.leaves_cached is not None:
+            self.leaves_cached(frame, result)
 
     def _asks(self, frame: types.FrameType, question: Any) -> None:
         """Hide the recorder until a question has been answered."""
@@ -311,6 +332,8 @@ class CodeMonitor:
         if function in QUESTIONS:
             self._asks(frame, function)
         name = function.__name__
+        if name == "cache_clear":
+            self.cleared.append(function.__self__)
         is_seeded = name == "seed" and frame.f_locals.get("a") is not None  # by a number
         if (
             name in _ENTROPY
@@ -385,7 +408,7 @@ class CodeMonitor:
     def end(self) -> None:
         """Note nothing any more, and give whoever profiled before its place back."""
         outer, self._outer = self._outer, None
-        self._away, self._wants_inside = 1, never
+        self._away, self._wants_inside, self._ending = 1, never, None
         sys.setprofile(None)
         if hasattr(outer, "enable"):  # of cProfile
             outer.enable()
@@ -397,8 +420,11 @@ class CodeMonitor:
             self._handle_start(frame)
         elif event == "c_call":
             self._calls(frame, function)
-        elif self._hidden is not None:  # a call of C has returned or raised
-            self._restore_recorder()
+        else:
+            if self._hidden is not None:  # a call of C has returned or raised
+                self._restore_recorder()
+            if frame is self._ending and event == "return":
+                self._handle_end(frame, function)
 
     def _profile_questions(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":
