@@ -1,4 +1,4 @@
-"""Fills of caches, which later runs do not repeat: what a cached function did leaves the tape again.
+"""Fills of caches, which later runs do not repeat: what the function did leaves the tape again.
 
 A `functools.lru_cache` calls its function once for each key. The run in which that happens should
 record what the next run will do, which finds the result in the cache. So the recorder goes back to
@@ -26,17 +26,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from bendtrace.python.computations import is_computation
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
 from bendtrace.tape.captured import PLAIN_TYPES, EnvironmentChange
 from bendtrace.tape.scalars import TRACED, retire
-from bendtrace.tape.structure import entries_of
-from bendtrace.tape.tape import Tape
-from bendtrace.watch.kinds import underlying_code
+from bendtrace.tape.structure import are_cached, cached_results, entries_of
+from bendtrace.tape.tape import OpKind, Tape, refs_in
+from bendtrace.watch.kinds import is_value, underlying_code
+from bendtrace.watch.provenance import is_finished
+from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
     import functools
 
+    from bendtrace.record.encoding import Encoder
+    from bendtrace.record.finish import Recording
     from bendtrace.record.tape_writer import TapeWriter
     from bendtrace.record.values import RunValues
     from bendtrace.watch import containers
@@ -56,7 +61,10 @@ class CacheFills:
         values: the values of the run.
         parts: returns the objects that note something of the run.
         settings: returns the modes and settings of torch, and how many counters are lifted.
-        can_begin: whether the run is one from which something may be taken off now.
+        notes_more: whether other objects note something of the run by now.
+
+    Attributes:
+        codes: the identities of the code that caches call.
     """
 
     def __init__(
@@ -66,11 +74,11 @@ class CacheFills:
         values: RunValues,
         parts: Callable[[], Iterable[Any]],
         settings: Callable[[], Any],
-        can_begin: Callable[[], bool],
+        notes_more: Callable[[], Any],
     ) -> None:
         self._environment = environment
         self._writer, self._values = writer, values
-        self._parts, self._settings, self._can_begin = parts, settings, can_begin
+        self._parts, self._settings, self._notes_more = parts, settings, notes_more
         self._misses: dict[Cache, int] = {}
         self._caches: dict[types.CodeType, list[Cache]] = {}
         for label, cache, info, _ in environment.caches:
@@ -86,12 +94,8 @@ class CacheFills:
             room = _ROOM if is_soon_op else 1
             if info.maxsize in (None, 1) or info.maxsize - info.currsize >= room:
                 self._caches.setdefault(code, []).append(cache)
+        self.codes: frozenset[int] = frozenset(map(id, self._caches))
         self._fill: _Fill | None = None
-
-    @property
-    def codes(self) -> frozenset[int]:
-        """The identities of the code that caches call."""
-        return frozenset(map(id, self._caches))
 
     def begins(self, frame: FrameType) -> bool:
         """Look whether a cache has called code that begins, and return whether to wait for its end.
@@ -99,13 +103,16 @@ class CacheFills:
         Args:
             frame: the code.
         """
-        if self._fill is not None and _is_called_by(frame, self._fill.frame):
+        if self._fill is not None and _runs_within(frame, self._fill.frame):
             return False
         before, self._fill = self._misses, None
         self._misses = {cache: cache.cache_info().misses for cache in before}
         if all(before[cache] == self._misses[cache] for cache in self._caches[frame.f_code]):
             return False  # something else has called it
-        if not all(map(self._can_be_repeated, _arguments(frame))):
+        given = [*_arguments(frame)]
+        if not all(map(self._can_be_repeated, given)):
+            return False
+        if len(given) == 1 and type(given[0]) in TRACED:  # another key than the number
             return False
         with torch._C.DisableTorchFunction():
             self._writer.begin()  # a resumed run may just have come to the end of its script
@@ -146,6 +153,13 @@ class CacheFills:
             self._environment.note_computed(cache, self._misses[cache] - before[cache])
         self._environment.fills.update(filled)
 
+    def _can_begin(self) -> bool:
+        """Return whether what the run notes from here on can be taken off the tape again."""
+        writer, script = self._writer, self._writer.script
+        follows = writer.is_behind or (script is not None and script.is_active)
+        is_joint = writer.tape.is_joint or has_other_ranks()
+        return not (follows or is_joint or writer.is_inside or self._notes_more())
+
     def _only_computed(self, fill: _Fill) -> bool:
         changes = self._environment.changes_so_far()
         if changes is None or not self._can_begin() or self._settings() != fill.settings:
@@ -181,7 +195,7 @@ class CacheFills:
 
 
 class _Fill:
-    """What a recorder had noted when a cache called its function.
+    """Holds what a recorder had noted when a cache called its function.
 
     Args:
         frame: the function.
@@ -218,7 +232,7 @@ class _Fill:
             (tracked, tracked.ref, tracked.version, tracked.graphless)
             for tracked in writer.tracked.values()
         ]
-        self._parts = [(part, _attributes_of(part)) for part in parts]
+        self._parts = [(part, _noted_in(part)) for part in parts]
         self._contents = [
             (value, copy.copy(value))
             for _, attributes in self._parts
@@ -238,7 +252,8 @@ class _Fill:
                 setattr(part, name, value)
         for container, content in self._contents:  # which others have, too
             container.clear()
-            container.extend(content) if isinstance(container, _LISTS) else container.update(content)
+            add = container.extend if isinstance(container, _LISTS) else container.update
+            add(content)
         for tracked, ref, version, graphless in self._names:
             tracked.ref, tracked.version, tracked.graphless = ref, version, graphless
 
@@ -248,7 +263,7 @@ def noted_on(tape: Tape) -> tuple[int, ...]:
     return len(tape.blockers), len(tape.forgets), len(tape.blocks), len(tape.joint)
 
 
-def _attributes_of(part: Any) -> dict[str, Any]:
+def _noted_in(part: Any) -> dict[str, Any]:
     names = getattr(type(part), "__slots__", None) or vars(part)
     return {name: getattr(part, name) for name in names}
 
@@ -267,7 +282,7 @@ def _arguments(frame: FrameType) -> Iterator[Any]:
         yield from frame.f_locals[names[0]].values()
 
 
-def _is_called_by(frame: FrameType | None, caller: FrameType) -> bool:
+def _runs_within(frame: FrameType | None, caller: FrameType) -> bool:
     while frame is not None and frame is not caller:
         frame = frame.f_back
     return frame is not None
@@ -278,3 +293,75 @@ _ROOM = 3  # after so many fills, calls of a cache that can be watched are ops (
 _ENDS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _LISTS = (list, deque)
 _CONTAINERS = (*_LISTS, dict, set)
+
+
+# What a run has put into caches, once it is over.
+
+
+def look_at_caches(
+    recording: Recording, encoder: Encoder, block: Callable[..., None], cleared: list[Any]
+) -> None:
+    """Record what a run put into each `functools.lru_cache`.
+
+    Args:
+        recording: the run.
+        encoder: encodes its values.
+        block: notes why it must not be replayed, and where.
+        cleared: the caches that it has cleared.
+    """
+    tape, environment = recording.tape, recording.environment
+    kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
+    outlive = {ref.index for ref in refs_in(kept)}
+    for label, cache, *_ in environment.caches:
+        if any(one is cache for one in cleared):
+            block(f"the run clears the cache of {label}", label)
+        if cache not in environment.fills:
+            continue
+        if not are_cached(environment.read_caches):  # a later entry has displaced one
+            tape.block(environment.reason_to_fill(label))
+        if not _is_finished_function(cache.__wrapped__):
+            environment.filled_caches[cache] = entries_of(cache)
+    for reason, cache, was_empty in environment.misses():
+        entries = entries_of(cache)
+        lasting = [entry for entry in entries if not _ends_with_run(entry[0], outlive, encoder)]
+        # A result computed by a function in pure Python is the same when it comes from the
+        # cache. Where no call can find an entry again, the cache is as good as empty.
+        if (lasting or not was_empty) and (
+            _has_ops_of(cache.__wrapped__, tape) or not all(map(is_value, cached_results(cache)))
+        ):
+            tape.block(reason)
+            recording.is_transient = True
+        # No one may see a traced scalar after the run.
+        if any(type(value) in TRACED for value in cached_results(cache)):
+            cache.cache_clear()
+        inner = cache.__wrapped__
+        if is_computation(inner) and all(map(is_value, cached_results(cache))):
+            continue  # which returns the same, whether it is kept or not
+        if not lasting or not _is_finished_function(inner):
+            environment.filled_caches[cache] = lasting
+
+
+def _is_finished_function(inner: Any) -> bool:
+    return isinstance(inner, types.FunctionType) and is_finished(inner)
+
+
+def _ends_with_run(key: Any, outlive: set[int], encoder: Encoder) -> bool:
+    """Return whether a key contains a tensor that the run has made, and does not leave."""
+    if type(key) is not tuple:
+        return False
+    found = (encoder.producer_of(item) for item in key if type(item) is Tensor)
+    return any(index is not None and index not in outlive for index in found)
+
+
+def _has_ops_of(function: Any, tape: Tape) -> bool:
+    """Return whether torch functions were called from within a function of the model."""
+    code = getattr(function, "__code__", None)
+    for op in tape.ops:
+        site, scope = op.site, op.scope
+        while op.kind is OpKind.CALL and site is not None:
+            if any(running is code for running, _ in site.chain):
+                return True
+            if scope.parent is None:
+                break
+            site, scope = scope.site, scope.parent
+    return False

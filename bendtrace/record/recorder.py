@@ -92,7 +92,12 @@ from bendtrace.watch.writes import may_share
 
 if TYPE_CHECKING:
     from bendtrace.record import (
-        array_functions, arrays, cache_fills, checkpoints, texts, varying,
+        array_functions,
+        arrays,
+        cache_fills,
+        checkpoints,
+        texts,
+        varying,
     )  # fmt: skip
     from bendtrace.record.array_functions import SharedArrays
     from bendtrace.record.arrays import Arrays
@@ -284,31 +289,15 @@ class Recorder(RecordingMode):
 
     def _follow_fills(self, finish: Finish) -> None:
         """Have what fills a cache taken off the tape."""
-        fills = cache_fills.CacheFills(
-            self.environment, self._writer, self._values, self._parts_that_note,
-            lambda: (finish.modes(), self._lifting and len(self._lifting.lifted)),
-            self._can_take_off,
-        )  # fmt: skip
-        self._code_monitor.cached_codes = fills.codes
-        self._code_monitor.enters_cached = fills.begins
-        self._code_monitor.leaves_cached = fills.ends
-
-    def _parts_that_note(self) -> Iterator[Any]:
-        yield from (
+        parts = (
             self.tape, self._writer, self._writer.writes, self._values, self._encoder,
             self._numbers, self._states, self._states.effects, self._scopes,
         )  # fmt: skip
-        if self.varying is not None:
-            yield self.varying
-
-    def _can_take_off(self) -> bool:
-        """Return whether what the run notes from here on can be taken off the tape again."""
-        writer = self._writer
-        follows = writer.script is not None and writer.script.is_active
-        return not (
-            follows or writer.is_behind or writer.is_inside or self.tape.is_joint
-            or self._arrays or self._contents or self._checkpoints or "texts" in vars(self)
-            or has_other_ranks()
+        self._code_monitor.fills = cache_fills.CacheFills(
+            self.environment, self._writer, self._values,
+            lambda: (*parts, *([self.varying] if self.varying is not None else [])),
+            lambda: (finish.modes(), self._lifting and len(self._lifting.lifted)),
+            lambda: self._arrays or self._contents or self._checkpoints or "texts" in vars(self),
         )  # fmt: skip
 
     def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

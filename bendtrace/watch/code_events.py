@@ -75,14 +75,15 @@ class EventCodeMonitor(CodeMonitor):
         if frame is self._ending and not self._away and threading.get_ident() == self._thread:
             self._away += 1
             try:
-                self._handle_end(frame, result)
+                self._ending = None
+                self.fills.ends(frame, result)
             finally:
                 self._away -= 1
         return None
 
     def end(self) -> None:
         """Note nothing any more."""
-        self._away, self._wants_inside, self._ending = 1, never, None
+        self._away, self._wants_inside, self.fills, self._ending = 1, never, None, None
         if self._tool is not None:
             monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             monitoring.set_events(self._tool, 0)

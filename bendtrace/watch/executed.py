@@ -236,9 +236,7 @@ class CodeMonitor:
         enters_foreign: is called where installed code begins that is not known to ask traced
             numbers.
         enters_model: is called where code of the user's begins for the first time.
-        cached_codes: the identities of code that caches call.
-        enters_cached: is called where such code begins; returns whether its end is wanted.
-        leaves_cached: is called at that end, with what the code returns.
+        fills: follows what fills caches (see `record/cache_fills.py`).
     """
 
     def __init__(self, wants_inside: Callable[[], bool]) -> None:
@@ -254,10 +252,8 @@ class CodeMonitor:
         self._kinds: dict[types.CodeType, int] = {}
         self.enters_foreign: Callable[[types.FrameType], None] | None = None
         self.enters_model: Callable[[types.FrameType], None] | None = None
-        self.cached_codes: frozenset[int] = frozenset()
-        self.enters_cached: Callable[[types.FrameType], bool] | None = None
-        self.leaves_cached: Callable[[types.FrameType, Any], None] | None = None
-        self._ending: types.FrameType | None = None  # code whose end is wanted
+        self.fills: Any = None
+        self._ending: types.FrameType | None = None  # code whose end `fills` wants to see
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> int:
         """Return whether code is finished: 2 if it is not known to ask traced numbers."""
@@ -278,9 +274,8 @@ class CodeMonitor:
             kind = self._is_finished(code, frame.f_globals)
             if not kind:
                 self._begins(frame)
-        if id(code) in self.cached_codes and self.enters_cached is not None:
-            if self.enters_cached(frame):
-                self._wait_for_end(frame)
+        if self.fills is not None and id(code) in self.fills.codes and self.fills.begins(frame):
+            self._wait_for_end(frame)
         if not kind:
             return
         if kind == _FOREIGN and self.enters_foreign is not None:
@@ -299,12 +294,6 @@ class CodeMonitor:
 
     def _wait_for_end(self, frame: types.FrameType) -> None:
         self._ending = frame
-
-    def _handle_end(self, frame: types.FrameType, result: Any) -> None:
-        """Code has ended whose end is wanted; what it has raised counts as None."""
-        self._ending = None
-        if self.leaves_cached is not None:
-            self.leaves_cached(frame, result)
 
     def _asks(self, frame: types.FrameType, question: Any) -> None:
         """Hide the recorder until a question has been answered."""
@@ -408,7 +397,7 @@ class CodeMonitor:
     def end(self) -> None:
         """Note nothing any more, and give whoever profiled before its place back."""
         outer, self._outer = self._outer, None
-        self._away, self._wants_inside, self._ending = 1, never, None
+        self._away, self._wants_inside, self.fills, self._ending = 1, never, None, None
         sys.setprofile(None)
         if hasattr(outer, "enable"):  # of cProfile
             outer.enable()
@@ -424,7 +413,8 @@ class CodeMonitor:
             if self._hidden is not None:  # a call of C has returned or raised
                 self._restore_recorder()
             if frame is self._ending and event == "return":
-                self._handle_end(frame, function)
+                self._ending = None
+                self.fills.ends(frame, function)
 
     def _profile_questions(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":

@@ -430,7 +430,7 @@ def tensors_of_a_cache_that_is_cleared(x: Tensor) -> Tensor:
     return x * table(x.shape[0])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def grid(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     found = torch.zeros(rows, 2, dtype=dtype, device=device)
     found[:, 0] = torch.arange(rows).sin() * FACTOR[0]
