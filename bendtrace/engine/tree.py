@@ -352,7 +352,10 @@ class TraceTree:
             }
             self._misses.update(misses)
             self._moved.update(changed)
-            often = {one for one in changed - self._excluded if self._moved[one] == _MOVING}
+            # One that is too small for a single run is filled by each run.
+            small = environment.displaced & misses.keys() - self._inputs
+            often = {one for one in changed if self._moved[one] == _MOVING} | small
+            often -= self._excluded
             if not often:
                 return
             self._add_inputs(often)

@@ -319,6 +319,7 @@ def look_at_caches(
             continue
         if not are_cached(environment.read_caches):  # a later entry has displaced one
             tape.block(environment.reason_to_fill(label))
+            environment.displaced.add(label)
         if not _is_finished_function(cache.__wrapped__):
             environment.filled_caches[cache] = entries_of(cache)
     for reason, cache, was_empty in environment.misses():

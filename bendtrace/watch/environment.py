@@ -76,6 +76,7 @@ class Environment(ScanResult):
         read_caches: what tensors the run took from which `functools.lru_cache`.
         computed: how often the tracer itself had a cache filled, or took a fill off the tape.
         fills: the caches whose fills were taken off the tape (see `record/cache_fills.py`).
+        displaced: the labels of those that do not hold any more what the run has taken from them.
         inputs: as given.
         filled_caches: the keys and results of caches after a run that added some.
         lifted: the labels in the state that are inputs of the run.
@@ -101,6 +102,7 @@ class Environment(ScanResult):
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self.computed: dict[functools._lru_cache_wrapper[Any], int] = {}
         self.fills: set[functools._lru_cache_wrapper[Any]] = set()
+        self.displaced: set[str] = set()
         self.inputs: frozenset[str] = inputs
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
