@@ -133,6 +133,10 @@ def state(model: Model) -> Table:
     return lambda n: model.buffer
 
 
+def of_the_run(model: Model) -> Table:
+    return lambda n: model.kept[:2].sum(1) * n
+
+
 def of_objects(model: Model) -> Table:
     return lambda key: torch.arange(key.n).float()
 
@@ -230,6 +234,11 @@ def by_objects(self: Model, x: Tensor) -> Tensor:
     return self.fc(x) * self.table(Rows(x.shape[0]))[:, None]
 
 
+def reading_the_run(self: Model, x: Tensor) -> Any:
+    first, self.kept = self.fc(x).chunk(2, 1)
+    return first * self.table(x.shape[0]).sum() + self.kept
+
+
 def by_tensors(self: Model, x: Tensor) -> Tensor:
     return self.fc(x) * self.table(x > 0)
 
@@ -243,7 +252,8 @@ OTHERS: list[tuple[Any, Program]] = [
     (drawing, by_rows), (counting, counted), (logging, counted), (writing, around_writes),
     (failing, caught), (failing, by_rows), (listing, listed), (generating, generated),
     (state, first_row), (computed, kept), (computed, displaced), (computed, cleared),
-    (of_objects, by_objects), (of_tensors, by_tensors),
+    (of_objects, by_objects), (of_tensors, by_tensors), (computed, by_rows),
+    (of_the_run, reading_the_run),
 ]  # fmt: skip
 
 DO_MORE = (drawing, counting, logging, writing, listing, state)
@@ -257,11 +267,9 @@ def outcome(call: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 
 def held(model: Model) -> Any:
-    entries = {str(key): one for key, one in entries_of(model.table)}
-    if model.run in (generated, by_tensors, by_objects):
-        entries = {}
+    entries = entries_of(model.table) if model.run not in (generated, by_tensors) else ()
     log = model.log, model.count, model.kept, model.buffer
-    return bits(log), bits(torch.get_rng_state()), bits([entries[key] for key in sorted(entries)])
+    return bits((log, torch.get_rng_state())), sorted(str(bits(one)) for _, one in entries)
 
 
 def stream(make: Any, run: Any, size: int | None, calls: int = 40) -> bt.BendedModule:
@@ -294,7 +302,7 @@ def test_runs_that_fill_a_cache_are_kept(make: Any, run: Any, size: int | None) 
 
 @pytest.mark.parametrize(("make", "run"), OTHERS, ids=lambda one: one.__name__)
 def test_runs_that_do_more_are_right(make: Any, run: Any) -> None:
-    for size in (None, 128, 1, 0):
+    for size in (None, 128, 2, 1, 0):
         bended = stream(make, run, size)
         assert bended.stats.live or size == 0 or make not in DO_MORE
 
@@ -343,3 +351,34 @@ def test_paths_that_read_a_cache_join() -> None:
         x = torch.randn(3) * 3
         assert torch.equal(bended(x), steps(x))
     assert bended.stats.traces <= 8
+
+
+def test_a_function_is_called_past_its_cache() -> None:
+    def steps(n: int) -> Tensor:
+        return torch.arange(n).float()
+
+    table = functools.cache(steps)
+    bended = bt.BendedModule(lambda x: x * table(3) + steps(3))
+    for _ in range(3):
+        assert torch.equal(bended(torch.ones(3)), 2 * steps(3))
+    assert (bended.stats.traces, bended.stats.live) == (1, 0)
+
+
+def test_an_empty_cache_is_cleared() -> None:
+    table = functools.cache(lambda n: torch.arange(n).float())
+
+    def clears(x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            table.cache_clear()
+            return x
+        return x * table(3)
+
+    bended = bt.BendedModule(clears)
+    for sign in (1, -1, 1, -1, 1):
+        bended(torch.ones(3) * sign)
+        assert table.cache_info().currsize == (sign < 0)
+
+
+def test_a_small_cache_is_an_op_from_the_second_call_on() -> None:
+    bended = stream(computed, displaced, 1)
+    assert (bended.stats.traces, bended.stats.live) == (1, 1)

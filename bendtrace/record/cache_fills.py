@@ -84,9 +84,8 @@ class CacheFills:
         for label, cache, info, _ in environment.caches:
             code = underlying_code(cache.__wrapped__)
             self._misses[cache] = info.misses
-            if code is None or code.co_flags & _ENDS_LATER:
-                continue
-            if label in environment.inputs and info.currsize == info.maxsize:
+            is_full = info.currsize == info.maxsize
+            if code is None or (label in environment.inputs and is_full):
                 continue  # each fill displaces what programs take from it
             # Which entry a full one drops depends on the latest calls, of which replays make none.
             part = environment.find(cache)
@@ -289,8 +288,6 @@ def _runs_within(frame: FrameType | None, caller: FrameType) -> bool:
 
 
 _ROOM = 3  # after so many fills, calls of a cache that can be watched are ops (`TraceTree`)
-# Code that has not ended when its call returns.
-_ENDS_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _LISTS = (list, deque)
 _CONTAINERS = (*_LISTS, dict, set)
 
