@@ -92,6 +92,14 @@ def counting(model: Model) -> Table:
     return table
 
 
+def assigning(model: Model) -> Table:
+    def table(n: int) -> Tensor:
+        model.count = n
+        return torch.arange(n).float()
+
+    return table
+
+
 def logging(model: Model) -> Table:
     def table(n: int) -> Tensor:
         model.log.append(n)
@@ -382,3 +390,12 @@ def test_an_empty_cache_is_cleared() -> None:
 def test_a_small_cache_is_an_op_from_the_second_call_on() -> None:
     bended = stream(computed, displaced, 1)
     assert (bended.stats.traces, bended.stats.live) == (1, 1)
+
+
+def test_what_the_function_assigns_is_not_assigned_again() -> None:
+    model = Model(assigning, by_rows, None)
+    bended, x = bt.BendedModule(model), torch.ones(3, 4)
+    for number in range(4):
+        model.count = 0
+        bended(x)
+        assert model.count == (3 if number == 0 else 0)
