@@ -673,6 +673,8 @@ class Dispatcher:
         # Not the divergence itself, which holds the values of the replay.
         stopped = divergence.recording, divergence.number, divergence.outcome
         script, lifting = divergence.script(), program.lifting()
+        if script is not None:
+            script.cached = [one for _, one in program.recording.environment.read_caches]
         try:
             recording = self._traced(call, divergence, script, lifting)
         finally:

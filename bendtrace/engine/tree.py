@@ -331,28 +331,31 @@ class TraceTree:
     def note_caches(self, environment: Environment) -> None:
         """Make inputs of caches that are filled again and again, and drop what looks into them.
 
+        Where calls of a cache can be no ops, and it is full, programs last until the next fill. So
+        such a cache counts as well, and runs that fill it are live from then on.
+
         Args:
             environment: what the latest run could read.
         """
-        caches = [
-            part
-            for part in environment.parts
-            if is_cache(part)
-            and containers.can_be_watched(part)
-            and containers.caches_tensors(part.value)
-        ]
-        if not (self.watches_caches and caches):
-            return
         misses: Counter[str] = Counter()
-        for part in caches:
-            misses[part.label] += part.value.cache_info().misses
+        for part in environment.parts:
+            if is_cache(part) and containers.caches_tensors(part.value):
+                info = part.value.cache_info()
+                is_op = self.watches_caches and containers.can_be_watched(part)
+                if is_op or info.currsize == info.maxsize:
+                    misses[part.label] += info.misses
+        if not misses:
+            return
         with self._lock:
             changed = {
                 label for label in misses if self._misses.get(label, misses[label]) != misses[label]
             }
             self._misses.update(misses)
             self._moved.update(changed)
-            often = {one for one in changed - self._excluded if self._moved[one] == _MOVING}
+            # One that is too small for a single run is filled by each run.
+            small = environment.displaced & misses.keys() - self._inputs
+            often = {one for one in changed if self._moved[one] == _MOVING} | small
+            often -= self._excluded
             if not often:
                 return
             self._add_inputs(often)

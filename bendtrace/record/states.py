@@ -111,7 +111,7 @@ class StateReader:
         self._outermost = outermost
         self._reads_all = reads_all
         self._inserter = inserter
-        self._effects = Effects(writer.tape)
+        self.effects: Effects = Effects(writer.tape)
         self._modes = dispatch_modes()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self._follower = None if writer.script is None else writer.script.follower
@@ -131,7 +131,7 @@ class StateReader:
                 turn are held only by the tracer.
             compared: the identities of the values compared last.
         """
-        if not self._reads_all and self._effects.have_begun():
+        if not self._reads_all and self.effects.have_begun():
             self._reads_all = True  # from here on, the run cannot be done again from its start
         if not self._reads_all:
             self._left = self._left - 1 if self._is_near() else 0

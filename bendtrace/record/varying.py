@@ -525,7 +525,7 @@ class Varying:
         misses = function.cache_info().misses - misses
         if _reference_counts(original) and not is_finished(inner):
             return None  # the model may change what is kept for its next call
-        environment.computed[function] = environment.computed.get(function, 0) + misses
+        environment.note_computed(function, misses)
         before = _copy_of_arguments(given)
         result = inner(*given)
         copied = _without(result)
