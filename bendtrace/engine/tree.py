@@ -96,11 +96,11 @@ class TraceTree:
         culprit: says what makes the model diverge so often, for the warning given when the
             limit is reached for the first time.
         joins: whether paths may join.
-        watches_caches: whether calls of a `functools.lru_cache` may be ops: nothing can be inserted
-            in them.
+        is_plain: whether nothing is inserted that its runs have ops of. Only then may calls of a
+            `functools.lru_cache` be ops, and lists of loops be values.
 
     Attributes:
-        watches_caches: as given.
+        is_plain: as given.
         lifts: whether runs may begin to lift counters of loops.
         varying: the places where numbers differ from run to run.
     """
@@ -110,9 +110,9 @@ class TraceTree:
         limit: int | None = None,
         culprit: Callable[[TraceTree], str | None] | None = None,
         joins: bool = True,
-        watches_caches: bool = False,
+        is_plain: bool = False,
     ) -> None:
-        self.watches_caches: bool = watches_caches
+        self.is_plain: bool = is_plain
         self.limit = limit
         self._joins = joins
         self.forgotten: int = 0
@@ -205,7 +205,7 @@ class TraceTree:
         """Return the lifting of numbers in a run of a new program; None if there is none."""
         if not (self._inputs or self.varying):
             return None
-        return varying.Lifting(None, inputs=self._inputs, places=self.varying)
+        return varying.Lifting(None, False, self._inputs, self.varying, self.is_plain)
 
     def _notice(self, recording: Recording, program: Program) -> None:
         """Note which numbers a run has asked for, and where.
@@ -256,7 +256,9 @@ class TraceTree:
                 self._aside += [(names, one) for one in asking]
 
     def _program(self, recording: Recording, global_state: GlobalState) -> Program:
-        return Program(recording, global_state, joins=self._joins, ties=self._ties)
+        # What is inserted may need an item of a list, which no state has.
+        joins = self._joins and (self.is_plain or not recording.follows_lists)
+        return Program(recording, global_state, joins=joins, ties=self._ties)
 
     def _insert(self, names: tuple[str, ...], program: Program) -> None:
         self._indices.setdefault(names, ProgramIndex()).add(program)
@@ -341,7 +343,7 @@ class TraceTree:
         for part in environment.parts:
             if is_cache(part) and containers.caches_tensors(part.value):
                 info = part.value.cache_info()
-                is_op = self.watches_caches and containers.can_be_watched(part)
+                is_op = self.is_plain and containers.can_be_watched(part)
                 if is_op or info.currsize == info.maxsize:
                     misses[part.label] += info.misses
         if not misses:

@@ -88,6 +88,7 @@ class Recording:
         writes_outside: whether it wrote to tensors that were there before.
         form: how its arguments were passed, where the function may see that.
         places: where its numbers stay traced, as they differ between runs (`varying.py`).
+        follows_lists: whether lists that loops append to are values (`accumulation.py`).
         useless: of these, where that is of no use.
         guarded: of these, where numbers are guarded nevertheless.
         keyed: the labels of lists and dicts in the state whose items it assigns by such numbers.
@@ -103,6 +104,7 @@ class Recording:
         "draws",
         "environment",
         "error",
+        "follows_lists",
         "form",
         "guarded",
         "is_transient",
@@ -129,6 +131,7 @@ class Recording:
         self.error: Exception | None = None
         self.form: tuple[str, ...] = ()
         self.places: frozenset[Place] = frozenset()
+        self.follows_lists: bool = False
         self.useless: frozenset[Place] = frozenset()
         self.guarded: frozenset[Place] = frozenset()
         self.keyed: frozenset[str] = frozenset()

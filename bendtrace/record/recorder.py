@@ -259,6 +259,7 @@ class Recorder(RecordingMode):
                 self._arrays.finish()
             recording, changes = finish.recording(output, self._code_monitor)
             recording.error, self._error = self._error, None
+            recording.follows_lists = self._values.accumulation is not None
             if self.varying is not None:
                 self.varying.finish()
                 recording.places = self.varying.places

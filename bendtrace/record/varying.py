@@ -775,6 +775,7 @@ class Lifting:
         as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
         inputs: the labels of numbers in the state that are inputs of the run, and of containers.
         places: where numbers differ from run to run, so that they stay traced (`varying.py`).
+        lists: whether lists that loops append to are followed.
 
     Attributes:
         counts: whether counters of loops are lifted.
@@ -789,9 +790,11 @@ class Lifting:
         as_tensors: bool = False,
         inputs: frozenset[str] = frozenset(),
         places: frozenset[Place] = frozenset(),
+        lists: bool = False,
     ) -> None:
         self._excluded = excluded
         self._as_tensors = as_tensors
+        self._lists = lists
         self.inputs: frozenset[str] = inputs
         self.counts: bool = excluded is not None
         self.lifted: dict[int, Counter] = {}
@@ -812,7 +815,7 @@ class Lifting:
         self._call, self._outermost = call, outermost
         if self.counts or self.places:
             writer.before_question = self._lift
-            if not self._as_tensors:
+            if self._lists:
                 values.accumulation = Accumulation(writer, values, outermost)
 
     @property
