@@ -296,7 +296,7 @@ class Recorder(RecordingMode):
         )  # fmt: skip
         self._code_monitor.fills = cache_fills.CacheFills(
             self.environment, self._writer, self._values,
-            lambda: (*parts, *([self.varying] if self.varying is not None else [])),
+            lambda: (*parts, *filter(None, (self.varying, self._values.accumulation))),
             lambda: (finish.modes(), self._lifting and len(self._lifting.lifted)),
             lambda: self._arrays or self._contents or self._checkpoints or "texts" in vars(self),
         )  # fmt: skip
