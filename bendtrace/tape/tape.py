@@ -503,7 +503,7 @@ class Tape:
         is_joint: whether ranks communicate in it, and have to agree.
         joint: the places of communicating ops, in the same words on all ranks.
         states: the states at guards, by guard number, if they were read.
-        counters: the ops that compute lifted counters, or give lists of loops, and are no nodes (see
+        counters: the ops that compute lifted counters or give lists of loops, and are no nodes (see
             `record/varying.py`): a run that lifts none has plain numbers and lists there.
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor; of
