@@ -166,11 +166,11 @@ class _VariableUses:
         if loads_method(following) and following.value in _METHODS:
             self.growth.append(following.offset)
             return True
-        above = 0  # how much lies above it on the stack
+        above, start = 0, self._steps[position].offset  # how much lies above it on the stack
         for at in range(position + 1, len(self._steps)):
             step = self._steps[at]
             taken, given = _stack_uses(step)
-            if taken is None or step.offset in self._labels:
+            if taken is None or (step.offset in self._labels and step.offset != start):
                 return False
             if taken <= above:
                 above += given - taken
