@@ -234,12 +234,12 @@ class TraceTree:
                 elif program.graph is not None:
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
             self._aside.clear()
+        new = self._varying_loops(program) if program.recording is recording else set()
         answers: dict[Place, list[Any]] = {}
         for guard in recording.tape.guards:
             place = number_place(guard)
             if place is not None and place not in self._steady:
                 answers.setdefault(place, []).append(guard)
-        new = set()
         for place, guards in answers.items():
             seen = self._asked.setdefault(place, set())
             if isinstance(guards[0], TruthGuard):  # of comparisons, which tell an order
@@ -254,6 +254,22 @@ class TraceTree:
                 asking = [one for one in listed if one.graph is not None and _asks_at(one, new)]
                 self._drop(names, *asking)
                 self._aside += [(names, one) for one in asking]
+
+    def _varying_loops(self, program: Program) -> set[Place]:
+        """Return the `while` loops that inputs end, after other numbers of rounds in each run.
+
+        Args:
+            program: a new one, to count from here on.
+        """
+        new: set[Place] = set()
+        for (code, offset), count in () if program.live_only else _rounds(program):
+            loop = varying.loop_at(code, offset)
+            if loop is not None and loop not in self._steady:
+                seen = self._asked.setdefault(loop, set())
+                seen.add(count)
+                if len(seen) >= _VARYING:
+                    new.add(loop)
+        return new
 
     def _program(self, recording: Recording, global_state: GlobalState) -> Program:
         return Program(recording, global_state, joins=self._joins, ties=self._ties)
@@ -421,6 +437,9 @@ class TraceTree:
     def _stop_lifting(self, program: Program) -> None:
         """Drop a program whose paths cannot join: runs that are resumed lift no counters."""
         self.lifts = False
+        loops = {place for place in self.varying if varying.is_loop(place)}
+        self._steady |= loops
+        self.varying -= loops
         for names, listed in list(self._programs.items()):
             if program in listed:
                 self._drop(names, program)
@@ -663,11 +682,27 @@ class TraceTree:
 
 def _asks_at(program: Program, places: Set[Place]) -> bool:
     """Return whether a run of a program has asked for a number at one of some places."""
+    if any(varying.loop_at(*place) in places for place, _ in _rounds(program)):
+        return True
     return any(
         number_place(guard) in places
         for recording in program.recordings()
         for guard in recording.tape.guards
     )
+
+
+def _rounds(program: Program) -> Iterator[tuple[Place, int]]:
+    """Yield where inputs decide a truth more than once, and how often they do."""
+    counts = Counter(
+        guard.site
+        for guard, kind in zip(
+            program.recording.tape.guards, program.analysis.kinds, strict=True
+        )
+        if kind is GuardKind.INPUT and isinstance(guard, TruthGuard)
+    )
+    for site, count in counts.items():
+        if site is not None and count > 1:
+            yield site.chain[0], count
 
 
 def _is_due(hits: int) -> bool:

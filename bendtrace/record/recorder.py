@@ -253,6 +253,8 @@ class Recorder(RecordingMode):
                 self.varying.finish()
                 recording.places = self.varying.places
                 recording.useless = frozenset(self.varying.useless())
+                if self._lifting is not None:
+                    recording.useless |= {*self._lifting.useless(self.tape)}
                 recording.guarded = frozenset(self.varying.guarded_places())
                 recording.keyed = frozenset(self.varying.keyed)
             if self._observer is not None:

@@ -505,6 +505,8 @@ class Tape:
         states: the states at guards, by guard number, if they were read.
         counters: the ops that compute lifted counters (`record/varying.py`), which are no nodes:
             a run that lifts none has plain numbers there.
+        rounds: the ops from whose numbers counters of loops go on: what is computed with these is
+            asked in each round, though inputs give it.
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor; of
             those that stand for arrays or numbers of numpy's, a `TensorMeta` or `NumberMeta`.
@@ -523,6 +525,7 @@ class Tape:
     joint: dict[int, str] = field(default_factory=dict)
     states: dict[int, RunState] = field(default_factory=dict)
     counters: set[int] = field(default_factory=set)
+    rounds: set[int] = field(default_factory=set)
     aliases: dict[int, int] = field(default_factory=dict)
     outlines: dict[int, Any] = field(default_factory=dict)
     classes: dict[int, type] = field(default_factory=dict)
