@@ -128,8 +128,10 @@ class Analysis:
             return not isinstance(op.meta, tuple)  # a number, not a TensorMeta
         if op.kind is OpKind.SCALAR:
             # What is computed with a counter is asked in each round of a loop.
-            return self.computable.issuperset(op.operands) and op.index not in self._rounds and (
-                op.index in self._counters or self._counters.isdisjoint(op.operands)
+            return (
+                self.computable.issuperset(op.operands)
+                and op.index not in self._rounds
+                and (op.index in self._counters or self._counters.isdisjoint(op.operands))
             )
         return (
             is_metadata_read(op)

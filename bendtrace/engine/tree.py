@@ -8,7 +8,7 @@ import os
 import threading
 import traceback
 import warnings
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,7 +118,7 @@ class TraceTree:
         self.forgotten: int = 0
         self.lifts: bool = True
         self.varying: frozenset[Place] = frozenset()
-        self._asked: dict[Place, set[Any]] = {}  # the numbers that were asked for at each place
+        self._asked: defaultdict[Place, set[Any]] = defaultdict(set)  # for which numbers
         self._steady: set[Place] = set()  # where numbers are better guarded
         # Programs that guard numbers which are going to stay traced, with what is asked there.
         self._aside: list[tuple[tuple[str, ...], Program]] = []
@@ -234,42 +234,22 @@ class TraceTree:
                 elif program.graph is not None:
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
             self._aside.clear()
-        new = self._varying_loops(program) if program.recording is recording else set()
-        answers: dict[Place, list[Any]] = {}
+        answers = _rounds_asked(program) if program.recording is recording else {}
         for guard in recording.tape.guards:
             place = number_place(guard)
-            if place is not None and place not in self._steady:
-                answers.setdefault(place, []).append(guard)
-        for place, guards in answers.items():
-            seen = self._asked.setdefault(place, set())
-            if isinstance(guards[0], TruthGuard):  # of comparisons, which tell an order
-                seen.add(tuple(guard.answer for guard in guards))
-            else:
-                seen.update(guard.answer for guard in guards)
-            if len(seen) >= _VARYING:
-                new.add(place)
+            if place is not None:
+                answers.setdefault(place, []).append(guard.answer)
+        asked = answers.keys() - self._steady
+        for place in asked:
+            found = answers[place]  # of comparisons, all together tell an order
+            self._asked[place].update([tuple(found)] if type(found[0]) is bool else found)
+        new = {place for place in asked if len(self._asked[place]) >= _VARYING}
         if new - self.varying and results.can_exchange() and self._joins:
             self.varying |= new
             for names, listed in list(self._programs.items()):
                 asking = [one for one in listed if one.graph is not None and _asks_at(one, new)]
                 self._drop(names, *asking)
                 self._aside += [(names, one) for one in asking]
-
-    def _varying_loops(self, program: Program) -> set[Place]:
-        """Return the `while` loops that inputs end, after other numbers of rounds in each run.
-
-        Args:
-            program: a new one, to count from here on.
-        """
-        new: set[Place] = set()
-        for (code, offset), count in () if program.live_only else _rounds(program):
-            loop = varying.loop_at(code, offset)
-            if loop is not None and loop not in self._steady:
-                seen = self._asked.setdefault(loop, set())
-                seen.add(count)
-                if len(seen) >= _VARYING:
-                    new.add(loop)
-        return new
 
     def _program(self, recording: Recording, global_state: GlobalState) -> Program:
         return Program(recording, global_state, joins=self._joins, ties=self._ties)
@@ -437,9 +417,8 @@ class TraceTree:
     def _stop_lifting(self, program: Program) -> None:
         """Drop a program whose paths cannot join: runs that are resumed lift no counters."""
         self.lifts = False
-        loops = {place for place in self.varying if varying.is_loop(place)}
-        self._steady |= loops
-        self.varying -= loops
+        self._steady |= {*filter(varying.is_loop, self.varying)}
+        self.varying -= self._steady
         for names, listed in list(self._programs.items()):
             if program in listed:
                 self._drop(names, program)
@@ -682,27 +661,15 @@ class TraceTree:
 
 def _asks_at(program: Program, places: Set[Place]) -> bool:
     """Return whether a run of a program has asked for a number at one of some places."""
-    if any(varying.loop_at(*place) in places for place, _ in _rounds(program)):
-        return True
-    return any(
-        number_place(guard) in places
-        for recording in program.recordings()
-        for guard in recording.tape.guards
-    )
+    guards = (guard for recording in program.recordings() for guard in recording.tape.guards)
+    return not places.isdisjoint([*_rounds_asked(program), *map(number_place, guards)])
 
 
-def _rounds(program: Program) -> Iterator[tuple[Place, int]]:
-    """Yield where inputs decide a truth more than once, and how often they do."""
-    counts = Counter(
-        guard.site
-        for guard, kind in zip(
-            program.recording.tape.guards, program.analysis.kinds, strict=True
-        )
-        if kind is GuardKind.INPUT and isinstance(guard, TruthGuard)
-    )
-    for site, count in counts.items():
-        if site is not None and count > 1:
-            yield site.chain[0], count
+def _rounds_asked(program: Program) -> dict[Place, list[Any]]:
+    """Return how often each `while` loop has asked what inputs decide."""
+    pairs = zip(program.recording.tape.guards, program.analysis.kinds, strict=True)
+    asked = [one for one, kind in pairs if kind is GuardKind.INPUT and isinstance(one, TruthGuard)]
+    return {} if program.graph is None or len(asked) < 2 else varying.rounds_of_loops(asked)
 
 
 def _is_due(hits: int) -> bool:

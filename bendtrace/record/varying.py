@@ -466,12 +466,17 @@ class Varying:
         self._rounds.append((place, rounds))
         return rounds
 
-    def useless(self) -> Iterator[Place]:
+    def useless(self, lifting: Lifting | None) -> Iterator[Place]:
         """Yield the places of loops that do not close, and of numbers that are guarded later.
 
         Also those whose numbers come to code that cannot be followed.
+
+        Args:
+            lifting: lifts the counters of loops, if something does.
         """
         tape = self._writer.tape
+        if lifting is not None:
+            yield from lifting.open_loops(tape)
         if self._recorder.has_lost_arrays:
             yield from self._of_numpy
         for place, rounds in self._rounds:
@@ -896,12 +901,9 @@ class Lifting:
 
     def needed_counters(self, tape: Tape) -> frozenset[Counter]:
         """Return the counters that Python needed the number of, for an index, say."""
-        return self._needed_for(tape, [one for one in tape.guards if not _is_truth(one)])
-
-    def _needed_for(self, tape: Tape, guards: Iterable[Guard]) -> frozenset[Counter]:
-        """Return the counters from which what some guards ask for was computed."""
         sources = self._sources(tape)
-        found = (sources.get(guard.index, ()) for guard in guards)
+        needing = (guard for guard in tape.guards if not isinstance(guard, TruthGuard))
+        found = (sources.get(guard.index, ()) for guard in needing)
         return frozenset(self.lifted[index] for indices in found for index in indices)
 
     def _sources(self, tape: Tape) -> dict[int, frozenset[int]]:
@@ -916,35 +918,35 @@ class Lifting:
                     sources[op.index] = found
         return sources
 
-    def useless(self, tape: Tape) -> Iterator[Place]:
+    def open_loops(self, tape: Tape) -> Iterator[Place]:
         """Yield the loops that do not close though their counters are to be lifted.
 
         Args:
             tape: the run.
         """
-        if not self._loops:
-            return
-        # A number that is asked for where it can stay traced does so in later runs.
-        needing = (guard for guard in tape.guards if not _is_truth(guard))
-        known = ((guard, number_place(guard)) for guard in needing)
-        needed = self._needed_for(tape, [g for g, at in known if at is None or at in self.places])
-        sources = self._sources(tape)
-        # The questions of each time that a loop was begun, by the op that lifted its counter then.
-        asked: dict[tuple[Place, int], list[int]] = {}
-        for number, guard in enumerate(tape.guards):
-            if _is_truth(guard) and guard.site is not None:
-                begun = max(sources.get(guard.index, ()), default=-1)
-                asked.setdefault((guard.site.chain[0], begun), []).append(number)
+        sources = self._sources(tape) if self._loops else {}
+        needed: set[Counter] = set()
+        # The questions at each place, by the op that lifted the counter when the loop was begun.
+        asked: dict[tuple[Place, int], list[bytes]] = {}
+        for number, guard in enumerate(tape.guards if self._loops else ()):
+            lifted = sources.get(guard.index, frozenset())
+            if not isinstance(guard, TruthGuard):
+                place = number_place(guard)
+                # What is asked for where numbers can stay traced does so in later runs.
+                if place is None or place in self.places:
+                    needed.update(self.lifted[index] for index in lifted)
+            elif guard.site is not None and number in tape.states:
+                question = guard.site.chain[0], max(lifted, default=-1)
+                asked.setdefault(question, []).append(tape.states[number].key)
         closes: dict[Place | None, bool] = {}
-        for (place, _), numbers in asked.items():
-            states = [tape.states[number].key for number in numbers if number in tape.states]
+        for (place, _), states in asked.items():
             if len(states) > _FEW_ROUNDS:
                 loop = loop_at(*place)
                 closes[loop] = closes.get(loop, False) or len({*states}) < len(states)
-        for loop in filter(is_loop, self.places):
-            names = {(loop[0], name) for name in counters_at(*loop)}
-            if not (closes.get(loop, True) and needed.isdisjoint(names)):
-                yield loop
+        for place in filter(is_loop, self.places):
+            names = {(place[0], name) for name in counters_at(*place)}
+            if not (closes.get(place, True) and needed.isdisjoint(names)):
+                yield place
 
 
 def required_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
@@ -967,10 +969,6 @@ def required_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _is_truth(guard: Guard) -> bool:
-    return isinstance(guard, TruthGuard)
-
-
 _ONE_TO_ONE = (
     operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pos,
 )  # fmt: skip
@@ -991,7 +989,7 @@ def counters_at(
         offset: the instruction.
         loops: the loops that count, as identities of code and beginnings; None for all.
     """
-    around = (loop for loop in _loops_of(code) if loop[0] <= offset <= loop[1])
+    around = (loop for loop in _loops_in(code) if loop[0] <= offset <= loop[1])
     return frozenset().union(
         *(names for begin, _, names in around if loops is None or (id(code), begin) in loops)
     )
@@ -999,17 +997,27 @@ def counters_at(
 
 def loop_at(code: CodeType, offset: int) -> Place | None:
     """Return the innermost `while` loop with counters around an instruction, as its beginning."""
-    around = (loop for loop in _loops_of(code) if loop[0] <= offset <= loop[1] and loop[2])
+    around = (loop for loop in _loops_in(code) if loop[0] <= offset <= loop[1] and loop[2])
     innermost = min(around, key=lambda loop: loop[1] - loop[0], default=None)
     return None if innermost is None else (code, innermost[0])
 
 
+def rounds_of_loops(guards: Iterable[Guard]) -> dict[Place, list[Any]]:
+    """Return how often each `while` loop with counters has asked, of those that ask again."""
+    found: Votes[Place] = Votes()
+    for site, count in Votes(guard.site for guard in guards).items():
+        loop = None if site is None or count == 1 else loop_at(*site.chain[0])
+        if loop is not None:
+            found[loop] += count
+    return {loop: [count] for loop, count in found.items()}
+
+
 def is_loop(place: Place) -> bool:
     """Return whether a place is a loop (see `loop_at`), and not one that asks for a number."""
-    return any(begin == place[1] and names for begin, _, names in _loops_of(place[0]))
+    return any(begin == place[1] and names for begin, _, names in _loops_in(place[0]))
 
 
-def _loops_of(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
+def _loops_in(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
     cached = _counters.get(id(code))
     if cached is None:
         cached = _counters[id(code)] = (code, _loops(code))

@@ -505,8 +505,7 @@ class Tape:
         states: the states at guards, by guard number, if they were read.
         counters: the ops that compute lifted counters (`record/varying.py`), which are no nodes:
             a run that lifts none has plain numbers there.
-        rounds: the ops from whose numbers counters of loops go on: what is computed with these is
-            asked in each round, though inputs give it.
+        rounds: the ops, of what inputs give, whose numbers are the first of counters of loops.
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor; of
             those that stand for arrays or numbers of numpy's, a `TensorMeta` or `NumberMeta`.
