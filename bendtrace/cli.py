@@ -108,14 +108,10 @@ def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Maker:
-    """A function that an expression may call.
-
-    Attributes:
-        function: the function.
-        names: names of its parameters; the first may cover all positional ones (`*size`).
-    """
+    """A function that an expression may call."""
 
     function: Callable[..., Any]
+    # Names of its parameters; the first may cover all positional ones (`*size`).
     names: tuple[str, ...]
 
     def allows(self, name: str) -> bool:
@@ -154,13 +150,10 @@ _KNOWN = f"known names: {', '.join(MAKERS)}, load, inf, nan and torch's dtypes"
 
 @dataclass(frozen=True)
 class InputTexts:
-    """The arguments of one call, as written.
+    """The arguments of one call, as written."""
 
-    Attributes:
-        texts: an expression, or a file of tensors, for each argument; positional unless it starts
-            with `name=`.
-    """
-
+    # An expression, or a file of tensors, for each argument; positional unless it starts with
+    # `name=`.
     texts: tuple[str, ...]
 
     @classmethod
@@ -639,43 +632,27 @@ def _short_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class ComparedCall:
-    """One call of a model, through its `BendedModule` and directly.
+    """One call of a model, through its `BendedModule` and directly."""
 
-    Attributes:
-        given: the inputs, as written.
-        inputs: descriptions of their values, by argument.
-        how: "trace" for the first; then "replay", "retrace", "resume" or "live".
-        mismatch: why it was not a replay, if a guard failed.
-        equal: whether outputs, changes of inputs, parameters and buffers, and the state of torch's
-            random numbers are the same, bit for bit.
-    """
-
-    given: str
-    inputs: dict[str, str]
-    how: str
-    mismatch: str | None
+    given: str  # the inputs, as written
+    inputs: dict[str, str]  # descriptions of their values, by argument
+    how: str  # "trace" for the first; then "replay", "retrace", "resume" or "live"
+    mismatch: str | None  # why it was not a replay, if a guard failed
+    # True if outputs, changes of inputs, parameters and buffers, and the state of torch's random
+    # numbers are the same, bit for bit.
     equal: bool
 
 
 @dataclass(frozen=True)
 class CommandRun:
-    """The results for a model.
+    """The results for a model."""
 
-    Attributes:
-        target: the traced object, as written.
-        fx_error: the error of torch.fx; None if there is none.
-        trace: the first call.
-        calls: all calls, including the first.
-        stats: how they were served.
-        why_live: why some calls can never be replays.
-    """
-
-    target: str
-    fx_error: str | None
-    trace: Trace
-    calls: tuple[ComparedCall, ...]
-    stats: Stats
-    why_live: tuple[str, ...]
+    target: str  # the traced object, as written
+    fx_error: str | None  # the error of torch.fx; None if there is none
+    trace: Trace  # the first call
+    calls: tuple[ComparedCall, ...]  # all calls, including the first
+    stats: Stats  # how they were served
+    why_live: tuple[str, ...]  # why some calls can never be replays
 
     @property
     def equal(self) -> bool:
@@ -874,14 +851,7 @@ examples
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        argv: the arguments; None uses those of the process.
-
-    Returns:
-        The exit status: 0 if all outputs were equal to eager's, 1 if not, 2 for an error.
-    """
+    """Run the command line; return the exit status that `trace --help` explains."""
     options = _parser().parse_args(_join_options(sys.argv[1:] if argv is None else argv))
     try:
         with redirect_stdout(sys.stderr):  # of the user's code
@@ -1242,14 +1212,10 @@ def _fitting_table(
     flexible: int,
     least: int,
 ) -> list[str]:
-    """Return a table that fits.
+    """Return a table that fits into a width.
 
-    Args:
-        rows: its cells.
-        headers: names of the columns.
-        width: what it has to fit into.
-        flexible: the column that is cut short; it may fill what the others leave.
-        least: number of columns to keep; those after them go if the flexible one needs room.
+    Its flexible column is cut short, and may fill what the others leave; those after the `least`
+    first columns go if it needs room.
     """
     # tabulate keeps two columns between columns, and makes each two wider than its header.
     columns = zip(headers, zip(*rows, strict=True), strict=True)

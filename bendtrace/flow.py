@@ -518,15 +518,10 @@ def _is_used_size(op: Op, tape: Tape) -> bool:
 
 
 class Control(NamedTuple):
-    """The flow steps that parts of a run depend on, by number, outermost first.
+    """The flow steps that parts of a run depend on, by number, outermost first."""
 
-    Attributes:
-        ops: the steps that led to each op.
-        calls: the steps that led to each call of a module.
-    """
-
-    ops: list[tuple[int, ...]]
-    calls: list[tuple[int, ...]]
+    ops: list[tuple[int, ...]]  # the steps that led to each op
+    calls: list[tuple[int, ...]]  # the steps that led to each call of a module
 
 
 def control_of(recording: Recording) -> Control:

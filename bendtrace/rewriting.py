@@ -516,16 +516,12 @@ class OutputTracker(Interjection):
 
 
 class EdgeInterjection(Interjection):
-    """Replaces those inputs of a node that come from another node.
-
-    Attributes:
-        applied: the number of values passed to `what`.
-    """
+    """Replaces those inputs of a node that come from another node."""
 
     late = True
 
     def __init__(self, sent: OutputTracker, what: Interjection) -> None:
-        self.applied: int = 0
+        self.applied: int = 0  # the number of values passed to `what`
         self.self_contained: bool = what.self_contained
         self._sent = sent
         self._what = what
@@ -579,11 +575,7 @@ def _tensors_within(value: Any) -> Iterator[Tensor]:
 
 
 class Between:
-    """An insertion on an edge, until it is removed. Also a context manager.
-
-    Attributes:
-        insertions: its insertions in the model, at the end of the edge and at its beginning.
-    """
+    """An insertion on an edge, until it is removed. Also a context manager."""
 
     def __init__(
         self,
@@ -594,6 +586,7 @@ class Between:
     ) -> None:
         self._insertion_registry = registry
         self._edge = edge
+        # Its insertions in the model, at the end of the edge and at its beginning.
         self.insertions: tuple[Insertion, Insertion] = end, beginning
 
     @property
@@ -725,14 +718,10 @@ class _GradientSubstitution(torch.autograd.Function):
 
 
 class Splice:
-    """A module that is spliced in, until it is removed. Also a context manager.
-
-    Attributes:
-        insertion: its insertion in the model.
-    """
+    """A module that is spliced in, until it is removed. Also a context manager."""
 
     def __init__(self, insertion: Insertion, spliced: SplicedModule) -> None:
-        self.insertion = insertion
+        self.insertion = insertion  # its insertion in the model
         self._spliced = spliced
 
     @property

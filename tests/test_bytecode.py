@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from bendtrace.python import bytecode
-from bendtrace.python.bytecode import global_uses, has, instructions_of
-from bendtrace.python.lookups import computed_lookups
+from bendtrace.python.bytecode import computed_lookups, global_uses, has, instructions_of
 from bendtrace.tape import plain_numbers
 from bendtrace.watch import code_facts, environment, reachability
 

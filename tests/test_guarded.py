@@ -229,7 +229,6 @@ SERVED = {
     "live once": ["live", "traces", "replays"],
     "resumes": ["traces", "replays", "resumes", "replays"],
     "live twice": ["live", "live", "traces", *["replays"] * 5],
-    "live three times": [*["live"] * 3, "traces", *["replays"] * 4],
     "an input": ["traces"] * 3 + ["replays"] * 5,
     **dict.fromkeys(("read again", "done again", "switched again", "one op", "not seen"), ONCE),
 }
@@ -1288,22 +1287,44 @@ def shapes_from_a_cache(x: Tensor) -> Tensor:
 
 @functools.lru_cache
 def total(n: int) -> float:
-    return float(torch.arange(n).sum())
+    return float(torch.arange(n).sum() * SCALE)
 
 
-CACHED = "objects that it keeps, and results of operations on tensors"
+@functools.lru_cache
+def multiples(n: int) -> Tensor:
+    return torch.arange(n) * SCALE
 
 
-@case(CACHED, calls=1)
+def fills_others(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(globals(), "SCALE", 3.0)
+    total.cache_clear()
+    multiples.cache_clear()
+
+
+@functools.lru_cache
+def steps(n: int) -> list[Tensor]:
+    return [torch.arange(n), torch.ones(n)]
+
+
+TENSORS = "tensors that it keeps, and numbers that it keeps of tensors"
+
+
+@case(TENSORS, change=fills_others)
 def total_from_a_cache() -> Callable[[Tensor], Tensor]:
     total.cache_clear()
     return lambda x: x * total(3)
 
 
-@case(CACHED, calls=1)
+@case("other objects that it keeps, and results of functions that do more than compute", calls=1)
+def list_from_a_cache() -> Callable[[Tensor], Tensor]:
+    steps.cache_clear()
+    return lambda x: x * steps(3)[0]
+
+
+@case(TENSORS, change=fills_others)
 def tensor_from_a_cache() -> Callable[[Tensor], Tensor]:
-    table.cache_clear()
-    return lambda x: x * table(3)
+    multiples.cache_clear()
+    return lambda x: x * multiples(3)
 
 
 @functools.lru_cache(maxsize=1)
@@ -1311,7 +1332,7 @@ def positions(n: int) -> Tensor:
     return torch.arange(n) / n
 
 
-@case("results of operations on tensors, where each run fills the cache", calls=6)
+@case("results of operations on tensors, where each run fills the cache", calls=1)
 def levels_from_a_cache() -> Callable[[Tensor], Tensor]:
     positions.cache_clear()
     return lambda x: x * positions(3) + positions(2)[:, None] * positions(1)

@@ -649,18 +649,18 @@ def test_a_wrapper_that_says_it_is_a_module(monkeypatch: pytest.MonkeyPatch) -> 
     assert bended.stats.live == 0
 
 
-@functools.cache
-def steps(number: int) -> Tensor:
-    return torch.arange(float(number))
+@functools.lru_cache
+def drawn_steps(count: int) -> Tensor:
+    return torch.rand(count)
 
 
-def test_a_call_that_fills_a_cache_is_live_and_says_so_also_later() -> None:
-    steps.cache_clear()
-    bended, x = bt.BendedModule(lambda x: x + steps(len(x))), torch.ones(3)
+def test_a_call_that_fills_a_cache_by_more_than_computing_is_live_and_says_so_also_later() -> None:
+    drawn_steps.cache_clear()
+    bended, x = bt.BendedModule(lambda x: x + drawn_steps(len(x))), torch.ones(3)
     for _ in range(3):
-        assert torch.equal(bended(x), x + steps(3))
+        assert torch.equal(bended(x), x + drawn_steps(3))
         (reason,) = bended.why_live
-        assert "steps" in reason
+        assert "drawn_steps" in reason
     assert (bended.stats.live, bended.stats.replays) == (1, 1)
 
 

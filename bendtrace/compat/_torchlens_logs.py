@@ -1111,13 +1111,10 @@ def with_names(
     distances: bool = False,
     arguments: bool = False,
 ) -> Log:
-    """Let a log and its entries be read with the names of TorchLens.
+    """Let a log, traced or loaded, and its entries be read with the names of TorchLens.
 
-    Args:
-        log: a trace, or a log that was loaded.
-        transform: for `transformed_out`.
-        distances: whether to count how far entries are from inputs and outputs.
-        arguments: whether entries have the arguments of their functions.
+    Entries can have a `transform` for `transformed_out`, distances from inputs and outputs, and the
+    arguments of their functions.
     """
     log.__class__ = TraceLog if isinstance(log, Trace) else LoadedLog
     for entry in log.entries:

@@ -290,13 +290,7 @@ class Named(Interjection):
 
 
 class Execution(Named):
-    """Has an interjection called in one of several executions of nodes, under a name.
-
-    Args:
-        what: the interjection.
-        name: the name.
-        number: how many executions come before it in a call of the model.
-    """
+    """Has an interjection called in the `number`-th execution of nodes, from 0, under a name."""
 
     def __init__(self, what: Interjection, name: str, number: int) -> None:
         super().__init__(what)

@@ -223,11 +223,7 @@ class PatchableGraph(BendedModule):
         return place  # type: ignore[no-any-return]
 
     def _elsewhere(self, path: str) -> TreeNode | None:
-        """Return the node that a path names in calls other than the example; None for none.
-
-        Raises:
-            NodePathError: it names several nodes.
-        """
+        """Return the node that a path names in calls other than the example; None for none."""
         graphs = [dict(_paths(unroll(tree, self.model).data)) for tree in self._knowledge.trees()]
         found = {graph[path].path: graph[path] for graph in graphs if path in graph}
         if len(found) > 1:
@@ -334,10 +330,6 @@ def unroll(tree: Tree, model: Any) -> Tree:
     """Return a tree in which each node is one pass, numbered in the order of the run.
 
     Each node keeps the path of its pass in the given tree.
-
-    Args:
-        tree: the tree of a run.
-        model: the model.
     """
     tree.place_steps()
     return Tree(_one_pass(tree.data, 0, "", modules_in(model)), tree._elements)
@@ -348,12 +340,6 @@ def _one_pass(node: TreeNode, number: int, name: str, modules: dict[str, nn.Modu
 
     Graphs of graphpatch number repeated nodes in the order of a run. The path is the one of the
     pass in the given tree.
-
-    Args:
-        node: the node.
-        number: the pass.
-        name: its new name.
-        modules: the modules of the model by qualified name.
     """
     several = len(node.passes) > 1
     path = NodePath(f"{node.path}:{number + 1}") if several else node.path
@@ -404,11 +390,7 @@ def _began(node: TreeNode, number: int) -> float:
 
 @contextmanager
 def _without_hooks(model: Any) -> Iterator[None]:
-    """Within it, the modules of a model are without accelerate's hooks, which cannot be pickled.
-
-    Raises:
-        InputError: accelerate has put weights somewhere else, which would not be saved.
-    """
+    """Within it, the modules of a model are without accelerate's hooks, which cannot be pickled."""
     tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
     hooked = [part for part in modules_in(model).values() if "_hf_hook" in vars(part)]
     if hooked and any(tensor.is_meta for _, tensor in states_of(model)):

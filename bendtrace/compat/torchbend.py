@@ -1171,15 +1171,10 @@ def _version(name: str | None) -> str:
 
 @dataclass(frozen=True)
 class MethodValue:
-    """A named value in one method of a model.
+    """A named value in one method of a model."""
 
-    Attributes:
-        fn: the name of the method.
-        what: a pattern or another location.
-    """
-
-    fn: str
-    what: Any
+    fn: str  # the name of the method
+    what: Any  # a pattern or another location
 
 
 def split(item: Any) -> tuple[str | None, Any]:
@@ -1197,22 +1192,14 @@ class Names:
     A name is the qualified name with underscores, `blocks_0_relu`. A function in a module is also
     known by the name that torch.fx gives it, `relu`. Code that the latest trace repeated is several
     activations, numbered as in a graph of torch.fx: `relu` is the first round of a loop.
-
-    Args:
-        knowledge: the recorded runs of the method.
-
-    Attributes:
-        every: the activations, and the modules that may return some.
-        by_name: those that a run has reached, by name.
-        by_path: their names by node path.
-        aliases: the other names of some.
     """
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
+        # The activations, and the modules that may return some.
         self.every = Catalogue(knowledge).activations()
-        self.by_name: dict[str, Activation] = {}
-        self.aliases: dict[str, Activation] = {}
+        self.by_name: dict[str, Activation] = {}  # those that a run has reached, by name
+        self.aliases: dict[str, Activation] = {}  # the other names of some
         whole = {a.name: a for a in self.every if a.level == "whole" and a.shape is not None}
         self._passes = self._repeated(whole)
         for found in whole.values():
@@ -1223,6 +1210,7 @@ class Names:
                 self.by_name[free_name(wish, self.by_name)] = found
                 if found.op.startswith("call_") and found.op != "call_module":
                     self.aliases[free_name(_base(found), self.aliases)] = found
+        # Their names by node path.
         self.by_path = {found.name: name for name, found in self.by_name.items()}
 
     def _repeated(self, whole: dict[str, Activation]) -> dict[str, list[tuple[str, Activation]]]:
@@ -1250,11 +1238,7 @@ class Names:
         return names or [self.by_path.get(path, path)]
 
     def keys(self, item: Any, bent: list[str]) -> list[Any]:
-        """Return the arguments of `reset` for a name or pattern of rounds, or the item itself.
-
-        Raises:
-            InputError: something is bent in all rounds, of which some are named.
-        """
+        """Return the arguments of `reset` for a name or pattern of rounds, or the item itself."""
         found = []
         for key in bent if isinstance(item, (str, re.Pattern)) else ():
             names = self.at(key) if key.strip("'").partition(":")[0] in self._passes else []

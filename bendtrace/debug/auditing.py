@@ -53,15 +53,6 @@ class Audit:
     """One call: its inputs, and the state of the model before it.
 
     Tensors that the recorded run does not write to are not copied.
-
-    Args:
-        model: the model.
-        recording: the run that is likely to be replayed.
-        args: positional arguments.
-        kwargs: keyword arguments.
-
-    Raises:
-        InputError: something cannot be copied.
     """
 
     def __init__(
@@ -100,15 +91,7 @@ class Audit:
         self._before = RandomStates(self._generators)
 
     def compare(self, recording: Recording, output: Any) -> None:
-        """Let the model itself repeat a replay, and compare.
-
-        Args:
-            recording: the run that was repeated.
-            output: what the replay returned.
-
-        Raises:
-            AuditError: something is different.
-        """
+        """Let the model itself repeat a replay; raise if something is different."""
         after, wanted = RandomStates(self._generators), self._copies
         self._before.restore()
         try:

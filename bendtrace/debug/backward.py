@@ -685,23 +685,10 @@ _LEAF = "AccumulateGrad"
 
 
 class AutogradGraph:
-    """The nodes below some tensors.
+    """The nodes below some tensors, which earlier passes, the latest first, may have made."""
 
-    Args:
-        trace: the run that the tensors were computed from.
-        capture: what was noted during the run.
-        tensors: the tensors that a backward pass starts from.
-        earlier: passes whose own graph the tensors may be part of, the latest first.
-
-    Attributes:
-        nodes: torch's nodes, in the order in which one thread of the engine runs them.
-        entries: the record of each.
-        position: the position of each in both lists.
-        roots: for each tensor, its node, and which result of that node it is.
-    """
-
-    position: dict[Any, int]
-    nodes: list[Any]
+    position: dict[Any, int]  # the position of each in both lists
+    nodes: list[Any]  # torch's nodes, in the order in which one thread of the engine runs them
 
     def __init__(
         self, trace: Trace, capture: ValueCapture, tensors: Sequence[Tensor],
@@ -717,11 +704,12 @@ class AutogradGraph:
                 self._of_op.setdefault(entry.index, entry)
         self._leaves = self._leaf_names(capture)
         edges = [get_gradient_edge(tensor) for tensor in tensors]
+        # For each tensor, its node, and which result of that node it is.
         self.roots: list[tuple[Any, int]] = [(edge.node, edge.output_nr) for edge in edges]
         self.nodes = _topological([node for node, _ in self.roots])
         self.position = {node: number for number, node in enumerate(self.nodes)}
         self._numbered: dict[tuple[str, int], int] = {}
-        self.entries: list[BackwardNode] = self._described()
+        self.entries: list[BackwardNode] = self._described()  # the record of each
         for node, described in zip(self.nodes, self.entries, strict=True):
             described.next = tuple(
                 None if below is None else (self.entries[self.position[below]].label, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import functools
 import itertools
@@ -10,7 +11,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from typing import Any, Literal, Protocol
@@ -25,10 +26,10 @@ from bendtrace.debug.preserved_state import PreservedState
 from bendtrace.errors import ConversionError, InputError
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.leaves import assemble, take_apart
-from bendtrace.log.capture import EarlierTensor, SaveOptions, aligned_copy
+from bendtrace.log.capture import SaveOptions, ValueCapture, aligned_copy
 from bendtrace.log.entries import LayerEntry, counted, tensors_of
 from bendtrace.log.run_log import RunLog
-from bendtrace.log.validate import MISSING, SavedValues, Validator, plainly
+from bendtrace.log.validate import MISSING, Validator, plainly
 from bendtrace.module import BendedModule
 from bendtrace.python.checks import required_number
 from bendtrace.python.compare import same_bits
@@ -700,30 +701,12 @@ def _read_by(side: Twin, entry: LayerEntry) -> list[str]:
 
 @dataclass
 class Twin:
-    """One of the two runs.
+    """One of the two runs."""
 
-    Attributes:
-        log: its log, with all values.
-        again: runs its ops again.
-        kind: "traced", "replayed", "compiled" or "loaded".
-        output: the output of an unrecorded call of the model; None for a log.
-    """
-
-    log: RunLog
-    again: OpRunner
-    kind: str
-    output: Any = None
-
-
-@dataclass
-class _RunValues:
-    """Values of a run that did the same ops as one that was traced."""
-
-    saved: dict[Any, Any] = field(default_factory=dict)
-    reread: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    states: dict[int, EarlierTensor] = field(default_factory=dict)
-    random: dict[int, Tensor] = field(default_factory=dict)
-    grad_fns: dict[Any, str] = field(default_factory=dict)
+    log: RunLog  # its log, with all values
+    again: OpRunner  # runs its ops again
+    kind: str  # "traced", "replayed", "compiled" or "loaded"
+    output: Any = None  # the output of an unrecorded call of the model; None for a log
 
 
 def placed(model: object, other: object, call: Call) -> Call:
@@ -899,15 +882,16 @@ def _return_all(log: Trace, module: fx.GraphModule) -> list[tuple[int, tuple[Any
 # Both
 
 
-def _of_same_run(log: Trace) -> _RunValues:
-    capture = log._capture
-    assert capture is not None
-    given = {key: value for key, value in capture.saved.items() if log.ops[key[0]].is_given}
-    # What was read after a write is known for the traced run only.
-    return _RunValues(given, {}, capture.states, capture.random, capture.grad_fns)
+def _of_same_run(log: Trace) -> ValueCapture:
+    """Return what is known of the values of a run that did the same ops as a traced one."""
+    kept = copy.copy(log._capture)
+    assert kept is not None
+    kept.saved = {key: value for key, value in kept.saved.items() if log.ops[key[0]].is_given}
+    kept.reread = {}  # known for the traced run only
+    return kept
 
 
-def _with_values(log: Trace, kept: _RunValues) -> RunLog:
+def _with_values(log: Trace, kept: ValueCapture) -> RunLog:
     """Return a log of the same ops with other values."""
     parts = log._parts()
     names = {entry.label: entry for entry in log.entries}
@@ -945,7 +929,7 @@ class OpRunner(Protocol):
         """Return the tensor of a state entry; None if it is not known."""
 
 
-def op_runner_of(log: RunLog, kept: SavedValues | None = None) -> OpRunner:
+def op_runner_of(log: RunLog, kept: ValueCapture | None = None) -> OpRunner:
     """Return an object that runs the ops of a log again."""
     if isinstance(log, Trace):
         capture = kept if kept is not None else log._capture
@@ -957,7 +941,7 @@ def op_runner_of(log: RunLog, kept: SavedValues | None = None) -> OpRunner:
 class _Recorded:
     """The ops of a run that was recorded in this process."""
 
-    def __init__(self, trace: Trace, kept: SavedValues) -> None:
+    def __init__(self, trace: Trace, kept: ValueCapture) -> None:
         self._ops = trace.ops
         places = {(e.index, e.element): e.label for e in trace.entries if e.index is not None}
         self._labels = {index: label for (index, _), label in reversed(places.items())}

@@ -150,17 +150,7 @@ def values_in_call(model: BendedModule, call: Call, where: Where, **options: Any
 
 
 def as_rows(value: Any, path: str, name: str, made: Any = None) -> Tensor:
-    """Return a value of shape (examples, ..., size), or the (examples, size) made of it.
-
-    Args:
-        value: of a node.
-        path: of the node, for the error.
-        name: the option that makes rows of values.
-        made: what a function of the user's returned for the value; None where there is none.
-
-    Raises:
-        InputError: it has another shape, or no floating point numbers.
-    """
+    """Return a value of shape (examples, ..., size), or the (examples, size) made of it."""
     if made is not None:
         if not isinstance(made, Tensor) or made.dim() != 2:
             raise InputError(f"{name}= has to return (examples, size), not {describe(made)}")

@@ -455,21 +455,15 @@ Recorded = dict[str, dict[Span, Value]]
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """The condition of a branch, in terms of recorded values.
+    """The condition of a branch, in terms of recorded values."""
 
-    Attributes:
-        roots: the ops whose values it uses.
-        truth: returns the distance of the condition, given a course with values.
-        around: the place of the condition, with the key of the running function.
-        path: the module whose forward asks.
-        is_exact: whether it is the whole condition, and each name in it has one meaning.
-    """
-
-    roots: tuple[int, ...]
+    roots: tuple[int, ...]  # the ops whose values it uses
+    # Returns the distance of the condition, given a course with values.
     truth: Callable[[Course], Margin]
+    # The place of the condition, with the key of the running function.
     around: tuple[tuple[InstructionPlace, object], ...]
-    path: str
-    is_exact: bool
+    path: str  # the module whose forward asks
+    is_exact: bool  # whether it is the whole condition, and each name in it has one meaning
 
 
 def latest_ops(recording: Recording) -> Recorded:

@@ -906,19 +906,12 @@ class Unfound:
 
 @dataclass(frozen=True, eq=False)
 class Find(Unfound):
-    """A side of a branch, and an input with which the model has taken it.
+    """A side of a branch, and an input with which the model has taken it."""
 
-    Attributes:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        raised: the name of the error that the model raised with them; "" for none.
-        run: the number of the run that took it, counted from 1.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    raised: str
-    run: int
+    args: tuple[Any, ...]  # the positional arguments
+    kwargs: dict[str, Any]  # the keyword arguments
+    raised: str  # the name of the error that the model raised with them; "" for none
+    run: int  # the number of the run that took it, counted from 1
 
 
 _SHOWN = 40
@@ -1001,22 +994,16 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class AskedTruth:
-    """A truth that a run asked for.
+    """A truth that a run asked for."""
 
-    Attributes:
-        key: the same in all runs that asked it at the same place, as often before.
-        guard: what was recorded of it.
-        around: the places that led to it, with the keys of the running functions.
-        path: the module whose forward asked.
-        iteration: which iteration of each loop around it that was, as far as that is counted.
-        decides: whether the answer decides a branch. Comparing containers asks as well.
-    """
-
-    key: Key
-    guard: TruthGuard
+    key: Key  # the same in all runs that asked it at the same place, as often before
+    guard: TruthGuard  # what was recorded of it
+    # The places that led to it, with the keys of the running functions.
     around: tuple[tuple[InstructionPlace, object], ...]
-    path: str
+    path: str  # the module whose forward asked
+    # Which iteration of each loop around it that was, as far as that is counted.
     iteration: tuple[int, ...]
+    # True if the answer decides a branch. Comparing containers asks as well.
     decides: bool
 
     @property
@@ -1054,25 +1041,18 @@ class AskedTruth:
 
 @dataclass(eq=False)
 class CandidateRun:
-    """The result of running the model on a candidate.
+    """The result of running the model on a candidate."""
 
-    Attributes:
-        candidate: the input.
-        recording: the run; None if it raised.
-        raised: the name of the error.
-        questions: the truths that it asked for, in order.
-        taken: the sides that questions decided.
-        under: the sides under which something happened, as the source has it; their iterations are
-            not known.
-        formulas: conditions that were read from the source.
-    """
-
-    candidate: TrialInput
-    recording: Recording | None = None
-    raised: str = ""
+    candidate: TrialInput  # the input
+    recording: Recording | None = None  # the run; None if it raised
+    raised: str = ""  # the name of the error
+    # The truths that it asked for, in order.
     questions: dict[Key, AskedTruth] = field(default_factory=dict)
-    taken: set[Answers] = field(default_factory=set)
+    taken: set[Answers] = field(default_factory=set)  # the sides that questions decided
+    # The sides under which something happened, as the source has it; their iterations are not
+    # known.
     under: set[tuple[Choice, str, bool]] = field(default_factory=set)
+    # Conditions that were read from the source.
     formulas: dict[Key, Formula | None] = field(default_factory=dict)
     _recorded: Recorded | None = None
 

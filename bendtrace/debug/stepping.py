@@ -66,9 +66,6 @@ class SteppedRun:
         registry: gives nodes their names.
         budget: how many bytes of values to keep.
 
-    Attributes:
-        position: the number of the event that comes next.
-
     Example:
         >>> import torch, bendtrace as bt
         >>> def model(x):
@@ -117,7 +114,7 @@ class SteppedRun:
         self._trace: Trace | None = None
         self._looked: tuple[int, tuple[Frame, ...]] | None = None
         self._shown: dict[str, Any] | None = None  # what the latest page had
-        self.position: int = 0
+        self.position: int = 0  # the number of the event that comes next
         error = self._complete().error
         if error is not None and not self._events:  # as for arguments that the model does not take
             raise error
@@ -628,22 +625,13 @@ class SteppedRun:
 
 
 class Version(NamedTuple):
-    """A run that was gone through once more, to look at each position.
-
-    Attributes:
-        recording: its record.
-        events: its events.
-        edits: its changes, by the number of the event.
-        own_answers: the values' own answers to the questions that are answered by hand.
-        looks: the visible state at each event.
-        output: its output.
-    """
+    """A run that was gone through once more, to look at each position."""
 
     recording: Recording
     events: Sequence[RunEvent]
-    edits: Mapping[int, Edit]
-    own_answers: Mapping[int, Any]
-    looks: Looks
+    edits: Mapping[int, Edit]  # its changes, by the number of the event
+    own_answers: Mapping[int, Any]  # those of the values to what is answered by hand
+    looks: Looks  # the visible state at each event
     output: Any
 
     def answer(self, number: int) -> Any:

@@ -55,17 +55,11 @@ _UNCOUNTED = ("batch_norm", "instance_norm")
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """A step of a run, before which the run can stop.
+    """A step of a run, before which the run can stop."""
 
-    Attributes:
-        kind: "op" or "question".
-        index: the op, or the number of the guard.
-        position: how many ops there were before.
-    """
-
-    kind: str
-    index: int
-    position: int
+    kind: str  # "op" or "question"
+    index: int  # the op, or the number of the guard
+    position: int  # how many ops there were before
 
 
 @dataclass(frozen=True)
@@ -86,12 +80,7 @@ class Frame:
 
 
 class Edit:
-    """A value that takes the place of the one that an op returned, or the answer to a question.
-
-    Args:
-        value: the value.
-        element: where it is in the result of the op.
-    """
+    """A value in the place of (an element of) what an op returned, or of an answer."""
 
     __name__ = "given"  # so that it is an op of that name
 
@@ -108,25 +97,11 @@ class Edit:
 class EventVisit:
     """An `Inserter` that counts what a run does, and stops before some event.
 
-    Args:
-        start: the start of the run.
-        kept: the values that are known already.
-        expected: what earlier visits have seen: the events and the recording's ops and guards.
-        edits: the changes, by the number of the event.
-        stop: the event to stop before; None to run to the end.
-        wanted: the ops whose values are asked for.
-        looks: receives the visible state at each event; None if nobody looks.
-
-    Attributes:
-        events: the steps of the run.
-        own_answers: the answers that the values gave to questions that are answered by hand.
-        frames: the frames that it had when it stopped, innermost first; None if it did not.
-        found: the values asked for.
-        refusal: why the run cannot be stepped through.
-        went_astray: the first step that differs from an earlier visit.
+    It begins at `start` with the values that are known already, and compares what happens with the
+    events, ops and guards that earlier visits have seen. Edits and looks go by event.
     """
 
-    refusal: str
+    refusal: str  # why the run cannot be stepped through
     sees_inputs = False
     code: Mapping[str, Any] = {}
 
@@ -149,12 +124,14 @@ class EventVisit:
         self._looks = looks
         self._ended = False
         self.pending: list[Sequence[Any]] = []
-        self.events: list[RunEvent] = []
+        self.events: list[RunEvent] = []  # the steps of the run
+        # The answers that the values gave to questions that are answered by hand.
         self.own_answers: dict[int, Any] = {}
+        # The frames that it had when it stopped, innermost first; None if it did not.
         self.frames: tuple[Frame, ...] | None = None
-        self.found: dict[int, Any] = {}
+        self.found: dict[int, Any] = {}  # the values asked for
         self.refusal = ""
-        self.went_astray: str = ""
+        self.went_astray: str = ""  # the first step that differs from an earlier visit
 
     # What a recorder asks an inserter
 
@@ -391,13 +368,9 @@ def require_tensor(value: Any) -> Tensor:
 
 
 class ValueCache:
-    """Values by op. Where there are too many, those go that are the quickest to compute again.
+    """Values by op. Where there are too many, those go that are the quickest to compute again."""
 
-    Attributes:
-        nbytes: how many bytes they take.
-    """
-
-    nbytes: int
+    nbytes: int  # how many bytes they take
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -561,19 +534,14 @@ class FrameText(NamedTuple):
 
 
 class Looks:
-    """Keeps the frames of positions as text. Where there are too many, the farthest go.
+    """Keeps the frames of positions as text. Where there are too many, the farthest go."""
 
-    Attributes:
-        frames: the frames of each position that was kept, innermost first.
-        results: the results of ops, by the number of the event.
-        size: how many characters they take.
-    """
-
-    size: int
+    size: int  # how many characters they take
 
     def __init__(self, budget: int, centre: int) -> None:
+        # The frames of each position that was kept, innermost first.
         self.frames: dict[int, tuple[FrameText, ...]] = {}
-        self.results: dict[int, str] = {}
+        self.results: dict[int, str] = {}  # the results of ops, by the number of the event
         self.size = 0
         self._budget, self._centre = budget, centre
         self._next = 0

@@ -45,7 +45,7 @@ from bendtrace.tape.captured import (
     slot_names,
     slot_of,
 )
-from bendtrace.tape.structure import cached_results, entries_of, is_heap_type
+from bendtrace.tape.structure import are_cached, entries_of, is_heap_type
 from bendtrace.watch.monkeypatches import PATCHED, Monkeypatches, monkeypatches
 from bendtrace.watch.provenance import is_installed_module
 from bendtrace.watch.writes import overlap
@@ -404,7 +404,7 @@ class CheckWriter:
     def _ask_for_caches(self, source: GeneratedSource) -> None:
         environment = self._recording.environment
         if environment.read_caches:
-            source.names.update(cached=environment.read_caches, all_kept=_are_cached)
+            source.names.update(cached=environment.read_caches, all_kept=are_cached)
             cleared = self._questions.note(
                 "a cache does not hold any more what the run took from it"
             )
@@ -552,10 +552,6 @@ def _writes_in(functions: list[Any], keywords: list[dict[str, Any]]) -> list[Any
 
 def _same_objects(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
-
-
-def _are_cached(cached: list[tuple[Any, Any]]) -> bool:
-    return all(any(kept is tensor for kept in cached_results(cache)) for cache, tensor in cached)
 
 
 def _same_cache_entries(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:

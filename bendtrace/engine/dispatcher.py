@@ -591,7 +591,7 @@ class Dispatcher:
 
     def _record_lifted(self, call: _DispatchedCall, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
-        lifting = program.lifting(counters=True)
+        lifting = program.lifting(counters=True, lists=call.tree.is_plain)
         assert lifting is not None
         recording = self._traced(call, lifting=lifting)
         if call.splicer is not None and call.splicer.is_apart:
@@ -673,6 +673,8 @@ class Dispatcher:
         # Not the divergence itself, which holds the values of the replay.
         stopped = divergence.recording, divergence.number, divergence.outcome
         script, lifting = divergence.script(), program.lifting()
+        if script is not None:
+            script.cached = [one for _, one in program.recording.environment.read_caches]
         try:
             recording = self._traced(call, divergence, script, lifting)
         finally:
@@ -784,7 +786,7 @@ class Trees:
 
     def __init__(self, limit: int | None) -> None:
         self.limit: int | None = limit
-        self.plain = self._new(watches_caches=True)
+        self.plain = self._new(is_plain=True)
         self._latest: Hashable = None  # the key of the insertions of the latest call
         self._inserted: OrderedDict[Hashable, TraceTree] = OrderedDict()
         self._splicers: OrderedDict[Hashable, Splicer] = OrderedDict()
@@ -864,9 +866,9 @@ class Trees:
         """Return the runs with insertions."""
         return [run for tree in list(self._inserted.values()) for run in _recorded_runs(tree)]
 
-    def _new(self, joins: bool = True, watches_caches: bool = False) -> TraceTree:
+    def _new(self, joins: bool = True, is_plain: bool = False) -> TraceTree:
         culprit = lambda tree: outlines.most_divergent(tree)  # noqa: E731 - it is loaded late
-        return TraceTree(self.limit, culprit, joins, watches_caches)
+        return TraceTree(self.limit, culprit, joins, is_plain)
 
 
 def _recorded_runs(tree: TraceTree) -> list[Recording]:

@@ -106,6 +106,7 @@ class Program:
         self._recordings: tuple[int, list[Recording]] | None = None
         self.excluded: frozenset[varying.Counter] = frozenset()  # those that are not
         self.places: frozenset[Place] = recording.places  # where numbers stay traced in its runs
+        self.follows_lists: bool = recording.follows_lists
         if self.live_only:
             return
         direct = not (global_state.modes or global_state.monkeypatches)
@@ -121,17 +122,18 @@ class Program:
         """Return whether the next call is to be recorded with the counters of its loops lifted."""
         return self._pieces >= self.lifts_at and not self.is_lifted
 
-    def lifting(self, counters: bool = False) -> varying.Lifting | None:
+    def lifting(self, counters: bool = False, lists: bool = False) -> varying.Lifting | None:
         """Return the lifting of numbers in the runs so far; None if there is none.
 
         Args:
             counters: whether to lift those that count the rounds of loops in any case.
+            lists: whether to follow lists of loops in any case.
         """
         inputs = self.recording.environment.lifted
         if not (counters or self.is_lifted or self.places or inputs):
             return None
         excluded = self.excluded if counters or self.is_lifted else None
-        return varying.Lifting(excluded, inputs=inputs, places=self.places)
+        return varying.Lifting(excluded, False, inputs, self.places, lists or self.follows_lists)
 
     def traces_numbers_unlike(self, other: Program) -> bool:
         """Return whether runs of two programs guard, and trace, different numbers.
@@ -139,7 +141,7 @@ class Program:
         A run that is resumed asks where its own program does, so it can follow no other one.
         """
         one, two = (
-            (each.places, each.is_lifted, each.excluded if each.is_lifted else None)
+            (each.places, each.follows_lists, each.is_lifted and each.excluded)
             for each in (self, other)
         )
         return one != two

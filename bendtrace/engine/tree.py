@@ -96,11 +96,11 @@ class TraceTree:
         culprit: says what makes the model diverge so often, for the warning given when the
             limit is reached for the first time.
         joins: whether paths may join.
-        watches_caches: whether calls of a `functools.lru_cache` may be ops: nothing can be inserted
-            in them.
+        is_plain: whether nothing is inserted that its runs have ops of. Only then may calls of a
+            `functools.lru_cache` be ops, and lists of loops be values.
 
     Attributes:
-        watches_caches: as given.
+        is_plain: as given.
         lifts: whether runs may begin to lift counters of loops.
         varying: the places where numbers differ from run to run.
     """
@@ -110,9 +110,9 @@ class TraceTree:
         limit: int | None = None,
         culprit: Callable[[TraceTree], str | None] | None = None,
         joins: bool = True,
-        watches_caches: bool = False,
+        is_plain: bool = False,
     ) -> None:
-        self.watches_caches: bool = watches_caches
+        self.is_plain: bool = is_plain
         self.limit = limit
         self._joins = joins
         self.forgotten: int = 0
@@ -205,7 +205,7 @@ class TraceTree:
         """Return the lifting of numbers in a run of a new program; None if there is none."""
         if not (self._inputs or self.varying):
             return None
-        return varying.Lifting(None, inputs=self._inputs, places=self.varying)
+        return varying.Lifting(None, False, self._inputs, self.varying, self.is_plain)
 
     def _notice(self, recording: Recording, program: Program) -> None:
         """Note which numbers a run has asked for, and where.
@@ -252,7 +252,9 @@ class TraceTree:
                 self._aside += [(names, one) for one in asking]
 
     def _program(self, recording: Recording, global_state: GlobalState) -> Program:
-        return Program(recording, global_state, joins=self._joins, ties=self._ties)
+        # What is inserted may need an item of a list, which no state has.
+        joins = self._joins and (self.is_plain or not recording.follows_lists)
+        return Program(recording, global_state, joins=joins, ties=self._ties)
 
     def _insert(self, names: tuple[str, ...], program: Program) -> None:
         self._indices.setdefault(names, ProgramIndex()).add(program)
@@ -327,28 +329,31 @@ class TraceTree:
     def note_caches(self, environment: Environment) -> None:
         """Make inputs of caches that are filled again and again, and drop what looks into them.
 
+        Where calls of a cache can be no ops, and it is full, programs last until the next fill. So
+        such a cache counts as well, and runs that fill it are live from then on.
+
         Args:
             environment: what the latest run could read.
         """
-        caches = [
-            part
-            for part in environment.parts
-            if is_cache(part)
-            and containers.can_be_watched(part)
-            and containers.caches_tensors(part.value)
-        ]
-        if not (self.watches_caches and caches):
-            return
         misses: Counter[str] = Counter()
-        for part in caches:
-            misses[part.label] += part.value.cache_info().misses
+        for part in environment.parts:
+            if is_cache(part) and containers.caches_tensors(part.value):
+                info = part.value.cache_info()
+                is_op = self.is_plain and containers.can_be_watched(part)
+                if is_op or info.currsize == info.maxsize:
+                    misses[part.label] += info.misses
+        if not misses:
+            return
         with self._lock:
             changed = {
                 label for label in misses if self._misses.get(label, misses[label]) != misses[label]
             }
             self._misses.update(misses)
             self._moved.update(changed)
-            often = {one for one in changed - self._excluded if self._moved[one] == _MOVING}
+            # One that is too small for a single run is filled by each run.
+            small = environment.displaced & misses.keys() - self._inputs
+            often = {one for one in changed if self._moved[one] == _MOVING} | small
+            often -= self._excluded
             if not often:
                 return
             self._add_inputs(often)

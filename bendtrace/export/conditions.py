@@ -33,10 +33,10 @@ from bendtrace.watch.writes import storage_of
 
 def copies_of(inputs: Any) -> Any:
     """Return copies of inputs, in which the same tensors are one object or share memory."""
-    tensors = _tensors_in(inputs)
+    leaves = pytree.tree_leaves(inputs)
+    tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     users = Counter(map(storage_of, tensors.values()))
     memories: dict[int, torch.UntypedStorage] = {}
-    copies: dict[int, Tensor] = {}
 
     def copy_of(leaf: Tensor) -> Tensor:
         storage = storage_of(leaf)
@@ -46,8 +46,7 @@ def copies_of(inputs: Any) -> Any:
             memories[storage] = leaf.untyped_storage().clone()
         return _copy_of(leaf, lambda tensor: _place_in_memory(tensor, memories[storage]))
 
-    for key, leaf in tensors.items():
-        copies[key] = copy_of(leaf)
+    copies = {key: copy_of(leaf) for key, leaf in tensors.items()}
     return pytree.tree_map_only(Tensor, lambda leaf: copies[id(leaf)], inputs)
 
 
@@ -61,11 +60,6 @@ def share(inputs: Any) -> bool:
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     storages = [storage for storage in map(storage_of, leaves) if storage]
     return len(set(storages)) != len(storages)
-
-
-def _tensors_in(inputs: Any) -> dict[int, Tensor]:
-    leaves = pytree.tree_leaves(inputs)
-    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _copy_of(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
@@ -91,16 +85,7 @@ def _copy_marks(tensor: Tensor, copy: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def require_plain(number: int, inputs: Mapping[str, Any], state: Collection[int]) -> None:
-    """Require that inputs are no more than tensors, numbers and containers.
-
-    Args:
-        number: counts the inputs from 1.
-        inputs: the arguments by name.
-        state: the identities of the model's own tensors.
-
-    Raises:
-        ExportError: one is of a class, or has attributes, which no program could read.
-    """
+    """Require that inputs are no more than tensors, numbers and containers."""
     leaves = pytree.tree_leaves_with_path(inputs)
     if inputs and not leaves:
         raise ExportError(f"input {number} holds no value: pass a tensor, a number or None")
@@ -151,11 +136,7 @@ class Fact(Enum):
 
 
 def fact_of(op: Op) -> Fact | None:
-    """Return the property that an op asks for; None for sizes and dtypes, which are known.
-
-    Raises:
-        ExportError: it is one that does not follow from the inputs.
-    """
+    """Return the property that an op asks for; None for sizes and dtypes, which are known."""
     name = name_of(op.target)
     if name in ("stride", "storage_offset", "is_contiguous", "is_conj", "is_neg"):
         return Fact.MEMORY
@@ -204,14 +185,8 @@ def conditions_on(
     tensors with other numbers of dimensions, of another class or in another place of memory; it
     assumes of all sizes that they are not 0 (torch 2.13).
 
-    Args:
-        inputs: the arguments by name, in an example.
-        facts: the properties that the model asks for.
-        above: the size above which open sizes have to be.
-        empty: the sizes that were 0 in an example, such as `L['x'].size()[0]`.
-
-    Returns:
-        Python expressions in which `L` stands for the arguments by name.
+    Sizes have to be above a number, and some were 0 in an example, such as `L['x'].size()[0]`. The
+    conditions are Python expressions in which `L` stands for the arguments by name.
     """
     found: list[str] = []
     tensors: dict[int, list[str]] = {}
@@ -319,14 +294,8 @@ def _placeholders(program: torch.export.ExportedProgram) -> list[torch.fx.Node]:
 def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
     """Return the properties that inputs of an ONNX file share with the exported inputs.
 
-    Args:
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        compares: whether it matters which tensors are one object.
-
-    Returns:
-        For each argument its place, its text if it is not a tensor, and the number of the first
-        argument that is the same object.
+    They are for each argument its place, its text if it is not a tensor, and the number of the
+    first argument that is the same object, if that matters.
     """
     rows: list[list[Any]] = []
     firsts: dict[int, int] = {}
@@ -338,14 +307,7 @@ def arguments_of(args: Any, kwargs: Any, compares: bool) -> list[list[Any]]:
 
 
 def require_constant(calls: Sequence[Mapping[str, Any]]) -> None:
-    """Require that numbers and texts are the same in all inputs.
-
-    Args:
-        calls: the arguments by name, of each of the inputs.
-
-    Raises:
-        ExportError: one differs.
-    """
+    """Require that numbers and texts are the same in the arguments of all calls."""
     rows = [dict(pytree.tree_leaves_with_path(inputs)) for inputs in calls]
     for number, row in enumerate(rows[1:], 2):
         for path, leaf in row.items():
@@ -369,23 +331,11 @@ def conditions_in_files(
     above: int,
     empty: Collection[str],
 ) -> dict[str, str]:
-    """Return the conditions that a file checks which has no Python.
+    """Return the conditions that a file checks which has no Python, with their texts.
 
-    They are those on open sizes, and that several inputs are one object, by its values. All
-    runtimes check dtypes, and sizes that are fixed.
-
-    Args:
-        program: the program, with no conditions but those that torch.export makes.
-        inputs: as for `conditions_on`.
-        facts: likewise.
-        above: likewise.
-        empty: likewise.
-
-    Returns:
-        Expressions of tensors in which the first input is called `_i0`, with their texts.
-
-    Raises:
-        ExportError: a condition has no such form.
+    They are those on open sizes, and that several inputs are one object, by its values: expressions
+    of tensors in which the first input is called `_i0`. All runtimes check dtypes, and sizes that
+    are fixed.
     """
     if Fact.MEMORY in facts:
         raise ExportError(

@@ -56,15 +56,6 @@ from bendtrace.tape.guards import Place
 if TYPE_CHECKING:
     from bendtrace.module import BendedModule
 
-__all__ = [
-    "Exported",
-    "Insertions",
-    "compare_program",
-    "difference",
-    "export",
-    "tensors_and_numbers_in",
-]
-
 
 _serials = itertools.count()
 _VARYING = (
@@ -179,19 +170,10 @@ def export_calls(
     tolerance: float = 1e-5,
     tell: Callable[[str], None] = lambda step: None,
 ) -> Exported:
-    """Export a model.
+    """Export a model, with the options of `BendedModule.export`.
 
-    Args:
-        model: the model.
-        signature: names its arguments.
-        calls: the inputs.
-        to: as for `BendedModule.export`.
-        unseen: likewise.
-        inserted: what is inserted in the model.
-        are_inputs: whether its tensors are inputs of the program, and no constants.
-        tolerance: as for `BendedModule.export`.
-        tell: called with the name of each step: "record" and "compare" once for each of the inputs,
-            "trace", and "write" if there is a file.
+    `tell` is called with the name of each step: "record" and "compare" once for each of the inputs,
+    "trace", and "write" if there is a file.
     """
     if unseen not in ("assert", "error"):
         raise InputError(f"unseen is 'assert' or 'error', not {unseen!r}")
@@ -242,12 +224,8 @@ def export_calls(
                         continue
                 if can_exchange() and not places and (places := lengths_in(recordings)):
                     continue
-                needed = frozenset().union(
-                    *(
-                        one.needed_counters(run.tape)
-                        for one, run in zip(liftings, recordings, strict=True)
-                    )
-                )
+                pairs = zip(liftings, recordings, strict=True)
+                needed = frozenset().union(*(one.needed_counters(of.tape) for one, of in pairs))
                 if not needed:
                     return export_once(recordings)
             except ExportError:
@@ -273,19 +251,10 @@ def _export(
     closeness: tuple[float, Callable[..., Any] | None],
     recordings: list[Recording],
 ) -> Exported:
-    """Export recorded runs.
+    """Export recorded runs, with the options of `export_calls`.
 
-    Args:
-        signature: names the arguments.
-        calls: the inputs.
-        to: as for `export`.
-        target: the kind of file.
-        unseen: as for `export`.
-        tell: likewise.
-        state: the names of tensors, by identity.
-        added: those of them that are inputs besides the arguments.
-        closeness: the tolerance of files, and the model, whose rounding errors count.
-        recordings: the runs.
+    Tensors of `added` are inputs besides the arguments. The closeness is the tolerance of files,
+    and the model, whose rounding errors count.
     """
     if any(one.is_meta for run in recordings for one in tensors_and_numbers_in(run.result)):
         raise ExportError(
@@ -379,15 +348,7 @@ def _call_structure(signature: Signature, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _parameter_list(names: Sequence[str], positional: int) -> list[str]:
-    """Return the parameters of a program for the names of arguments.
-
-    Args:
-        names: the names.
-        positional: how many of the arguments are passed by position, and may be renamed.
-
-    Raises:
-        ExportError: Python takes no such parameters.
-    """
+    """Return the parameters of a program for the names of arguments."""
     head = [name.replace("[", "_").replace("]", "").lstrip("*") for name in names]
     for place, name in enumerate(head):
         if name in _OF_FX and place < positional:
@@ -407,15 +368,12 @@ def _parameter_list(names: Sequence[str], positional: int) -> list[str]:
 _OF_FX = frozenset({"device", "fx_pytree", "inf", "nan", "NoneType", "pytree", "self", "torch"})
 
 
-@contextlib.contextmanager
-def _preserve(model: Callable[..., Any]) -> Iterator[None]:
+def _preserve(model: Callable[..., Any]) -> PreservedState:
     """Return a context at whose end a model is as it was, with the random generators."""
     try:
-        state = PreservedState(model)
+        return PreservedState(model)
     except InputError:  # it can only run live, and will be refused
-        state = PreservedState(model, buffers=True)
-    with state:
-        yield
+        return PreservedState(model, buffers=True)
 
 
 def _record_runs(
@@ -471,9 +429,7 @@ def _largest_inputs(calls: Sequence[Inputs]) -> Inputs:
 def _names_of_state(model: Callable[..., Any]) -> dict[int, str]:
     if not isinstance(model, nn.Module):
         return {}
-    found = {id(tensor): name for name, tensor in model.named_buffers()}
-    found.update((id(tensor), name) for name, tensor in model.named_parameters())
-    return found
+    return {id(t): name for name, t in (*model.named_buffers(), *model.named_parameters())}
 
 
 class _Unmet(Exception):
@@ -486,10 +442,6 @@ _DIFFERS = "it depends on sizes in a way that differs between the inputs"
 def _require(holds: Any, otherwise: str = _DIFFERS) -> None:
     if not holds:
         raise _Unmet(otherwise)
-
-
-def _has_dtype(tensor: Tensor, dtype: torch.dtype) -> None:
-    torch.ops.aten._assert_tensor_metadata.default(tensor, dtype=dtype)
 
 
 def _fix(common: Sequence[list[int | None]], inputs: Sequence[Any]) -> None:
@@ -508,7 +460,6 @@ def _module_of_source(written: Written, file: str, common: Sequence[list[int | N
         "read": operator.attrgetter,
         "require": _require,
         "fix": functools.partial(_fix, common),
-        "has_dtype": _has_dtype,
         "cond": cond,
         "while_loop": while_loop,
         "fit": fit,
@@ -547,12 +498,8 @@ def _trace_program(
 ) -> tuple[torch.export.ExportedProgram, int, bool]:
     """Have torch.export trace a program, in the first of some ways that it accepts.
 
-    Returns:
-        The program; the size above which all open sizes have to be; and whether those that all
-        inputs have are fixed.
-
-    Raises:
-        ExportError: torch.export refuses it.
+    With it come the size above which all open sizes have to be, and whether those that all inputs
+    have are fixed.
     """
     file = f"<bendtrace export {next(_serials)}>"
     named = dict(zip(head[len(args) :], kwargs.values(), strict=True))
@@ -639,18 +586,10 @@ def compare_program(
     tell: Callable[[str], None] = lambda step: None,
     model: Callable[..., Any] | None = None,
 ) -> None:
-    """Run a program with all inputs, and compare its outputs with those of the model.
+    """Run a program with all inputs; raise if its outputs differ from those of the model.
 
-    Args:
-        made: the program.
-        calls: the inputs.
-        recordings: the runs of the model with them.
-        tolerance: the largest accepted difference of floats; None for none.
-        tell: called with "compare" before each of the inputs.
-        model: the model, whose own rounding errors are accepted besides a tolerance.
-
-    Raises:
-        ExportError: an output differs.
+    Besides a tolerance of floats, the rounding errors of the model are accepted. `tell` is called
+    with "compare" before each of the inputs.
     """
     for number, ((args, kwargs), recording) in enumerate(zip(calls, recordings, strict=True), 1):
         tell("compare")
@@ -726,11 +665,7 @@ def difference(
 ) -> str | None:
     """Return how the outputs of a program and of the model differ; None if they do not.
 
-    Args:
-        given: the output of the program.
-        expected: the output of the model.
-        tolerance: the largest accepted difference of floats; None for none.
-        errors: the rounding errors of the model for each of its outputs.
+    The tolerance is one of floats; the errors are the model's own, for each of its outputs.
     """
     ours, theirs = (tensors_and_numbers_in(value) for value in (given, expected))
     if len(ours) != len(theirs):
@@ -791,14 +726,7 @@ _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 def cond(asked: Tensor, yes: Any, no: Any, operands: tuple[Any, ...]) -> Any:
-    """Call `torch.cond`.
-
-    Args:
-        asked: the answer.
-        yes: the side where it is True.
-        no: the other side.
-        operands: what both are called with.
-    """
+    """Call `torch.cond`: an answer, the sides where it is True and False, and their operands."""
     carrier = _Operands(operands)
     sides = map(carrier.read_by, (yes, no))
     return torch.ops.higher_order.cond(asked, *sides, carrier.given)
@@ -810,12 +738,7 @@ def while_loop(
 ) -> Any:  # fmt: skip
     """Call `torch.while_loop`.
 
-    Args:
-        test: the function that says whether there is a further round.
-        step: a round.
-        carried: what a round changes.
-        operands: what both functions are called with besides.
-        varying: for each that a round changes, the dimensions that it makes smaller; None for none.
+    `varying` has for each value that a round changes the dimensions that it makes smaller.
     """
     carrier, count = _Operands(operands), len(carried)
     dims = [
@@ -853,11 +776,8 @@ def while_loop(
 def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
     """Return values as a side of a question may take them that was not known to be asked for.
 
-    Args:
-        values: tensors, and sizes.
-        holds: whether the side is the one to take: otherwise, its results are not used, but it must
-            be able to compute them.
-        shapes: what it can compute with: the shapes of tensors, and `(n,)` for sizes.
+    Unless it `holds` that the side is the one to take, its results are not used, but it must be
+    able to compute them, as it is with `shapes`: those of tensors, and `(n,)` for sizes.
     """
     carrier = _Operands(values)
     numbers = {
@@ -875,29 +795,30 @@ def fit(values: tuple[Any, ...], holds: Tensor, shapes: Sequence[tuple[int, ...]
 
 
 class _Operands:
-    """Operands, and how they are passed on.
-
-    Attributes:
-        given: what is passed: tensors and open sizes, and behind them the sizes that values decide.
-        places: the numbers of the operands that are passed.
-        sizes: the places of the sizes that values decide, by their expressions.
-    """
+    """Operands, and how they are passed on."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         # A size that has turned out to be fixed is no operand: ONNX takes no number for one (2.13).
-        self._values = [int(v) if _is_fixed(v) else v for v in values]
+        self._values = [
+            int(v) if isinstance(v, torch.SymInt) and v.node.maybe_as_int() is not None else v
+            for v in values
+        ]
+        # The places of the sizes that values decide, by their expressions.
         self.sizes: dict[str, int] = {}
         sizes: list[Tensor] = []
         for size in (size for value in self._values for size in _sizes_of(value)):
             if _is_varying(size) and str(size) not in self.sizes:
                 self.sizes[str(size)] = len(sizes)
                 sizes.append(_size_tensor(size))
-        self.places = [n for n, v in enumerate(self._values) if self._is_operand(v)]
+        # The numbers of the operands that are passed.
+        self.places = [
+            place
+            for place, value in enumerate(self._values)
+            if isinstance(value, Tensor)
+            or (isinstance(value, torch.SymInt) and str(value) not in self.sizes)
+        ]
+        # What is passed: tensors and open sizes, and behind them the sizes that values decide.
         self.given = (*(self._values[place] for place in self.places), *sizes)
-
-    def _is_operand(self, value: Any) -> bool:
-        is_open = isinstance(value, torch.SymInt) and str(value) not in self.sizes
-        return is_open or isinstance(value, Tensor)
 
     def read_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that is called with what is passed."""
@@ -916,10 +837,7 @@ class _Operands:
 def _resize(value: Any, sizes: Mapping[str, Any], numbers: Mapping[str, int] = _NOTHING) -> Any:
     """Return a size as another one, or a tensor with as many elements; other values as they are.
 
-    Args:
-        value: the value.
-        sizes: the sizes, by the expressions of those that they stand for.
-        numbers: how many zeros are behind those elements that there are.
+    `numbers` says how many zeros are behind those elements that there are.
     """
     if isinstance(value, torch.SymInt):
         return sizes.get(str(value), value)
@@ -937,10 +855,6 @@ def _sizes_of(value: Any) -> Sequence[Any]:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     return (value,) if isinstance(value, torch.SymInt) else ()
-
-
-def _is_fixed(value: Any) -> bool:
-    return isinstance(value, torch.SymInt) and value.node.maybe_as_int() is not None
 
 
 def _is_varying(size: Any) -> bool:

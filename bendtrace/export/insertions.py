@@ -36,15 +36,7 @@ if TYPE_CHECKING:
 
 
 class Insertions:
-    """The insertions of a model, for runs that record their work like the model's own code.
-
-    Args:
-        registry: where they are.
-        knowledge: the recorded runs of the model.
-
-    Raises:
-        ExportError: one of them only looks at values or gradients.
-    """
+    """The insertions of a model, for runs that record their work like the model's own code."""
 
     def __init__(self, registry: InsertionRegistry, knowledge: Knowledge) -> None:
         self._insertion_registry, self._knowledge = registry, knowledge
@@ -67,11 +59,7 @@ class Insertions:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature,
         lifting: Lifting | None,
     ) -> Recording:  # fmt: skip
-        """Record a run of the model with them.
-
-        Raises:
-            ExportError: one of them does more than compute tensors.
-        """
+        """Record a run of the model with them."""
         plan = self._insertion_registry.plan(args, kwargs)
         assert plan is not None
         sizes = str([getattr(leaf, "shape", None) for leaf in pytree.tree_leaves((args, kwargs))])
@@ -129,12 +117,7 @@ class Insertions:
         return f"{name} ({place})" if place else name
 
     def tensors(self, taken: Mapping[int, str], arguments: Collection[str]) -> dict[str, Tensor]:
-        """Return the tensors that they brought into the runs so far, by unique names.
-
-        Args:
-            taken: the tensors of the model, by identity, with their names.
-            arguments: the names of its arguments.
-        """
+        """Return the tensors that they brought into the runs so far, by names of their own."""
         names: dict[str, Tensor] = {}
         for owner, part in self._parts.values():
             tensor = part.read(())
@@ -159,24 +142,14 @@ class Insertions:
 
 
 class _Follower(LiveInserter):
-    """Adds insertions to a run, without gates, so that their work is recorded.
+    """Adds insertions to a run, without gates, so that their work is recorded."""
 
-    Args:
-        plan: the insertions of the call.
-        knowledge: the recorded runs of the model.
-        code: what is inserted, by name.
-
-    Attributes:
-        recorder: the recorder of the run.
-        spans: the ops that each call of an interjection added to the tape.
-    """
-
-    recorder: Recorder
+    recorder: Recorder  # the recorder of the run
 
     def __init__(self, plan: InsertionPlan, knowledge: Knowledge, code: Mapping[str, Any]) -> None:
         knowledge.name_nodes()
         self._count = itertools.count()
-        self.spans: list[_Span] = []
+        self.spans: list[_Span] = []  # the ops that each call of an interjection added to the tape
         own = InsertionPlan(list(map(self._as_marked, plan.entries)), plan.totals, plan.lookup)
         super().__init__(own, knowledge.registry, knowledge.model)
         self.code = code
@@ -234,27 +207,15 @@ class _Follower(LiveInserter):
 
 
 class _Span(NamedTuple):
-    """A call of an interjection, and the ops that it has added to the tape.
+    """A call of an interjection, and the ops that it has added to the tape."""
 
-    Attributes:
-        what: the interjection.
-        ops: the numbers of its ops.
-        blockers: the numbers of its reasons for which the run is live.
-    """
-
-    what: Interjection
-    ops: slice
-    blockers: slice
+    what: Interjection  # the interjection
+    ops: slice  # the numbers of its ops
+    blockers: slice  # the numbers of its reasons for which the run is live
 
 
 class _Marked:
-    """An interjection that states know during its calls, with its arguments.
-
-    Args:
-        what: the interjection.
-        number: tells it from others of the run.
-        inserter: holds what is needed again after it, and receives what it did.
-    """
+    """An interjection that states know during its calls, with its arguments."""
 
     def __init__(self, what: Interjection, number: int, inserter: _Follower) -> None:
         self._what, self._number, self._inserter = what, number, inserter

@@ -60,54 +60,34 @@ DTYPES: dict[type, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Tensors:
-    """A tensor.
+    """A tensor."""
 
-    Attributes:
-        name: its variable.
-        memory: numbers; tensors that may share memory have a number in common.
-        is_torn: whether it shared memory when it was made, and no longer does.
-    """
-
-    name: str
-    memory: frozenset[int]
-    is_torn: bool = False
+    name: str  # its variable
+    memory: frozenset[int]  # numbers; tensors that may share memory have a number in common
+    is_torn: bool = False  # whether it shared memory when it was made, and no longer does
 
 
 @dataclass(frozen=True)
 class Numeral:
-    """A number out of a tensor, as a tensor without dimensions.
+    """A number out of a tensor, as a tensor without dimensions."""
 
-    Attributes:
-        name: its variable.
-        type: the type that Python would have.
-    """
-
-    name: str
-    type: type
+    name: str  # its variable
+    type: type  # the type that Python would have
 
 
 @dataclass(frozen=True)
 class Static:
-    """A size, or a number computed from sizes: known while the code is traced.
+    """A size, or a number computed from sizes: known while the code is traced."""
 
-    Attributes:
-        text: an expression.
-        type: its type in Python.
-        varies: whether it depends on values after all, such as the number of selected elements.
-    """
-
-    text: str
-    type: type
+    text: str  # an expression
+    type: type  # its type in Python
+    # True if it depends on values after all, such as the number of selected elements.
     varies: bool = False
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A value that is the same in all runs.
-
-    Attributes:
-        value: the value.
-    """
+    """A value that is the same in all runs."""
 
     value: Any
 
@@ -119,16 +99,11 @@ class Outdated:
 
 @dataclass(frozen=True)
 class Several(Container):
-    """A tuple, a list or a dict of values.
+    """A tuple, a list or a dict of values."""
 
-    Attributes:
-        items: the values.
-        keys: for a dict, its keys.
-        kind: its type, or the class of the distribution that a dict of its parameters stands for.
-    """
-
-    items: tuple[Value, ...]
-    keys: tuple[Any, ...] = ()
+    items: tuple[Value, ...]  # the values
+    keys: tuple[Any, ...] = ()  # for a dict, its keys
+    # Its type, or the class of the distribution that a dict of its parameters stands for.
     kind: type = tuple
 
     def inside(self) -> tuple[Value, ...]:
@@ -165,19 +140,12 @@ class Kind(Enum):
 
 
 class NumberOrigins:
-    """Sorts the numbers of a tape.
-
-    Args:
-        tape: the tape.
-
-    Attributes:
-        kinds: the ops that return a number, or several, with their origins.
-        varying: the ops that return tensors whose sizes depend on values.
-    """
+    """Sorts the numbers of a tape."""
 
     def __init__(self, tape: Tape) -> None:
+        # The ops that return a number, or several, with their origins.
         self.kinds: dict[int, Kind] = {}
-        self.varying: set[int] = set()
+        self.varying: set[int] = set()  # the ops that return tensors whose sizes depend on values
         self._ops = tape.ops
         for op in tape.ops:
             self._sort(op)
@@ -233,24 +201,16 @@ def _is_sized_by_values(op: Op, ops: list[Op], kinds: dict[int, Kind]) -> bool:
     if name == "where":
         return len(op.args) + len(op.kwargs) == 1
     if name == "__getitem__":
-        keys = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
-        if any(getattr(key, "dtype", None) is not None and _is_mask(key) for key in keys):
+        metas = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
+        if any(getattr(meta, "dtype", None) in (torch.bool, torch.uint8) for meta in metas):
             return True
-        bounds = [ref for key in _slices(op.args[1]) for ref in refs_in(key)]
+        keys = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+        bounds = [ref for key in keys if isinstance(key, slice) for ref in refs_in(key)]
         return any(kinds.get(ref.index, Kind.STATIC) is not Kind.STATIC for ref in bounds)
     if name in _SIZED_BY_VALUES:
         return True
     numbers = [kinds[index] for index in op.operands if index in kinds]
     return name in _SIZED_BY_NUMBERS and any(kind is not Kind.STATIC for kind in numbers)
-
-
-def _is_mask(meta: TensorMeta) -> bool:
-    return str(meta.dtype) in ("torch.bool", "torch.uint8")
-
-
-def _slices(key: object) -> list[slice]:
-    keys = key if isinstance(key, tuple) else (key,)
-    return [one for one in keys if isinstance(one, slice)]
 
 
 _SIZED_BY_VALUES = frozenset(
@@ -281,17 +241,11 @@ END = _EndOfRuns()
 
 @dataclass(eq=False)
 class AnalysedRun:
-    """A recorded run, with its analysis.
+    """A recorded run, with its analysis."""
 
-    Attributes:
-        recording: the run.
-        analysis: its guards, sorted.
-        numbers: the origins of its numbers.
-    """
-
-    recording: Recording
-    analysis: Analysis = field(init=False)
-    numbers: NumberOrigins = field(init=False)
+    recording: Recording  # the run
+    analysis: Analysis = field(init=False)  # its guards, sorted
+    numbers: NumberOrigins = field(init=False)  # the origins of its numbers
 
     def __post_init__(self) -> None:
         self.analysis = Analysis(self.recording.tape)
@@ -325,9 +279,6 @@ class AnalysedRun:
         """Return the ops that decide by sizes how many dimensions a guard finds, as `squeeze` does.
 
         torch.export takes it for granted that open sizes are not 1.
-
-        Raises:
-            ExportError: these sizes depend on values, or the op is no `squeeze`.
         """
         ops, found, seen = self.recording.tape.ops, [], set[int]()
         op = ops[guard.index]
@@ -357,37 +308,23 @@ class AnalysedRun:
 
 @dataclass(eq=False)
 class Way:
-    """The ops from one answer to the next question.
-
-    Attributes:
-        answer: the answer.
-        run: a run that took this way.
-        after: the guard of that run that was answered; -1 for its start.
-        stop: the next guard; None for the end.
-        target: the state at its end.
-    """
+    """The ops from one answer to the next question."""
 
     answer: Any
-    run: AnalysedRun
-    after: int
-    stop: int | None
-    target: Node
+    run: AnalysedRun  # a run that took this way
+    after: int  # the guard of that run that was answered; -1 for its start
+    stop: int | None  # the next guard; None for the end
+    target: Node  # the state at its end
 
 
 @dataclass(eq=False)
 class Question:
-    """A state in which a run asks a question.
+    """A state in which a run asks a question."""
 
-    Attributes:
-        run: a run that reached it.
-        number: the guard of that run.
-        ways: the known answers, with the ways after them.
-        passes: all runs that reached it, with their guards.
-    """
-
-    run: AnalysedRun
-    number: int
-    ways: list[Way] = field(default_factory=list)
+    run: AnalysedRun  # a run that reached it
+    number: int  # the guard of that run
+    ways: list[Way] = field(default_factory=list)  # the known answers, with the ways after them
+    # All runs that reached it, with their guards.
     passes: list[tuple[AnalysedRun, int]] = field(default_factory=list)
 
     @property
@@ -463,11 +400,7 @@ def cite(record: Any) -> str:
 
 
 def is_fixed(guard: Guard) -> bool:
-    """Return whether the ops of an exported program decide the answer of a guard.
-
-    Raises:
-        ExportError: exported programs know nothing of this kind of guard.
-    """
+    """Return whether the ops of an exported program decide the answer of a guard."""
     kind = type(guard)
     if kind in (ClassGuard, ErrorGuard, SameGuard, OtherGuard):
         return True
@@ -477,20 +410,11 @@ def is_fixed(guard: Guard) -> bool:
 
 
 class Machine:
-    """The states of some runs.
-
-    Args:
-        recordings: the runs, all of one set of input guards.
-
-    Attributes:
-        runs: the runs.
-        begin: the way to the first question.
-        questions: the states, in the order in which the runs reached them.
-    """
+    """The states of some runs, all of one set of input guards."""
 
     def __init__(self, recordings: Iterable[Recording]) -> None:
         self.runs: list[AnalysedRun] = [AnalysedRun(recording) for recording in recordings]
-        self.begin: Way
+        self.begin: Way  # the way to the first question
         self._by_key: dict[Any, Question] = {}
         for number, run in enumerate(self.runs):
             self._follow(run, number == 0)
@@ -548,30 +472,16 @@ class Machine:
 
 @dataclass(eq=False)
 class QuestionLoop:
-    """Questions that are asked repeatedly.
+    """Questions that are asked repeatedly."""
 
-    Attributes:
-        header: the question at which it begins.
-        body: all questions in it.
-        again: the ways back to the header.
-        leaving: the ways out.
-    """
-
-    header: Question
-    body: frozenset[Question]
-    again: frozenset[Way]
-    leaving: frozenset[Way]
+    header: Question  # the question at which it begins
+    body: frozenset[Question]  # all questions in it
+    again: frozenset[Way]  # the ways back to the header
+    leaving: frozenset[Way]  # the ways out
 
 
 class View:
-    """A part of the machine, from an entry to a sink.
-
-    Args:
-        edges: the questions with their ways, and the target of each.
-        entry: the state at which it begins.
-        sink: the state at which all ways end.
-        loop: the loop, if this is one iteration of it.
-    """
+    """A part of the machine, from a state to the one where all ways end; or a round of a loop."""
 
     loop: QuestionLoop | None
     sink: Any
@@ -611,11 +521,7 @@ class View:
 
     @cached_property
     def loops(self) -> dict[Question, QuestionLoop]:
-        """The loops, by their headers.
-
-        Raises:
-            ExportError: a loop is entered in its middle.
-        """
+        """The loops, by their headers."""
         dominators = dict(nx.immediate_dominators(self._flow, self.entry))
 
         def dominates(one: Any, other: Any) -> bool:
@@ -708,11 +614,7 @@ _STATISTICS = (".running_mean", ".running_var", ".num_batches_tracked")
 
 
 def refuse(recording: Recording) -> None:
-    """Refuse runs that no function of tensors can repeat.
-
-    Raises:
-        ExportError: the run cannot be expressed as such a function.
-    """
+    """Refuse runs that no function of tensors can repeat."""
     tape = recording.tape
     if tape.blockers:
         raise ExportError(f"the model can only run live: {tape.blockers[0]}", "")

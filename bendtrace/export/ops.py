@@ -47,26 +47,17 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """A function under construction.
-
-    Args:
-        depth: 0 for `forward`, 1 for the sides of a question in it, and so on.
-
-    Attributes:
-        lines: its lines, each with the op or guard that it comes from.
-        flag: the variable with the number of the unseen side that was taken, if there can be one.
-        asked: the numbers of the unseen sides in it.
-        own: the variables that it defines.
-        loops: the arguments of the loops in it.
-    """
+    """A function under construction."""
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth
+        self.depth = depth  # 0 for `forward`, 1 for the sides of a question in it, and so on
+        # Its lines, each with the op or guard that it comes from.
         self.lines: list[tuple[str, Any]] = []
+        # The variable with the number of the unseen side that was taken, if there can be one.
         self.flag: str | None = None
-        self.asked: list[int] = []
-        self.own: set[str] = set()
-        self.loops: set[str] = set()
+        self.asked: list[int] = []  # the numbers of the unseen sides in it
+        self.own: set[str] = set()  # the variables that it defines
+        self.loops: set[str] = set()  # the arguments of the loops in it
 
     def add(self, text: str, record: Any = None) -> None:
         """Add a line."""
@@ -74,15 +65,7 @@ class Scope:
 
 
 class SegmentOps(Expressions):
-    """Writes the ops of one segment into a scope.
-
-    Args:
-        writer: writes the program.
-        scope: the function that receives the ops.
-        run: the run of the segment.
-        schedule: its ops; None for those that a question needs.
-        values: the values at its start.
-    """
+    """Writes the ops of one segment, or without a schedule those of a question, into a scope."""
 
     def __init__(
         self, writer: ProgramWriter, scope: Scope, run: AnalysedRun, schedule: Schedule | None,
@@ -562,12 +545,8 @@ class SegmentOps(Expressions):
         if target in (operator.neg, operator.pos, operator.abs, abs) and kinds != [bool]:
             self._bound(op, kinds)
             return f"torch.{_UNARY[target]}({given[0]})"
-        same = len(set(kinds)) == 1 and kinds[0] in (int, float)
-        if target in (operator.add, operator.sub, operator.mul) and same:
-            self._bound(op, kinds)
-            return f"({given[0]} {infix} {given[1]})"
-        if target in (operator.add, operator.sub, operator.mul) and set(kinds) == {int, float}:
-            self._bound(op, kinds)  # which is exact as a float then
+        if target in (operator.add, operator.sub, operator.mul) and set(kinds) <= {int, float}:
+            self._bound(op, kinds)  # an int that meets a float is exact as a float then
             return f"({given[0]} {infix} {given[1]})"
         if target is operator.truediv and set(kinds) <= {int, float}:
             self._bound(op, kinds)

@@ -160,11 +160,7 @@ _ARGUMENTS = "bendtrace_arguments"  # the key of what `arguments_of` returns
 
 
 def target_of(path: str | os.PathLike[str]) -> str:
-    """Return the kind of file to write, by its ending.
-
-    Raises:
-        InputError: the ending is unknown, or the folder does not exist.
-    """
+    """Return the kind of file to write, by its ending."""
     file = Path(required_path("to=", path))
     if not file.parent.is_dir():
         raise InputError(f"there is no folder {str(file.parent)!r} to write {file.name} to")
@@ -214,16 +210,7 @@ Check = Callable[[Callable[..., Any]], None]
 def save_program(
     program: torch.export.ExportedProgram, path: str | os.PathLike[str], check: Check
 ) -> None:
-    """Write a program for `torch.export.load`, and check what is loaded.
-
-    Args:
-        program: the program.
-        path: the file.
-        check: raises if the program that it receives differs from the model.
-
-    Raises:
-        ExportError: torch cannot write it, or cannot read what it has written.
-    """
+    """Write a program for `torch.export.load`, and have `check` compare what is loaded."""
     with _whole_file(path, ".pt2") as temporary, quiet():
         try:
             with _in_memory(temporary) as file:
@@ -245,18 +232,9 @@ def save_package(
     groups: Sequence[int],
     check: Check,
 ) -> None:
-    """Compile a program into a package that runs without Python, and check it.
+    """Compile a program into a package that runs without Python, and have `check` compare it.
 
-    Args:
-        program: the program.
-        path: the file, for `torch._inductor.aoti_load_package`.
-        calls: inputs that it is run with: positional and keyword arguments.
-        groups: a number for each input, equal for those that are one object; empty if that does
-            not matter.
-        check: raises if the program that it receives differs from the model.
-
-    Raises:
-        ExportError: it cannot be compiled, or ends its process.
+    Arguments with equal numbers in `groups` are one object; without numbers that does not matter.
     """
     for leaf in pytree.tree_leaves(program.example_inputs):
         if type(leaf) in (bool, int, float, str):
@@ -382,17 +360,10 @@ def save_onnx(
     arguments: tuple[list[list[Any]], bool],
     check: Check,
 ) -> None:
-    """Write a program for ONNX, and check it in onnxruntime.
+    """Write a program for ONNX, and have `check` compare it in onnxruntime.
 
-    Args:
-        program: the program, whose last output is the number of the unseen side it came to.
-        path: the file.
-        messages: the message for each number.
-        arguments: see `arguments_of`; and whether it matters which of them are one object.
-        check: raises if the program that it receives differs from the model.
-
-    Raises:
-        ExportError: ONNX cannot express a part of it.
+    Its last output is the number of the unseen side it came to, and each has a message. With the
+    arguments (see `arguments_of`) stands whether it matters which of them are one object.
     """
     onnx = _onnx()
     with _whole_file(path, ".onnx") as temporary, quiet():
@@ -425,14 +396,8 @@ def save_onnx(
 def _compare_sizes(graph: Any, largest: int) -> dict[int, str]:
     """Have the last output tell of sizes that differ although the program has one name for them.
 
-    onnxruntime does not compare them.
-
-    Args:
-        graph: the graph of a model, which is changed.
-        largest: the largest number that the last output has had.
-
-    Returns:
-        The messages for the new numbers.
+    onnxruntime does not compare them. The new numbers begin above the largest that the output has
+    had; their messages are returned.
     """
     make, kinds = _onnx().helper, _onnx().TensorProto
     places: dict[str, list[tuple[str, int]]] = {}
@@ -572,11 +537,7 @@ class OnnxProgram:
 
 
 def _require_same(rows: list[list[Any]], required: list[list[Any]]) -> None:
-    """Require that a call has the arguments that a file was exported from (see `arguments_of`).
-
-    Raises:
-        InputError: it has others.
-    """
+    """Require that a call has the arguments that a file was exported from (see `arguments_of`)."""
     places, wanted = ([row[0] for row in each] for each in (rows, required))
     if places != wanted:
         raise InputError(f"the model takes arguments at {wanted}, not at {places}")

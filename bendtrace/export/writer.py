@@ -105,43 +105,23 @@ class Unseen:
 
 @dataclass(frozen=True)
 class Written:
-    """A machine as source.
+    """A machine as source."""
 
-    Attributes:
-        text: the source of a module-level function `forward(self, ...)`.
-        names: the values of the names in it.
-        records: for each line, the op or guard that it comes from.
-        tensors: state, by the name of the attribute path in the module.
-        unseen: the sides that no input took.
-        notes: notes for the user.
-        facts: the properties of tensors that the model asks for.
-    """
-
-    text: str
-    names: dict[str, Any]
-    records: dict[int, Any]
-    tensors: dict[str, Tensor]
-    unseen: tuple[Unseen, ...]
-    notes: tuple[str, ...]
-    facts: frozenset[Fact]
+    text: str  # the source of a module-level function `forward(self, ...)`
+    names: dict[str, Any]  # the values of the names in it
+    records: dict[int, Any]  # for each line, the op or guard that it comes from
+    tensors: dict[str, Tensor]  # state, by the name of the attribute path in the module
+    unseen: tuple[Unseen, ...]  # the sides that no input took
+    notes: tuple[str, ...]  # notes for the user
+    facts: frozenset[Fact]  # the properties of tensors that the model asks for
 
 
 class ProgramWriter:
     """Writes a machine as source.
 
-    Args:
-        machine: the machine.
-        positions: where each argument stands among those of a call, in the order in which they
-            are bound.
-        state: the names of the model's tensors, by identity.
-        given: the variables of those that are inputs.
-        flagged: whether the program returns its flag, in place of assertions.
-
-    Attributes:
-        names: the values of names in the source.
-        memory_of: the memory of variables that hold tensors.
-        picked: the memory of copies that stand for views.
-        facts: the properties of tensors that the model asks for.
+    The positions are those of the arguments of a call, in the order in which they are bound.
+    `state` has the names of the model's tensors by identity, `given` the variables of those that
+    are inputs. If it is flagged, the program returns its flag in place of assertions.
     """
 
     def __init__(
@@ -151,10 +131,10 @@ class ProgramWriter:
         self._machine = machine
         self._parameters = [f"_i{position}" for position in positions]
         self._state, self._given, self._flagged = state, given, flagged
-        self.names: dict[str, Any] = Expressions().names
-        self.memory_of: dict[str, frozenset[int]] = {}
-        self.picked: set[int] = set()
-        self.facts: set[Fact] = set()
+        self.names: dict[str, Any] = Expressions().names  # the values of names in the source
+        self.memory_of: dict[str, frozenset[int]] = {}  # the memory of variables that hold tensors
+        self.picked: set[int] = set()  # the memory of copies that stand for views
+        self.facts: set[Fact] = set()  # the properties of tensors that the model asks for
         self._variables, self._memories = itertools.count(1), itertools.count(1)
         self._bound: dict[int, str] = {}
         self._parts: dict[Any, Value] = {}
@@ -167,15 +147,7 @@ class ProgramWriter:
     def write(
         self, head: list[str], conditions: Mapping[str, str] = MappingProxyType({})
     ) -> Written:
-        """Write the program.
-
-        Args:
-            head: the names of the arguments of a call.
-            conditions: what it requires of its inputs, as expressions of tensors, with their texts.
-
-        Raises:
-            ExportError: something cannot be written so.
-        """
+        """Write the program; conditions are expressions of tensors, with their texts."""
         machine = self._machine
         view = machine.view
         scope = Scope(0)
@@ -276,7 +248,8 @@ class ProgramWriter:
                 is_tensor = part.kind is CaptureKind.TENSOR
                 self._parts[key] = self._tensor(name) if is_tensor else Static(name, part.type)
                 if isinstance(part.size, TensorFacts):
-                    self._prelude.append(f"has_dtype({name}, {part.size.dtype})")
+                    check = "torch.ops.aten._assert_tensor_metadata.default"
+                    self._prelude.append(f"{check}({name}, dtype={part.size.dtype})")
             return self._parts[key]
         tensor = part.read(())
         if not isinstance(tensor, Tensor):
@@ -603,7 +576,7 @@ class ProgramWriter:
         """Return an expression for whether a question has a certain answer."""
         run, guard = question.run, question.guard
         holes = run.recording.tape.states[question.number].holes
-        ops = self._ops(scope, run, None, dict(zip(holes, env, strict=True)))
+        ops = SegmentOps(self, scope, run, None, dict(zip(holes, env, strict=True)))
         op = run.recording.tape.ops[guard.index]
         if isinstance(guard, LengthGuard):
             if gives_rows(op):
@@ -655,11 +628,6 @@ class ProgramWriter:
             question.place,
         )
 
-    def _ops(
-        self, scope: Scope, run: AnalysedRun, schedule: Schedule | None, values: dict[int, Value]
-    ) -> SegmentOps:
-        return SegmentOps(self, scope, run, schedule, values)
-
     # Segments
 
     def _follow(
@@ -681,7 +649,7 @@ class ProgramWriter:
         )
         holes = tape.states[way.after].holes if way.after >= 0 else ()
         values = dict(zip(holes, env, strict=True))
-        ops = self._ops(scope, run, schedule, values)
+        ops = SegmentOps(self, scope, run, schedule, values)
         self._copy_written(scope, schedule, ops)
         for position in range(schedule.start, schedule.end + 1):
             for number, guard in schedule.guards.get(position, ()):

@@ -42,38 +42,31 @@ BoundaryKey = tuple[str, str, str]
 
 @dataclass
 class RunData:
-    """A run as plain data.
+    """A run as plain data."""
 
-    Attributes:
-        name: name of the model.
-        entries: one entry per value, in the order of the run.
-        modules: one entry per module call, in the order in which the calls began.
-        flow_steps: where the model's Python depended on the inputs.
-        step_labels: for each step, the label of the entry with the value that it used.
-        parameters: the number of elements of the parameters used in the run.
-        parameter_bytes: their size.
-        places: the entries of the values on the tape, by op and element.
-        changed: for values that an insertion changed, the value that it returned; only if layers
-            are counted as TorchLens counts them.
-        given_out: the op of each output that was written to after its op returned it.
-        boundary_entries: the entries that modules received or returned in the place of others,
-            because these had been written to: by label of the module call, "input" or "output", and
-            label of the other entry.
-        boundary_places: where modules received or returned each value, by length of the tape and
-            op: the key in `boundary_entries`, and the entry.
-    """
-
-    name: str
+    name: str  # name of the model
+    # One entry per value, in the order of the run.
     entries: list[LayerEntry] = field(default_factory=list)
+    # One entry per module call, in the order in which the calls began.
     modules: list[ModuleEntry] = field(default_factory=list)
+    # Where the model's Python depended on the inputs.
     flow_steps: FlowSteps = field(default_factory=lambda: FlowSteps([]))
+    # For each step, the label of the entry with the value that it used.
     step_labels: list[str] = field(default_factory=list)
-    parameters: int = 0
-    parameter_bytes: int = 0
+    parameters: int = 0  # the number of elements of the parameters used in the run
+    parameter_bytes: int = 0  # their size
+    # The entries of the values on the tape, by op and element.
     places: dict[Key, LayerEntry] = field(default_factory=dict)
+    # For values that an insertion changed, the value that it returned; only if layers are counted
+    # as TorchLens counts them.
     changed: dict[Key, Key] = field(default_factory=dict)
+    # The op of each output that was written to after its op returned it.
     given_out: dict[str, int] = field(default_factory=dict)
+    # The entries that modules received or returned in the place of others, because these had been
+    # written to: by label of the module call, "input" or "output", and label of the other entry.
     boundary_entries: dict[BoundaryKey, LayerEntry] = field(default_factory=dict)
+    # Where modules received or returned each value, by length of the tape and op: the key in
+    # `boundary_entries`, and the entry.
     boundary_places: dict[tuple[int, int], list[tuple[BoundaryKey, LayerEntry]]] = field(
         default_factory=dict
     )

@@ -44,17 +44,11 @@ _RANDOM = re.compile(
 
 
 class EarlierTensor(NamedTuple):
-    """A tensor that existed before the run, at its first use in the run.
+    """A tensor that existed before the run, at its first use in the run."""
 
-    Attributes:
-        tensor: a weak reference to the tensor.
-        version: how often it had been written to.
-        copy: its content, for small tensors.
-    """
-
-    tensor: weakref.ref[Tensor]
-    version: int
-    copy: Tensor | None
+    tensor: weakref.ref[Tensor]  # a weak reference to the tensor
+    version: int  # how often it had been written to
+    copy: Tensor | None  # its content, for small tensors
 
     def read(self) -> Tensor | None:
         """Return its content at that point; None if it is no longer known."""
@@ -79,36 +73,10 @@ class WriteRefusal(Protocol):
 
 
 class ValueCapture:
-    """An observer of a run that keeps values.
+    """An observer of a run that keeps the chosen values: True for all, None for none.
 
-    Args:
-        chosen: which values to keep; True for all, None for none.
-        stop: the value or module after which to end the run; None to run to the end.
-        convert: applied to values before they are kept, for example to move them to a device.
-        detach: whether kept values are detached from the autograd graph.
-        gradients: whether to keep gradients of the chosen values as well.
-        store: where to keep values; None for memory.
-        torchlens: how layers are named; see `Namer`.
-
-    Attributes:
-        saved: the kept values, by op and element.
-        gradients: the gradients of the chosen values; None if they are not kept.
-        reread: the values read from tensors that were written to after their op returned them, by
-            the reading op and the op of the tensor.
-        boundary_values: the values that modules received or returned, of tensors that were written
-            to after their op returned them, by length of the tape and op; None if not kept.
-        random: state of torch's generator before each op that is known to draw from it.
-        times: the time of each op in nanoseconds.
-        grad_fns: name of the gradient function of each value that has one.
-        marks: which op made which node of the autograd graph.
-        chosen: as given.
-        torchlens: as given.
-        stop: as given.
-        states: the tensors that existed before the run, by op.
-        ended: where the run was ended early; "" if it was not.
-        error: an error raised by a user function.
-        seconds: the duration of the whole run.
-        seed: the seed of torch's generator at the start of the run.
+    The run ends after the value or module that `stop` selects. Values are converted, and detached,
+    before they are kept, in memory or in a store. For `torchlens`, see `Namer`.
     """
 
     def __init__(
@@ -122,21 +90,29 @@ class ValueCapture:
         store: Store | None = None,
         torchlens: bool = False,
     ) -> None:
-        self.saved: dict[Key, Any] = {}
+        self.saved: dict[Key, Any] = {}  # the kept values, by op and element
+        # The gradients of the chosen values; None if they are not kept.
         self.gradients: LatestGradients | None = LatestGradients(convert) if gradients else None
+        # The values read from tensors that were written to after their op returned them, by the
+        # reading op and the op of the tensor.
         self.reread: dict[tuple[int, int], Any] = {}
+        # The values that modules received or returned, of tensors that were written to after their
+        # op returned them, by length of the tape and op; None if not kept.
         self.boundary_values: dict[tuple[int, int], Any] = {}
+        # State of torch's generator before each op that is known to draw from it.
         self.random: dict[int, Tensor] = {}
-        self.times: dict[int, int] = {}
+        self.times: dict[int, int] = {}  # the time of each op in nanoseconds
+        # Name of the gradient function of each value that has one.
         self.grad_fns: dict[Key, str] = {}
-        self.marks: GraphMarks = GraphMarks()
-        self.chosen = chosen or None
-        self.torchlens: bool = torchlens
-        self.stop = stop
-        self.states: dict[int, EarlierTensor] = {}
-        self.ended: str = ""
-        self.error: Exception | None = None
-        self.seconds: float = 0.0
+        self.marks: GraphMarks = GraphMarks()  # which op made which node of the autograd graph
+        self.chosen = chosen or None  # as given
+        self.torchlens: bool = torchlens  # as given
+        self.stop = stop  # as given
+        self.states: dict[int, EarlierTensor] = {}  # the tensors that existed before the run, by op
+        self.ended: str = ""  # where the run was ended early; "" if it was not
+        self.error: Exception | None = None  # an error raised by a user function
+        self.seconds: float = 0.0  # the duration of the whole run
+        # The seed of torch's generator at the start of the run.
         self.seed: int = torch.initial_seed()
         self._convert = convert
         self._detach = detach
@@ -181,14 +157,10 @@ class ValueCapture:
         self, result: Any, outputs: Callable[[], list[Key]],
         rewritten: Mapping[int, int | None], end: int,
     ) -> None:  # fmt: skip
-        """Record that the run has ended.
+        """Record that the run has ended, after so many ops.
 
-        Args:
-            result: its result.
-            outputs: returns the values of the tape in a result, in order.
-            rewritten: for outputs that were written to after their op returned them, the op that
-                gave them last; None if it gave another tensor.
-            end: length of the tape.
+        `outputs` returns the values of the tape in its result, in order. `rewritten` has for those
+        that were written to later the op that gave them last; None if it gave another tensor.
         """
         for tensor in tensors_in(result):
             materialize(tensor)  # the caller receives an ordinary tensor
@@ -512,30 +484,18 @@ _WORDS = {"save": "'all' saves everything", "stop_after": "None runs to the end"
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """The values to keep of a run, and their form.
+    """The values to keep of a run, and their form."""
 
-    Attributes:
-        save: "all", "none", or a spec of `Selection`.
-        gradients: whether to keep gradients as well.
-        stop_after: where to end the run; a spec of `Selection`.
-        device: the device to keep values on; None leaves them where they are.
-        dtype: dtype of kept floating point values; None keeps theirs.
-        keep_graph: whether kept values stay part of the autograd graph.
-        directory: where to stream kept values to; None to keep them in memory.
-        torchlens: how layers are named; see `Namer`.
-
-    Raises:
-        InputError: an option is invalid.
-    """
-
-    save: Any = "all"
-    gradients: bool = False
-    stop_after: Any = None
+    save: Any = "all"  # "all", "none", or a spec of `Selection`
+    gradients: bool = False  # whether to keep gradients as well
+    stop_after: Any = None  # where to end the run; a spec of `Selection`
+    # The device to keep values on; None leaves them where they are.
     device: torch.device | str | None = None
-    dtype: torch.dtype | None = None
-    keep_graph: bool = False
+    dtype: torch.dtype | None = None  # dtype of kept floating point values; None keeps theirs
+    keep_graph: bool = False  # whether kept values stay part of the autograd graph
+    # Where to stream kept values to; None to keep them in memory.
     directory: str | os.PathLike[str] | None = None
-    torchlens: bool = False
+    torchlens: bool = False  # how layers are named; see `Namer`
 
     def __post_init__(self) -> None:
         if self.dtype is not None and not (
@@ -649,9 +609,6 @@ class Selection:
               torch function. Only the finished run can resolve these.
         model: the model to run.
 
-    Attributes:
-        deferred: the requests that only the finished run can resolve.
-
     Raises:
         InputError: the spec is none of these.
     """
@@ -675,6 +632,7 @@ class Selection:
                     f"not by {key!r}"
                 )
         modules = None if model is None else frozenset(modules_in(model))
+        # The requests that only the finished run can resolve.
         self.deferred: list[_Want] = [_Want(key) for key in keys if _is_deferred(key, modules)]
         keys = [key for key in keys if all(key is not want.key for want in self.deferred)]
         self._functions = [_Want(key) for key in keys if _is_function(key)]
@@ -779,15 +737,13 @@ class GraphMarks:
     `tests/test_backward.py` notices a change). So the nodes of an op are those whose numbers were
     given out while it ran. Numbers of other threads can be the same; the marks in the metadata of
     nodes say where the graph of the run begins and ends.
-
-    Attributes:
-        places: for each value that has a node, the mark and the number of the node, and which of
-            its outputs the value is.
-        leaves: the arguments of the run that are leaves, by op.
     """
 
     def __init__(self) -> None:
+        # For each value that has a node, the mark and the number of the node, and which of its
+        # outputs the value is.
         self.places: dict[Key, tuple[tuple[str, int], int]] = {}
+        # The arguments of the run that are leaves, by op.
         self.leaves: dict[int, weakref.ref[Tensor]] = {}
         self._last: int = _now()
         self._starts: list[int] = []
@@ -946,21 +902,13 @@ MemoryKey = tuple[int, tuple[Any, ...]]
 
 
 class LatestGradients:
-    """The gradients of the latest backward pass through a run.
-
-    Args:
-        convert: applied to gradients before they are kept; None for nothing.
-
-    Attributes:
-        kept: the gradients, by op and element.
-        watched: the values whose gradients are requested.
-        wanted: those whose gradients are kept; None for all.
-    """
+    """The gradients of the latest backward pass through a run, converted before they are kept."""
 
     def __init__(self, convert: Callable[[Tensor], Tensor] | None) -> None:
-        self.kept: dict[MemoryKey, Tensor] = {}
+        self.kept: dict[MemoryKey, Tensor] = {}  # the gradients, by op and element
         self._convert = convert
-        self.watched: set[MemoryKey] = set()
+        self.watched: set[MemoryKey] = set()  # the values whose gradients are requested
+        # Those whose gradients are kept; None for all.
         self.wanted: Container[MemoryKey] | None = None
         self._entries: dict[MemoryKey, list[LayerEntry]] = {}
         # How many values other than leaves have hooks, and in which backward pass one was called.

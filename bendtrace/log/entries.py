@@ -58,21 +58,13 @@ EntryKind = Literal["input", "op", "number", "state", "output"]
 
 
 class Source(NamedTuple):
-    """A place in the user's code.
+    """A place in the user's code."""
 
-    Attributes:
-        file: path of the source file.
-        line: its line, counted from 1.
-        function: name of the function that the line is in.
-        text: source text of the expression, with collapsed white space.
-        statement: source text of the whole line.
-    """
-
-    file: str
-    line: int
-    function: str
-    text: str
-    statement: str
+    file: str  # path of the source file
+    line: int  # its line, counted from 1
+    function: str  # name of the function that the line is in
+    text: str  # source text of the expression, with collapsed white space
+    statement: str  # source text of the whole line
 
     def __str__(self) -> str:
         return full_place_text(self.file, self.line)
@@ -283,33 +275,19 @@ def _materialize_value(kept: Any) -> Any:
 
 @dataclass(eq=False)
 class ModuleEntry:
-    """One call of a module.
+    """One call of a module."""
 
-    Attributes:
-        name: qualified name, "" for the traced module itself.
-        pass_number: the number of this call of the module, counted from 1.
-        passes: how often the module is called in the run.
-        class_name: name of its class.
-        parent: label of the enclosing call; "" for calls by the root.
-        parameters: the number of elements of its own parameters, without those of submodules.
-        training: whether it was in training mode.
-        inputs: labels of its input entries.
-        outputs: labels of its output entries.
-        source: the place of the call.
-        flow: numbers of the flow steps that the call ran under, outermost first.
-    """
-
-    name: str
-    pass_number: int
-    passes: int
+    name: str  # qualified name, "" for the traced module itself
+    pass_number: int  # the number of this call of the module, counted from 1
+    passes: int  # how often the module is called in the run
     class_name: str
-    parent: str
-    parameters: int
-    training: bool
-    inputs: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    source: Source | None = None
-    flow: tuple[int, ...] = ()
+    parent: str  # label of the enclosing call; "" for calls by the root
+    parameters: int  # the number of elements of its own parameters, without those of submodules
+    training: bool  # whether it was in training mode
+    inputs: list[str] = field(default_factory=list)  # labels of its input entries
+    outputs: list[str] = field(default_factory=list)  # labels of its output entries
+    source: Source | None = None  # the place of the call
+    flow: tuple[int, ...] = ()  # numbers of the flow steps that the call ran under, outermost first
 
     @property
     def label(self) -> str:
@@ -319,19 +297,12 @@ class ModuleEntry:
 
 @dataclass(slots=True)
 class Layer:
-    """All values with one name: all passes of one op, at one place of one module.
+    """All values with one name: all passes of one op, at one place of one module."""
 
-    Attributes:
-        layer_type: the base of the name.
-        number: its number among the layers of that type, counted from 1.
-        position: the number of layers before it; None for numbers, which are not layers.
-        passes: the number of passes so far.
-    """
-
-    layer_type: str
-    number: int
-    position: int | None
-    passes: int = 0
+    layer_type: str  # the base of the name
+    number: int  # its number among the layers of that type, counted from 1
+    position: int | None  # the number of layers before it; None for numbers, which are not layers
+    passes: int = 0  # the number of passes so far
 
     @property
     def short_name(self) -> str:
@@ -356,17 +327,13 @@ class Namer:
             whose result it takes, if both call the same function with the same settings in one
             module, the result of an insertion belongs to the layer of its node, operators have
             TorchLens's names, and inputs take no positions.
-
-    Attributes:
-        count: the number of layers named so far, each pass counted separately.
-        torchlens: as given.
     """
 
-    count: int
+    count: int  # the number of layers named so far, each pass counted separately
 
     def __init__(self, torchlens: bool = False) -> None:
         self.count = 0
-        self.torchlens: bool = torchlens
+        self.torchlens: bool = torchlens  # as given
         self._layers: dict[Any, Layer] = {}
         self._of_type: dict[str, int] = {}
         self._positions = int(torchlens)  # of the next layer
@@ -658,17 +625,13 @@ View = Literal["ops", "frame", "chrome", "model_explorer", "tensorboard"]
 
 
 class LogColumn(NamedTuple):
-    """A fact about each entry of a log, which tables and exports show.
+    """A fact about each entry of a log, which tables and exports show."""
 
-    Attributes:
-        name: its heading.
-        views: where it is shown: in the table of ops, in the "frame" of pandas and parquet, and
-            in the exports with these names.
-        read: returns its value for an entry; None for the entry's attribute with that name.
-    """
-
-    name: str
+    name: str  # its heading
+    # Where it is shown: in the table of ops, in the "frame" of pandas and parquet, and in the
+    # exports with these names.
     views: tuple[View, ...]
+    # Returns its value for an entry; None for the entry's attribute with that name.
     read: Callable[[LayerEntry], Any] | None = None
 
     def value(self, entry: LayerEntry) -> Any:
@@ -738,11 +701,7 @@ def facts_of(entry: LayerEntry, view: View) -> dict[str, Any]:
 
 
 def data_frame(entries: Sequence[LayerEntry]) -> pandas.DataFrame:
-    """Return a row for each entry, indexed by label.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
+    """Return a row for each entry, indexed by label."""
     rows = {entry.label: facts_of(entry, "frame") for entry in entries}
     frame = required_pandas().DataFrame.from_dict(rows, orient="index")
     return frame.rename_axis("label")  # type: ignore[no-any-return]
@@ -857,12 +816,8 @@ Distance: TypeAlias = tuple[int | None, int | None]
 def depths(entries: Sequence[LayerEntry]) -> list[tuple[Distance, Distance]]:
     """Count the entries on the ways between each entry and the inputs and outputs.
 
-    Args:
-        entries: the entries, in their order.
-
-    Returns:
-        For each entry the length of the shortest and of the longest way from an input, and those to
-        an output; None where no way leads.
+    Each gets the lengths of the shortest and the longest way from an input, and of those to an
+    output; None where no way leads.
     """
     above = _distances(entries, "input", lambda entry: entry.parents)
     below = _distances(entries[::-1], "output", lambda entry: entry.children)

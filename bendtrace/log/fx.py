@@ -421,14 +421,11 @@ def from_fx(module: fx.GraphModule) -> Graph:
 
 @dataclass
 class Folding:
-    """Calls that replace the ops inside them.
+    """Calls that replace the ops inside them."""
 
-    Attributes:
-        call_of: for each op inside a folded call, the call.
-        first: for each folded call, by identity, its first op.
-    """
-
+    # For each op inside a folded call, the call.
     call_of: dict[int, ModuleCall] = field(default_factory=dict)
+    # For each folded call, by identity, its first op.
     first: dict[int, int] = field(default_factory=dict)
 
     def calls(self) -> Iterator[ModuleCall]:

@@ -25,21 +25,13 @@ _PASS = re.compile(r"(.+):(\d+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Meaning:
-    """One possible meaning of a string in a run.
+    """One possible meaning of a string in a run."""
 
-    Attributes:
-        kind: the kind of object.
-        text: the string.
-        places: the nodes, and their passes.
-        values: the values of the run that the nodes represent.
-        label: for layers, the full name.
-    """
-
-    kind: Literal["state", "module", "node", "layer"]
-    text: str
-    places: tuple[Place, ...]
-    values: frozenset[Value]
-    label: str = ""
+    kind: Literal["state", "module", "node", "layer"]  # the kind of object
+    text: str  # the string
+    places: tuple[Place, ...]  # the nodes, and their passes
+    values: frozenset[Value]  # the values of the run that the nodes represent
+    label: str = ""  # for layers, the full name
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -258,19 +258,12 @@ def bound(
 
 
 class Item(NamedTuple):
-    """An item of a container.
+    """An item of a container."""
 
-    Attributes:
-        key: its index, key or attribute name.
-        label: its preferred name.
-        value: the recorded item.
-        access: the code after the container that accesses it.
-    """
-
-    key: str | int
-    label: str
-    value: Any
-    access: str
+    key: str | int  # its index, key or attribute name
+    label: str  # its preferred name
+    value: Any  # the recorded item
+    access: str  # the code after the container that accesses it
 
 
 def items_of(value: Any, events: Events) -> list[Item] | None:
@@ -420,16 +413,10 @@ def draw_tree(
     node: TreeNode, title: str, chosen: Chosen = None, *, flow: bool = False,
     depth: int | None = None, limit: int | None = LIMIT,
 ) -> str:  # fmt: skip
-    """Return a node and all nodes below as text.
+    """Return a node and all nodes below, to some depth, as text.
 
-    Args:
-        node: the node.
-        title: its name in the text.
-        chosen: its passes to show; None for all.
-        flow: whether to show flow steps.
-        depth: the number of levels below the node to show; None for all.
-        limit: the maximum number of lines; None for no limit. Above it, graphs that are like the
-            one before them are reduced to one line, and then the deepest levels are left out.
+    Only the chosen passes are shown. Above the limit of lines, graphs that are like the one before
+    them are reduced to one line, and then the deepest levels are left out.
     """
     picture = _Picture(flow, folds=False)
     sizes = picture.level_sizes(node, chosen)[:depth]
@@ -578,38 +565,25 @@ torch.serialization.add_safe_globals([NodePath])
 
 @dataclass(slots=True)
 class Pass:
-    """One execution of a node.
+    """One execution of a node."""
 
-    Attributes:
-        parent: the pass of the parent that it was in, counted from 0.
-        index: for values, the op on the tape that returned it; for module calls, the number of the
-            call; None for nodes that are not on the tape.
-        element: for an op with several result tensors, the keys that lead to this one.
-        shape: the shape of the tensor.
-        called: see `ModuleCall.called`.
-    """
-
-    parent: int
+    parent: int  # the pass of the parent that it was in, counted from 0
+    # For values, the op on the tape that returned it; for module calls, the number of the call;
+    # None for nodes that are not on the tape.
     index: int | None = None
+    # For an op with several result tensors, the keys that lead to this one.
     element: tuple[Any, ...] = ()
-    shape: tuple[int, ...] | None = None
-    called: str = ""
+    shape: tuple[int, ...] | None = None  # the shape of the tensor
+    called: str = ""  # see `ModuleCall.called`
 
 
 class Place(NamedTuple):
-    """A line of source code.
+    """A line of source code."""
 
-    Attributes:
-        file: path of the source file.
-        line: its line, counted from 1.
-        function: name of the function that it is in.
-        text: the line itself, without indentation; "" if it cannot be read.
-    """
-
-    file: str
-    line: int
-    function: str
-    text: str
+    file: str  # path of the source file
+    line: int  # its line, counted from 1
+    function: str  # name of the function that it is in
+    text: str  # the line itself, without indentation; "" if it cannot be read
 
     def __str__(self) -> str:
         path = path_text(self.file)
@@ -619,25 +593,16 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A flow step, or several at one place of a graph.
+    """A flow step, or several at one place of a graph."""
 
-    Attributes:
-        number: position of the first of them among the flow steps of the trace.
-        after: name of the last child computed before it; "" for none.
-        kind: "if", "while", "for", ...
-        text: source of the deciding expression.
-        outcomes: the pass of the graph, the outcome, and how often it occurred: `(0, "True", 3)`.
-        file: path of the source file.
-        line: its line, counted from 1.
-    """
-
-    number: int
-    after: str
-    kind: str
-    text: str
+    number: int  # position of the first of them among the flow steps of the trace
+    after: str  # name of the last child computed before it; "" for none
+    kind: str  # "if", "while", "for", ..
+    text: str  # source of the deciding expression
+    # The pass of the graph, the outcome, and how often it occurred: `(0, "True", 3)`.
     outcomes: tuple[tuple[int, str, int], ...]
-    file: str
-    line: int
+    file: str  # path of the source file
+    line: int  # its line, counted from 1
 
 
 class Variant(NamedTuple):
@@ -654,42 +619,29 @@ def plain_keys(keys: tuple[Any, ...]) -> list[Any]:
 
 @dataclass(eq=False)
 class TreeNode:
-    """One node: a call of a module, a value, or a container of values.
+    """One node: a call of a module, a value, or a container of values."""
 
-    Attributes:
-        name: its name in the parent; an identifier.
-        kind: "graph" for module calls, "container" for tuples, dicts and the like, "tensor",
-            "number", or "other" for objects that cannot contain values of the run.
-        type: name of its type: "Graph", "Tensor", "tuple", "float".
-        role: its relation to the enclosing graph.
-        key: for parts of containers the index, key or attribute name; for calls the name of the
-            module in the enclosing module (`layers.8`).
-        label: its preferred name, before names were made unique; "" if equal to `name`.
-        module: for graphs, the qualified name of the module.
-        class_name: for graphs, the class of the module.
-        children: the nodes below, in the order in which they first occurred.
-        passes: its executions.
-        places: its places in the source, starting in the code of the enclosing graph.
-        code: for graphs, the code that ran.
-        steps: for graphs, their flow steps.
-        path: dotted path from the root; "" for the root.
-        spellings: the names of children that strings can use, cached on first use.
-    """
-
-    name: str
+    name: str  # its name in the parent; an identifier
+    # "graph" for module calls, "container" for tuples, dicts and the like, "tensor", "number", or
+    # "other" for objects that cannot contain values of the run.
     kind: Kind
-    type: str
-    role: Role
+    type: str  # name of its type: "Graph", "Tensor", "tuple", "float"
+    role: Role  # its relation to the enclosing graph
+    # For parts of containers the index, key or attribute name; for calls the name of the module in
+    # the enclosing module (`layers.8`).
     key: str | int | None = None
-    label: str = ""
-    module: str = ""
-    class_name: str = ""
+    label: str = ""  # its preferred name, before names were made unique; "" if equal to `name`
+    module: str = ""  # for graphs, the qualified name of the module
+    class_name: str = ""  # for graphs, the class of the module
+    # The nodes below, in the order in which they first occurred.
     children: dict[str, TreeNode] = field(default_factory=dict)
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[Pass] = field(default_factory=list)  # its executions
+    # Its places in the source, starting in the code of the enclosing graph.
     places: tuple[Place, ...] = ()
-    code: list[Variant] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    path: str = NodePath()
+    code: list[Variant] = field(default_factory=list)  # for graphs, the code that ran
+    steps: list[Step] = field(default_factory=list)  # for graphs, their flow steps
+    path: str = NodePath()  # dotted path from the root; "" for the root
+    # The names of children that strings can use, cached on first use.
     spellings: dict[str, list[TreeNode]] | None = None
 
     def walk(self) -> Iterator[TreeNode]:
@@ -800,13 +752,10 @@ class Registry:
     A node is identified by where it happens: the enclosing node, and the chain of instructions that
     led to it. The first node with a name gets the plain name, the next `linear_1`, and so on. Nodes
     that a second path shares with the first keep their names, whatever else is on that path.
-
-    Attributes:
-        lock: to be held while names are assigned.
     """
 
     def __init__(self) -> None:
-        self.lock: threading.RLock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()  # to be held while names are assigned
         self._names: dict[str, _NamesBelow] = defaultdict(_NamesBelow)
         self._sites: dict[tuple[int, ...], int] = {}
         self._contents: dict[tuple[Any, ...], int] = {}
@@ -895,11 +844,7 @@ class Registry:
 
 
 class Holders:
-    """Finds names relative to the module whose code is running.
-
-    Args:
-        root: the outermost module of the run, if there is one.
-    """
+    """Finds names relative to the module whose code is running."""
 
     def __init__(self, root: nn.Module | None) -> None:
         self._modules: dict[int, dict[int, str]] = {}
@@ -976,15 +921,10 @@ def _split_path(path: str) -> list[str]:
 
 
 class LiveNames:
-    """Names nodes as the run reaches them.
+    """Names nodes as the run reaches them, with a registry that other runs share.
 
-    Args:
-        registry: the registry of node names, shared with the trees of other runs.
-        function: the function that is run.
-        root: the scope around the run.
-        prefix: path of the running part, if it is a part of a model.
-        path_of: for a method of a model, gives the paths of the modules that it calls, from their
-            qualified names: those that they have in runs of the model.
+    For a method of a model, `path_of` gives the paths of the modules that it calls, from their
+    qualified names: those that they have in runs of the model.
     """
 
     def __init__(

@@ -43,17 +43,13 @@ _TRACERS = frozenset(module.__file__ for module in (recorder, scopes, numbers, t
 
 
 class Builder:
-    """Creates the nodes of the tree of one run, or reuses existing ones.
-
-    Attributes:
-        root: the root of the tree.
-        where: for each module call, by identity, its node and the number of its pass.
-        marks: for each call, by identity, the tape position and name of each child.
-    """
+    """Creates the nodes of the tree of one run, or reuses existing ones."""
 
     def __init__(self, events: Events, registry: Registry) -> None:
         self.events: Events = events
+        # For each module call, by identity, its node and the number of its pass.
         self.where: dict[int, tuple[TreeNode, int]] = {}
+        # For each call, by identity, the tape position and name of each child.
         self.marks: dict[int, list[tuple[int, str]]] = {}
         self.paths: dict[int, str] = {}  # of the node that gave each value first
         self._registry = registry
@@ -65,6 +61,7 @@ class Builder:
         self._codes: dict[int, dict[str, list[int]]] = {}
         self._inserted: dict[int, tuple[TreeNode, list[tuple[str, str]]]] = {}
         call = events.root
+        # The root of the tree.
         self.root: TreeNode = TreeNode("", "graph", "Graph", "call", module=call.path)
         self.root.class_name = type(call.module or events.function).__name__
 
@@ -684,21 +681,13 @@ _MAX_PERIOD = 48  # lines of the longest repeated stretch that is looked for
 
 
 class StatementLine(NamedTuple):
-    """One statement.
+    """One statement."""
 
-    Attributes:
-        text: the statement.
-        target: the name it assigns; "" for none.
-        used: the names in it, in order.
-        leaves: whether it is the last one, after which nothing needs to be freed.
-        within: the context managers that it runs under; "" for none.
-    """
-
-    text: str
-    target: str
-    used: tuple[str, ...]
-    leaves: bool = False
-    within: str = ""
+    text: str  # the statement
+    target: str  # the name it assigns; "" for none
+    used: tuple[str, ...]  # the names in it, in order
+    leaves: bool = False  # whether it is the last one, after which nothing needs to be freed
+    within: str = ""  # the context managers that it runs under; "" for none
 
 
 def list_name(name: str) -> str:
@@ -892,33 +881,19 @@ def _with_freed(text: str, names: list[str]) -> str:
 
 
 class _LocalName(NamedTuple):
-    """The name of a value in the code of a graph.
+    """The name of a value in the code of a graph."""
 
-    Attributes:
-        name: the variable.
-        version: how often that had been assigned when the value was.
-        access: what to write after it.
-    """
-
-    name: str
-    version: int
-    access: str = ""
+    name: str  # the variable
+    version: int  # how often that had been assigned when the value was
+    access: str = ""  # what to write after it
 
 
 class FunctionBody:
-    """The body of a function that is written line by line.
-
-    Args:
-        builder: builds the tree.
-
-    Attributes:
-        arguments: names of the arguments.
-        within: the context managers that the next lines run under.
-    """
+    """The body of a function that is written line by line."""
 
     def __init__(self, builder: Builder) -> None:
-        self.arguments: list[str] = []
-        self.within = ""
+        self.arguments: list[str] = []  # names of the arguments
+        self.within = ""  # the context managers that the next lines run under
         self._builder = builder
         self._lines: list[StatementLine] = []
         self._names: dict[tuple[int, tuple[Any, ...]], _LocalName] = {}

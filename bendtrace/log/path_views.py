@@ -56,17 +56,7 @@ def is_path_only(text: str) -> bool:
 
 
 def find_node(root: TreeNode, path: str, chosen: Chosen = None) -> Found:
-    """Return the node at a path, and its passes if the path names some.
-
-    Args:
-        root: the start of the path.
-        path: names joined by dots, `|` before a part of a container, `:2` for a pass.
-            Items of lists of modules can be written `layers_8`, `layers.8` or `layers[8]`.
-        chosen: the passes of `root` to consider.
-
-    Raises:
-        NodePathError: the node does not exist.
-    """
+    """Return the node at a path, and its passes if it names some (see `Tree.resolve`)."""
     search = _PathSearch(path)
     spelled = [path, _BRACKET.sub(lambda m: "." + next(filter(None, m.groups()), ""), path)]
     for text in dict.fromkeys(spelled):
@@ -275,12 +265,7 @@ class Tree:
         return Node(self, *found)
 
     def locate(self, index: int, element: tuple[Any, ...] = ()) -> Node | None:
-        """Return the node, and its pass, of a value of the tape; None if it has none.
-
-        Args:
-            index: position of the op on the tape.
-            element: for an op with several result tensors, the keys that lead to this one.
-        """
+        """Return the node, and its pass, of the value of an op or of a part of it, if any."""
         found = self._places.get(self.origin(index, element)) or self._places.get((index, element))
         return None if found is None else Node(self, *found)
 
@@ -290,12 +275,7 @@ class Tree:
         return root, (*keys, *element)
 
     def path_of(self, index: int, element: tuple[Any, ...] = ()) -> str:
-        """Return the path of a value of the tape, with its pass if there are several, or "".
-
-        Args:
-            index: position of the op on the tape.
-            element: for an op with several result tensors, the keys that lead to this one.
-        """
+        """Return the path of a value of the tape, with its pass if there are several, or ""."""
         node = self.locate(index, element)
         if node is None:
             return ""
@@ -374,17 +354,12 @@ class Node:
 
     All names of the class itself begin with an underscore, so that they do not clash with names of
     nodes.
-
-    Attributes:
-        _tree: the tree it belongs to.
-        _data: its data.
-        _chosen: numbers of its passes; None for all.
     """
 
     __slots__ = ("_chosen", "_data", "_tree")
-    _tree: Tree
+    _tree: Tree  # the tree it belongs to
     _data: TreeNode
-    _chosen: Chosen
+    _chosen: Chosen  # numbers of its passes; None for all
 
     def __init__(self, tree: Tree, data: TreeNode, chosen: Chosen = None) -> None:
         object.__setattr__(self, "_tree", tree)
@@ -442,13 +417,7 @@ class Node:
     def _show(
         self, *, flow: bool = False, depth: int | None = None, limit: int | None = LIMIT
     ) -> Text:
-        """Return the node and the nodes below it as text.
-
-        Args:
-            flow: whether to show the flow steps, with their answers.
-            depth: how many levels below it to show; None for all.
-            limit: how many lines at most; None for any number.
-        """
+        """Return the node and the nodes below it as text."""
         if flow:
             self._tree.place_steps()
         title = self._name
@@ -757,21 +726,15 @@ def candidates_of(nodes: RunNodes) -> CandidateGraph:
 
 
 class RunNodes:
-    """The node of which each op, and each call of a module, is a pass.
-
-    Attributes:
-        events: the events of the run.
-        candidates: the nodes by path, in the order in which they began.
-        of_op: the path of each op that is one.
-        of_call: the path of each call, by identity.
-        executions: the path of each op and call in the order in which they began.
-    """
+    """The node of which each op, and each call of a module, is a pass."""
 
     def __init__(self, builder: Builder) -> None:
-        self.events: Events = builder.events
+        self.events: Events = builder.events  # the events of the run
+        # The nodes by path, in the order in which they began.
         self.candidates: dict[str, Candidate] = {}
-        self.of_op: dict[int, str] = {}
-        self.of_call: dict[int, str] = {}
+        self.of_op: dict[int, str] = {}  # the path of each op that is one
+        self.of_call: dict[int, str] = {}  # the path of each call, by identity
+        # The path of each op and call in the order in which they began.
         self.executions: list[str] = []
         self._builder = builder
         self._add_call(self.events.root)

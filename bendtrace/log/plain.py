@@ -23,20 +23,15 @@ _NESTED = frozenset({list, dict})
 
 
 class Remembered:
-    """A placeholder for an object of which only the text was kept, such as a member of an enum.
-
-    Attributes:
-        kind: qualified name of its class.
-        text: its `repr`, which this object shares.
-        value: for a member of an enum its value; for an instance of a subclass of a plain type
-            (int, float, str, bytes, bool) the plain value; otherwise None.
-    """
+    """A placeholder for an object of which only the text was kept, such as a member of an enum."""
 
     __slots__ = ("kind", "text", "value")
 
     def __init__(self, kind: str, text: str, value: Any = None) -> None:
-        self.kind: str = kind
-        self.text: str = text
+        self.kind: str = kind  # qualified name of its class
+        self.text: str = text  # its `repr`, which this object shares
+        # For a member of an enum its value; for an instance of a subclass of a plain type (int,
+        # float, str, bytes, bool) the plain value; otherwise None.
         self.value: Any = value
 
     def __eq__(self, other: object) -> bool:
@@ -102,10 +97,7 @@ class Codec:
     def encode(self, value: Any, around: tuple[int, ...] = ()) -> Any:
         """Return a value as plain JSON.
 
-        Args:
-            value: any value.
-            around: identities of the enclosing containers. A value that contains itself, or is
-                nested too deeply, is stored as its text.
+        A value that contains itself, or is nested too deeply, is stored as its text.
         """
         kind = type(value)
         if value is None or kind is bool:

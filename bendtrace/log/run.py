@@ -30,14 +30,7 @@ else:
 class Run:
     """The views of one recorded run: each is derived when it is first asked for, and kept.
 
-    Args:
-        recording: the run.
-        function: what was run.
-        registry: gives the nodes their names; one that several runs share gives the nodes that
-            they have in common the same names.
-
-    Attributes:
-        torchlens: how the log names layers; see `Namer`.
+    Runs that share a registry give the nodes that they have in common the same names.
 
     Example:
         >>> import torch, bendtrace as bt
@@ -57,7 +50,7 @@ class Run:
         self.recording = recording
         self.function = function
         self.registry: Registry = Registry() if registry is None else registry
-        self.torchlens: bool = False
+        self.torchlens: bool = False  # how the log names layers; see `Namer`
 
     @property
     def names(self) -> list[str]:

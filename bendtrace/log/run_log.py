@@ -498,18 +498,11 @@ _HIERARCHY = 30  # lines
 
 @dataclasses.dataclass
 class Facts:
-    """Facts for the head of a log that its entries do not contain.
+    """Facts for the head of a log that its entries do not contain."""
 
-    Attributes:
-        seed: the seed of torch's generator at the start of the run; None if nothing was captured.
-        seconds: the duration of the run; None if nothing was captured.
-        saved: the entries whose value was kept.
-        live: why the run cannot be replayed.
-    """
-
-    seed: int | None
-    seconds: float | None
-    live: Sequence[str]
+    seed: int | None  # of torch's generator at the start of the run; None without a capture
+    seconds: float | None  # the duration of the run; None without a capture
+    live: Sequence[str]  # why the run cannot be replayed
 
 
 def log_text(

@@ -133,13 +133,7 @@ _CODEC = Codec((), {"tensor": (_Slot, lambda slot: slot.number, _Slot)})
 def write_values(draft: Draft, kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Write values by name: tensors, handles of such, or containers with some inside.
 
-    Args:
-        draft: the save.
-        kind: the word for them in the names of files: "activations".
-        values: the values.
-
-    Returns:
-        The places of the content, ready for JSON.
+    Files are named by the kind, "activations". The places of the content are ready for JSON.
     """
     found: list[tuple[str, Tensor | StoredTensor]] = []
     rows: list[dict[str, Any]] = []
@@ -621,13 +615,9 @@ def _near_directories(directory: str) -> str:
 
 @dataclass(frozen=True)
 class NotSaved:
-    """Stands for a value that could not be stored.
+    """Stands for a value that could not be stored."""
 
-    Attributes:
-        reason: why.
-    """
-
-    reason: str
+    reason: str  # why
 
     def __str__(self) -> str:
         return f"not saved: {self.reason}"
@@ -635,23 +625,14 @@ class NotSaved:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StoredTensor:
-    """A tensor on disk.
-
-    Attributes:
-        name: its name.
-        layout: its dtype, shape and strides.
-        device: where it was when it was stored.
-        file: the file that it is in.
-        extent: where in the file.
-        to: the device that it is read to; None for the CPU.
-    """
+    """A tensor on disk."""
 
     name: str
-    layout: Strided
-    device: torch.device
-    file: DataFile
-    extent: Extent
-    to: torch.device | None = None
+    layout: Strided  # its dtype, shape and strides
+    device: torch.device  # where it was when it was stored
+    file: DataFile  # the file that it is in
+    extent: Extent  # where in the file
+    to: torch.device | None = None  # the device that it is read to; None for the CPU
 
     @property
     def shape(self) -> tuple[int, ...]:

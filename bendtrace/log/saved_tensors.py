@@ -55,18 +55,13 @@ _CHUNK = 1 << 22  # bytes copied to the CPU at a time
 
 @dataclass(frozen=True)
 class Strided:
-    """The layout of a tensor in memory.
-
-    Attributes:
-        dtype: its dtype.
-        shape: its shape.
-        strides: its strides, in elements. Gaps between elements are closed when it is stored; the
-            order of the dimensions, and those it was expanded along (stride 0), are kept, as
-            are the strides of dimensions of size 1.
-    """
+    """The layout of a tensor in memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # Its strides, in elements. Gaps between elements are closed when it is stored; the order of the
+    # dimensions, and those it was expanded along (stride 0), are kept, as are the strides of
+    # dimensions of size 1.
     strides: tuple[int, ...]
 
     @property
@@ -185,33 +180,21 @@ BINARY: int = getattr(os, "O_BINARY", 0)  # Windows would write line ends its ow
 
 
 class Extent(NamedTuple):
-    """Where the bytes of one tensor are.
+    """Where the bytes of one tensor are."""
 
-    Attributes:
-        key: its name in the file.
-        start: where its bytes begin, counted from the beginning of the file.
-        nbytes: how many there are.
-        checksum: their CRC-32.
-    """
-
-    key: str
-    start: int
-    nbytes: int
-    checksum: int
+    key: str  # its name in the file
+    start: int  # where its bytes begin, counted from the beginning of the file
+    nbytes: int  # how many there are
+    checksum: int  # their CRC-32
 
 
 class FileIndex(NamedTuple):
-    """The description in the header of a file.
+    """The description in the header of a file."""
 
-    Attributes:
-        sha256: checksum of the file up to the first tensor, in hexadecimal.
-        extents: for each key its type, its shape, and where its bytes begin and end in the file.
-        size: the size that the file has by this.
-    """
-
-    sha256: str
+    sha256: str  # checksum of the file up to the first tensor, in hexadecimal
+    # For each key its type, its shape, and where its bytes begin and end in the file.
     extents: dict[str, tuple[str, tuple[int, ...], int, int]]
-    size: int
+    size: int  # the size that the file has by this
 
 
 class DataFile:

@@ -6,13 +6,13 @@ import operator
 import re
 import types
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError
-from bendtrace.log.capture import EarlierTensor, ValueCapture, aligned_copy
+from bendtrace.log.capture import ValueCapture, aligned_copy
 from bendtrace.log.entries import counted, tensors_of
 from bendtrace.python.checks import listed
 from bendtrace.python.compare import same_bits
@@ -81,21 +81,11 @@ def validate(trace: Any, capture: ValueCapture | None, seed: int) -> Validation:
     return Validator(trace.ops, capture, labels, seed).run()
 
 
-class SavedValues(Protocol):
-    """The values of a run that were kept, by op: see `Capture`."""
-
-    saved: dict[Any, Any]
-    reread: dict[tuple[int, int], Tensor]
-    states: dict[int, EarlierTensor]
-    random: dict[int, Tensor]
-    grad_fns: dict[Any, str]
-
-
 class Validator:
     """Recomputes ops, one by one, from the saved values."""
 
     def __init__(
-        self, ops: list[Op], capture: SavedValues, labels: dict[Any, str], seed: int
+        self, ops: list[Op], capture: ValueCapture, labels: dict[Any, str], seed: int
     ) -> None:
         self._ops = ops
         self._capture = capture

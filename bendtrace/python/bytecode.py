@@ -148,24 +148,15 @@ def branches(code: CodeType) -> bool:
 
 
 class InstructionStep(NamedTuple):
-    """An instruction in a form common to all Python versions.
+    """An instruction in a form common to all Python versions."""
 
-    Attributes:
-        offset: the position of the instruction, in bytes. The two steps of one instruction share
-            it.
-        name: its name, without the part that says how a variable is loaded.
-        argument: its argument.
-        value: the meaning of the argument.
-        shown: the same in the words of `dis`.
-        positions: in the source; None if two steps share them.
-    """
-
+    # The position of the instruction, in bytes. The two steps of one instruction share it.
     offset: int
-    name: str
+    name: str  # its name, without the part that says how a variable is loaded
     argument: int | None
-    value: Any
-    shown: str
-    positions: dis.Positions | None
+    value: Any  # the meaning of the argument
+    shown: str  # the same in the words of `dis`
+    positions: dis.Positions | None  # in the source; None if two steps share them
 
 
 _IDLE = frozenset({"NOP", "RESUME", "CACHE", "EXTENDED_ARG", "PRECALL", "NOT_TAKEN"})
@@ -223,15 +214,7 @@ _DOES = {"LOAD": _READS, "DELETE": _READS, "STORE": _WRITES}
 
 
 def read_later(code: CodeType, offset: int) -> int:
-    """Return which variables of a frame may still be read from an instruction on.
-
-    Args:
-        code: the code.
-        offset: the current instruction, in bytes.
-
-    Returns:
-        One bit for each slot of the frame.
-    """
+    """Return which variables may still be read from an instruction on: a bit for each slot."""
     alive = _live_variables(code).get(offset)
     return -1 if alive is None else alive | -1 << len(code.co_varnames)
 
@@ -316,13 +299,7 @@ def local_in(frame: FrameType, name: str) -> Any:
 
 
 def assign(frame: FrameType, name: str, value: Any) -> None:
-    """Give a local variable of a running frame another value.
-
-    Args:
-        frame: the frame, of a function.
-        name: the variable, which is neither free nor a cell.
-        value: what it is to hold.
-    """
+    """Give a local variable of a running frame, neither free nor a cell, another value."""
     variables = frame.f_locals
     variables[name] = value
     # Before 3.13, writing to the copy changes nothing until this function of CPython's C API puts
@@ -419,18 +396,13 @@ def stores_outside(code: CodeType) -> bool:
 
 
 class _Truths(NamedTuple):
-    """The use that code makes of a bool, or of a list of bools.
+    """The use that code makes of a bool, or of a list of bools."""
 
-    Attributes:
-        answer: True if it is only tested, or dropped; False if it may go anywhere; None if code
-            returns or yields it, and otherwise only tests it.
-        depth: the depth of the list that is returned, or yielded.
-        names: the builtins that it is given to.
-    """
-
+    # True if it is only tested, or dropped; False if it may go anywhere; None if code returns or
+    # yields it, and otherwise only tests it.
     answer: bool | None
-    depth: int
-    names: frozenset[str]
+    depth: int  # the depth of the list that is returned, or yielded
+    names: frozenset[str]  # the builtins that it is given to
 
 
 _tests: dict[tuple[int, int, int, bool], tuple[CodeType, _Truths]] = {}
@@ -443,11 +415,8 @@ def only_tests(frame: FrameType, depth: int = 0) -> bool:
     or test all of them by a builtin: `any(flags)`, `sum(flags)`.
 
     A traced bool must not be used otherwise: for `keepdim` and the like, torch's C++ functions
-    accept only a real bool, and refuse others before they ask the tracer.
-
-    Args:
-        frame: the frame, at the instruction.
-        depth: for bools in a list, 1; in a list of lists, 2; and so on.
+    accept only a real bool, and refuse others before they ask the tracer. For bools in a list, the
+    depth is 1; in a list of lists, 2; and so on.
     """
     found: FrameType | None = None if is_off("truth") else frame
     is_yielded = False
@@ -494,15 +463,10 @@ def drops(frame: FrameType) -> bool:
 
 
 class Asking(NamedTuple):
-    """A comparison that converts its result to a truth value itself, for an `if` (Python 3.13).
+    """A comparison that converts its result to a truth value itself, for an `if` (Python 3.13)."""
 
-    Attributes:
-        symbol: the comparison operator, such as "==".
-        operands: the compared local variables, as far as known: right, left.
-    """
-
-    symbol: str
-    operands: tuple[str, ...]
+    symbol: str  # the comparison operator, such as "=="
+    operands: tuple[str, ...]  # the compared local variables, as far as known: right, left
 
 
 _asking: dict[int, tuple[CodeType, dict[int, Asking]]] = {}
@@ -711,3 +675,72 @@ def loads_method(step: InstructionStep) -> bool:
 
 def _all(answers: Sequence[bool | None]) -> bool | None:
     return False if False in answers else None if None in answers else True
+
+
+# Where code looks attributes up by names that are no constants.
+
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"})
+_OF_ALL = frozenset({"vars", "dir", "__dict__", "__getattribute__", "getattr_static", "getmembers"})
+_SIMPLE = ("LOAD_", "PUSH_NULL", "CACHE", "COPY_FREE", "NOP")
+
+
+def computed_lookups(code: CodeType) -> Iterator[bool]:
+    """Yield, for each lookup by a name that seems to be computed, whether it is one in `self`."""
+    steps = [step for step in dis.get_instructions(code) if step.opname != "CACHE"]
+    for number, step in enumerate(steps):
+        if step.argval in _OF_ALL and step.opname.startswith("LOAD"):
+            yield False
+        elif step.argval in _BY_NAME and step.opname.startswith("LOAD"):
+            after = steps[number + 1 :]
+            if step.opname == "LOAD_GLOBAL" and "NULL" not in step.argrepr:
+                yield False  # it is handed on: map(getattr, ...)
+            elif _is_computed(step, after):
+                yield _is_of_self(after)
+
+
+def _is_computed(lookup: dis.Instruction, steps: Sequence[dis.Instruction]) -> bool:
+    given: list[dis.Instruction] = []
+    for step in steps:
+        if step.opname in ("PRECALL", "KW_NAMES"):
+            continue
+        if step.opname.startswith("CALL"):
+            break
+        if step.opname == "PUSH_NULL" and not given:
+            continue
+        calls = step.opname in ("LOAD_METHOD", "PUSH_NULL") or "NULL" in step.argrepr
+        if calls or not step.opname.startswith(_SIMPLE):
+            return True  # there is another call inside, or a condition
+        if step.opname == "LOAD_ATTR":
+            given[-1:] = [step]
+        else:
+            given.append(step)
+    first = 0 if lookup.argval in ("attrgetter", "methodcaller") else 1
+    names = given[first:] if lookup.argval == "attrgetter" else given[first : first + 1]
+    return not names or not all(
+        one.opname == "LOAD_CONST" and isinstance(one.argval, str) for one in names
+    )
+
+
+def _is_of_self(steps: Sequence[dis.Instruction]) -> bool:
+    """Return whether the first argument of a call is `self`, by what follows its function."""
+    depth = 0  # how many arguments there are so far, and parts of them
+    # Since Python 3.13, a null comes after what is called. Before, it would belong to the argument.
+    if steps and steps[0].opname == "PUSH_NULL" and sys.version_info >= (3, 13):
+        steps = steps[1:]
+    for step in steps:
+        if depth == 0:
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            if not step.opname.startswith(_OF_VARIABLES) or names[0] != "self":
+                return False
+        elif depth == 1 and not step.opname.startswith(_OPERANDS):
+            return False  # something is done to it: self[0], self.parts()
+        if "JUMP" in step.opname:
+            return False
+        before, depth = depth, depth + dis.stack_effect(step.opcode, step.arg, jump=False)
+        if depth < 2 <= before:
+            return depth < 1  # the lookup is called, or else `self + 1` is
+    return False
+
+
+_OF_VARIABLES = ("LOAD_FAST", "LOAD_DEREF")
+_OPERANDS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_SMALL_INT", "PUSH_NULL")

@@ -45,13 +45,7 @@ def switch_on(feature: str) -> None:
 
 
 def miss(feature: str, path: str, names: frozenset[str]) -> None:
-    """Switch a feature off that needs a part of torch which is not there.
-
-    Args:
-        feature: as for `switch_off`.
-        path: the missing part.
-        names: code that uses one of these runs live from now on.
-    """
+    """Switch a feature off that needs a part of torch which is not there (see `switch_off`)."""
     reason = f"{feature}: torch has no {path}"
     if names:
         reason += ", all calls run live" if "" in names else ", code that uses it runs live"

@@ -33,13 +33,9 @@ class BuiltinKey:
 
 @dataclass(frozen=True)
 class FieldKey:
-    """An `operator.itemgetter`.
+    """An `operator.itemgetter`."""
 
-    Attributes:
-        keys: the keys of the items that it takes.
-    """
-
-    keys: tuple[Any, ...]
+    keys: tuple[Any, ...]  # the keys of the items that it takes
 
     def make(self) -> Callable[[Any], Any]:
         """Return the function."""
@@ -48,11 +44,7 @@ class FieldKey:
 
 @dataclass(frozen=True)
 class LookUpKey:
-    """A method that looks an item up in a container: `scores.__getitem__`, `counts.get`.
-
-    Attributes:
-        name: its name.
-    """
+    """A method that looks an item up in a container: `scores.__getitem__`, `counts.get`."""
 
     name: str
 
@@ -63,17 +55,12 @@ class LookUpKey:
 
 @dataclass(frozen=True)
 class CodeKey:
-    """A function of Python.
-
-    Attributes:
-        code: its code.
-        names: the globals that it uses: constants, and what computes.
-        text: shows these, and tells those that are equal apart: 1, 1.0 and True.
-    """
+    """A function of Python."""
 
     code: CodeType
+    # The globals that it uses: constants, and what computes.
     names: Mapping[str, Any] = field(compare=False)
-    text: str
+    text: str  # shows these, and tells those that are equal apart: 1, 1.0 and True
 
     def make(self, cells: Sequence[Any], defaults: Sequence[Any]) -> Callable[[Any], Any]:
         """Return the function with the values of its closure, and of its arguments."""
@@ -86,32 +73,20 @@ KeyKind: TypeAlias = BuiltinKey | FieldKey | LookUpKey | CodeKey
 
 
 class KeyParts(NamedTuple):
-    """A key function, taken apart.
+    """A key function, taken apart."""
 
-    Attributes:
-        key: makes it.
-        operands: the values that it reads besides an item.
-        code: its code, if it is written in Python.
-    """
-
-    key: KeyKind
-    operands: tuple[Any, ...]
-    code: CodeType | None
+    key: KeyKind  # makes it
+    operands: tuple[Any, ...]  # the values that it reads besides an item
+    code: CodeType | None  # its code, if it is written in Python
 
 
 @dataclass(frozen=True)
 class KeyOrder:
-    """Puts items in order by a key function, and returns their positions.
+    """Puts items in order by a key function, and returns their positions."""
 
-    Attributes:
-        function: `sorted`; or `max` or `min`, for the position of one item.
-        key: makes the key function.
-        reverse: whether the greatest come first.
-    """
-
-    function: Any
-    key: KeyKind
-    reverse: bool
+    function: Any  # `sorted`; or `max` or `min`, for the position of one item
+    key: KeyKind  # makes the key function
+    reverse: bool  # whether the greatest come first
 
     @property
     def __name__(self) -> str:

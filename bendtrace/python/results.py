@@ -39,23 +39,14 @@ from bendtrace.python.stacks import (
 
 
 class _PendingExchange(NamedTuple):
-    """A result that is going to be exchanged.
+    """A result that is going to be exchanged."""
 
-    Attributes:
-        frame: the frame that receives it.
-        offset: the instruction that gives it.
-        after: the instruction behind that.
-        address: where it will be; 0 if nothing takes its place.
-        value: what takes its place.
-        ended: is called then, with whether the instruction gave a result.
-    """
-
-    frame: FrameType
-    offset: int
-    after: int
-    address: int
-    value: Any
-    ended: Callable[[bool], object]
+    frame: FrameType  # the frame that receives it
+    offset: int  # the instruction that gives it
+    after: int  # the instruction behind that
+    address: int  # where it will be; 0 if nothing takes its place
+    value: Any  # what takes its place
+    ended: Callable[[bool], object]  # is called then, with whether the instruction gave a result
 
 
 class _FrameWatch(NamedTuple):
@@ -67,15 +58,10 @@ class _FrameWatch(NamedTuple):
 
 
 def exchange(frame: FrameType, value: Any, ended: Callable[[bool], object]) -> bool:
-    """Have a frame receive another result of the instruction that it is at.
+    """Have a frame receive another result of the instruction that has called the running code.
 
-    Args:
-        frame: a frame whose instruction has called the code that is running.
-        value: what it receives.
-        ended: is called when the instruction has ended, with whether it gave a result.
-
-    Returns:
-        Whether it will: not if the thread awaits another result, or something else traces it.
+    `ended` is called when the instruction has ended, with whether it gave a result. Return whether
+    the frame will receive it: not if the thread awaits another result, or something else traces it.
     """
     places = frame_layout()
     address = None if places is None else address_of_result(frame, places)
@@ -104,15 +90,10 @@ def watch(
 ) -> bool:
     """Have functions called for the frames of this thread, until `watch_no_more`.
 
-    Args:
-        starts: receives each frame that begins.
-        steps: receives a frame before each of its instructions, if `report_steps` was called for
-            it.
-        fails: is called if one of the two has raised an error, as where a signal interrupts it. The
-            error is raised in the code that is reported.
-
-    Returns:
-        Whether they are: not if something else traces the thread.
+    `starts` receives each frame that begins; `steps` a frame before each of its instructions, if
+    `report_steps` was called for it. `fails` is called if one of the two has raised an error, as
+    where a signal interrupts it: the error is raised in the code that is reported. Return whether
+    they are called: not if something else traces the thread.
     """
     end_exchange()
     if _own.watch is not None or _own.pending is not None or not _own.reporter.begin():
@@ -175,12 +156,7 @@ def _finish(one: _PendingExchange, gave: bool) -> None:
 
 
 def _come_to_instruction(frame: FrameType, gave: bool) -> None:
-    """Exchange the result of a frame's last instruction, and let the watch look at the next one.
-
-    Args:
-        frame: the frame.
-        gave: whether the last one gave a result.
-    """
+    """Exchange the last result of a frame, if it gave one, and have the watch look at the next."""
     one = _own.pending
     if one is not None and frame is one.frame:
         _finish(one, gave)
@@ -421,21 +397,13 @@ def _exchanges() -> bool:
 
 
 class Instruction(NamedTuple):
-    """An instruction that takes values from the stack.
-
-    Attributes:
-        name: its name.
-        value: its argument.
-        text: its argument, as `dis` shows it; of a comparison whose truth is asked, `bool(<)`.
-        first: where its operands begin, in words from the first variable of the frame.
-        size: how many there are.
-    """
+    """An instruction that takes values from the stack."""
 
     name: str
-    value: Any
-    text: str
-    first: int
-    size: int
+    value: Any  # its argument
+    text: str  # its argument, as `dis` shows it; of a comparison whose truth is asked, `bool(<)`
+    first: int  # where its operands begin, in words from the first variable of the frame
+    size: int  # how many there are
 
 
 @functools.lru_cache(maxsize=4096)
@@ -493,11 +461,7 @@ def _operand_count(name: str, argument: int, depth: int) -> int:
 
 
 def callee_place(words: Sequence[Any]) -> int:
-    """Return which operand of a call is called.
-
-    Args:
-        words: the operands of a call, in which 0 or None stands for an empty word.
-    """
+    """Return which operand of a call is called; 0 or None stands for an empty word."""
     # The truth of an object is not asked: that may run code of the model.
     first = words[0]
     is_empty = first is None or (type(first) is int and first == 0)

@@ -178,11 +178,9 @@ class Site:
     """The chain of instructions from a module's forward down to one op.
 
     Two ops with the same site in the same module are passes of one node.
-
-    Attributes:
-        chain: (code object, instruction offset) pairs, innermost first.
     """
 
+    # (code object, instruction offset) pairs, innermost first.
     chain: tuple[tuple[CodeType, int], ...]
 
     @cached_property
@@ -235,15 +233,12 @@ class SiteTable:
 
     Args:
         boundaries: code objects at which a chain ends (the call of a module, the run).
-
-    Attributes:
-        boundaries: their identities.
     """
 
     def __init__(self, boundaries: frozenset[CodeType]) -> None:
         # Code objects are compared by identity because hashing one is slow; the sites keep
         # them alive, so that an identity is never used twice.
-        self.boundaries: set[int] = {id(code) for code in boundaries}
+        self.boundaries: set[int] = {id(code) for code in boundaries}  # their identities
         self._sites: dict[tuple[int, ...], Site] = {}
 
     def find(self, frame: FrameType) -> Site:

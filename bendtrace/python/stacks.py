@@ -32,21 +32,14 @@ _NOT_AN_OBJECT = 3  # with both of them set, it is a number
 
 
 class FrameLayout(NamedTuple):
-    """The positions of fields, in bytes.
+    """The positions of fields, in bytes."""
 
-    Attributes:
-        inner: the pointer to the inner frame, in a frame object.
-        slots: the first slot, in an inner frame.
-        previous: the pointer to the previous frame.
-        entry: a byte that is set if C has called a function; -1 if `previous` shows this.
-        leaves: whether a comparison that asks for the truth of its result has released its operands
-            by then, and left the pointers there.
-    """
-
-    inner: int
-    slots: int
-    previous: int
-    entry: int
+    inner: int  # the pointer to the inner frame, in a frame object
+    slots: int  # the first slot, in an inner frame
+    previous: int  # the pointer to the previous frame
+    entry: int  # a byte that is set if C has called a function; -1 if `previous` shows this
+    # True if a comparison that asks for the truth of its result has released its operands by then,
+    # and left the pointers there.
     leaves: bool = False
 
 
@@ -57,43 +50,27 @@ class InterpreterNumber(NamedTuple):
 
 
 class _Instruction(NamedTuple):
-    """An instruction, and how deep the stack is around it.
+    """An instruction, and how deep the stack is around it."""
 
-    Attributes:
-        name: of the instruction.
-        base: how much is on the stack below what the instruction takes.
-        depth: how much is on it when the instruction begins.
-        asks: whether it is a comparison that asks for the truth of its result.
-        converts: whether it is a call that may make a tuple of its arguments first, and release
-            what they were given as.
-    """
-
-    name: str
-    base: int
-    depth: int
-    asks: bool = False
+    name: str  # of the instruction
+    base: int  # how much is on the stack below what the instruction takes
+    depth: int  # how much is on it when the instruction begins
+    asks: bool = False  # whether it is a comparison that asks for the truth of its result
+    # True if it is a call that may make a tuple of its arguments first, and release what they were
+    # given as.
     converts: bool = False
 
 
 class Stack(NamedTuple):
-    """The content of a frame.
-
-    Attributes:
-        code: its code.
-        offset: its position in the code.
-        slots: local variables and cells, `EMPTY` for unset ones.
-        below: the values on the stack below the operands of the current instruction.
-        operands: these operands, if C is executing the instruction; None if its callee has taken
-            them.
-        name: name of the instruction.
-    """
+    """The content of a frame."""
 
     code: CodeType
-    offset: int
-    slots: list[Any]
-    below: list[Any]
+    offset: int  # its position in the code
+    slots: list[Any]  # local variables and cells, `EMPTY` for unset ones
+    below: list[Any]  # the values on the stack below the operands of the current instruction
+    # These operands, if C is executing the instruction; None if its callee has taken them.
     operands: list[Any] | None
-    name: str
+    name: str  # name of the instruction
 
 
 def read_frame(
@@ -102,16 +79,10 @@ def read_frame(
     places: FrameLayout,
     compared: frozenset[int] = frozenset(),
 ) -> Stack | None:
-    """Read the content of a running frame.
+    """Read the content of a running frame of this thread; None if it cannot be determined.
 
-    Args:
-        frame: a frame of the calling thread.
-        callee: the frame that it has called; None for the running one itself.
-        places: the positions of fields.
-        compared: the identities of the compared values, if the frame asks for the truth of that.
-
-    Returns:
-        Its content; None if it cannot be determined.
+    `callee` is the frame that it has called; None for the running one itself. If it asks for the
+    truth of a comparison, `compared` are the identities of what was compared.
     """
     code, offset = frame.f_code, frame.f_lasti
     instruction = _instructions(code).get(offset)

@@ -17,29 +17,20 @@ from bendtrace.python.sites import InstructionPlace, Span, place_at
 
 @dataclass(frozen=True)
 class Role:
-    """The role of an expression in the statements around it.
+    """The role of an expression in the statements around it."""
 
-    Attributes:
-        kind: "if", "while", "conditional expression", "and", "or", "not", "assert", "comprehension
-            filter", "match", "in", "for", "comprehension", "index", the name of a called builtin,
-            or "" for anything else. An expression that decides a condition has the kind of the
-            condition; "and" and "or" are operands that others may follow, "not" is an expression
-            whose negation is used as a value.
-        text: source of the deciding expression.
-        heads: each `for` whose header contains the expression.
-        tests: each `while` whose test contains the expression.
-        loops: the loops of the same function around it, outermost first.
-        is_subscript: whether the expression itself is `a[...]`.
-        several: whether one evaluation can test many values: `any(...)`, `a in b`.
-    """
-
+    # "if", "while", "conditional expression", "and", "or", "not", "assert", "comprehension filter",
+    # "match", "in", "for", "comprehension", "index", the name of a called builtin, or "" for
+    # anything else. An expression that decides a condition has the kind of the condition; "and" and
+    # "or" are operands that others may follow, "not" is an expression whose negation is used as a
+    # value.
     kind: str
-    text: str
-    heads: SourceLoop | None
-    tests: SourceLoop | None
-    loops: tuple[SourceLoop, ...]
-    is_subscript: bool = False
-    several: bool = False
+    text: str  # source of the deciding expression
+    heads: SourceLoop | None  # each `for` whose header contains the expression
+    tests: SourceLoop | None  # each `while` whose test contains the expression
+    loops: tuple[SourceLoop, ...]  # the loops of the same function around it, outermost first
+    is_subscript: bool = False  # whether the expression itself is `a[...]`
+    several: bool = False  # whether one evaluation can test many values: `any(...)`, `a in b`
 
 
 @functools.cache
@@ -344,22 +335,15 @@ _parsing = threading.Lock()
 
 @dataclass(frozen=True)
 class SourceLoop:
-    """A loop of the source; each `for` of a comprehension is one.
+    """A loop of the source; each `for` of a comprehension is one."""
 
-    Attributes:
-        kind: "for", "while" or "comprehension".
-        span: the whole statement or expression.
-        text: the iterable (`range(n)`), or the condition of a while.
-        leaves_early: whether it can end before its bound: through its own break, return or raise,
-            or because a generator is not exhausted.
-        head: the iterable expression; None for a while.
-    """
-
-    kind: str
-    span: Span
-    text: str
+    kind: str  # "for", "while" or "comprehension"
+    span: Span  # the whole statement or expression
+    text: str  # the iterable (`range(n)`), or the condition of a while
+    # True if it can end before its bound: through its own break, return or raise, or because a
+    # generator is not exhausted.
     leaves_early: bool
-    head: ast.expr | None = field(repr=False)
+    head: ast.expr | None = field(repr=False)  # the iterable expression; None for a while
 
     @property
     def header(self) -> Span:
@@ -522,19 +506,12 @@ def source_file(file: str) -> SourceFile:
 
 @dataclass
 class TruthChain:
-    """The expressions around a truth value that pass it on, unchanged or negated.
+    """The expressions around a truth value that pass it on, unchanged or negated."""
 
-    Attributes:
-        decider: the outermost expression with this value, negations excluded.
-        child: the expression in which it ends up.
-        parent: the node that consumes that expression.
-        inverted: whether an odd number of `not` is in between.
-    """
-
-    decider: ast.AST
-    child: ast.AST
-    parent: ast.AST | None
-    inverted: bool
+    decider: ast.AST  # the outermost expression with this value, negations excluded
+    child: ast.AST  # the expression in which it ends up
+    parent: ast.AST | None  # the node that consumes that expression
+    inverted: bool  # whether an odd number of `not` is in between
 
 
 def follow_truth(file: SourceFile, node: ast.AST, outcome: bool | None = None) -> TruthChain:

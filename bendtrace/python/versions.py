@@ -99,23 +99,16 @@ def all_same(a: list[Any], b: list[Any]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Depends:
-    """The objects that a scan depends on, by identity.
+    """The objects that a scan depends on, by identity."""
 
-    Attributes:
-        looked: names that were found.
-        absent: names that were not found.
-        sized: namespaces in which many names were looked up, which must not get new ones.
-        functions: the functions that were followed.
-        cells: their closure cells.
-        classes: the classes whose members were read.
-    """
-
-    looked: dict[tuple[int, str], Named] = field(default_factory=dict)
-    absent: dict[tuple[int, str], Named] = field(default_factory=dict)
+    looked: dict[tuple[int, str], Named] = field(default_factory=dict)  # names that were found
+    absent: dict[tuple[int, str], Named] = field(default_factory=dict)  # names that were not found
+    # Namespaces in which many names were looked up, which must not get new ones.
     sized: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    # The functions that were followed.
     functions: dict[int, types.FunctionType] = field(default_factory=dict)
-    cells: dict[int, types.CellType] = field(default_factory=dict)
-    classes: dict[int, type] = field(default_factory=dict)
+    cells: dict[int, types.CellType] = field(default_factory=dict)  # their closure cells
+    classes: dict[int, type] = field(default_factory=dict)  # the classes whose members were read
 
     def add(self, other: Depends) -> None:
         """Depend also on everything that another scan depends on."""
@@ -206,54 +199,33 @@ class Unreadable(Exception):
 
 
 class Offsets(NamedTuple):
-    """Where words are, in bytes from where an object begins.
+    """Where words are, in bytes from where an object begins."""
 
-    Attributes:
-        kind: the class of an object.
-        attributes: the dict of an object's attributes.
-        version: of a dict; None where it is not in memory.
-        size: how many entries a dict has.
-        content: what a cell holds.
-        bases: what a class inherits from, in the order of looking.
-        written: the code of a function, its defaults and those of its keywords.
-    """
-
-    kind: int
-    attributes: int
-    version: int | None
-    size: int
-    content: int
-    bases: int
-    written: tuple[int, ...]
+    kind: int  # the class of an object
+    attributes: int  # the dict of an object's attributes
+    version: int | None  # of a dict; None where it is not in memory
+    size: int  # how many entries a dict has
+    content: int  # what a cell holds
+    bases: int  # what a class inherits from, in the order of looking
+    written: tuple[int, ...]  # the code of a function, its defaults and those of its keywords
 
 
 class Reader(NamedTuple):
-    """A function that reads words of memory.
+    """A function that reads words of memory."""
 
-    Attributes:
-        read: returns all words as they are now: first those that may change to others, such as
-            versions, then the rest.
-        fixed: the words that the rest should have.
-        begin: where that begins in the bytes of all.
-        kept: the objects that are read, and those that the words point to.
-    """
-
+    # Returns all words as they are now: first those that may change to others, such as versions,
+    # then the rest.
     read: Callable[[], bytes]
-    fixed: bytes
-    begin: int
-    kept: tuple[Any, ...]
+    fixed: bytes  # the words that the rest should have
+    begin: int  # where that begins in the bytes of all
+    kept: tuple[Any, ...]  # the objects that are read, and those that the words point to
 
 
 class Words:
     """Words of some objects.
 
-    Each method adds what tells of one object that it has not changed.
-
-    Args:
-        offsets: where words are.
-
-    Raises:
-        Unreadable: by each method, for an object whose words cannot be relied on.
+    Each method adds what tells of one object that it has not changed, or raises `Unreadable` if its
+    words cannot be relied on.
     """
 
     def __init__(self, offsets: Offsets) -> None:
@@ -334,11 +306,7 @@ class Words:
         self._fixed[id(thing) + offset] = word
 
     def reader(self) -> Reader:
-        """Return a reader of them.
-
-        Raises:
-            Unreadable: there are none, or numpy is not there.
-        """
+        """Return a reader of them; raise `Unreadable` if there are none, or numpy is not there."""
         numpy = sys.modules.get("numpy")  # torch has imported it, if it is there
         addresses, asked = [*self._changing, *self._fixed], [*self._asked.values()]
         if numpy is None or not (addresses or asked):
@@ -390,12 +358,9 @@ class TableEntries:
 
     Only the tables keep their tensors alive, and no weak references tell when one dies: torch swaps
     no tensor that has some. So words are read only right after the tables were found as they were
-    when `read` was called, while no other thread could end a tensor.
-
-    Args:
-        tables: tables of parameters and buffers.
-        kinds: the class that each entry has to be of.
-        ranks: how many dimensions some entries have to have, after their tables and keys.
+    when `read` was called, while no other thread could end a tensor. The words that both methods
+    are given tell of the tables' versions among others. `ranks` are the numbers of dimensions that
+    some entries have to have, after their tables and keys.
     """
 
     def __init__(
@@ -414,11 +379,7 @@ class TableEntries:
         self._reader: Reader | None = None  # None where words cannot be read
 
     def read(self, words: bytes) -> None:
-        """Look where the entries of the tables are now.
-
-        Args:
-            words: what tells of the tables' versions among others.
-        """
+        """Look where the entries of the tables are now."""
         self._words = words
         if self._versions is None:
             return
@@ -437,11 +398,7 @@ class TableEntries:
         self._reader = classes.reader()._replace(kept=())
 
     def are_same(self, words: bytes) -> bool:
-        """Return whether all entries have the classes and ranks that they have to have.
-
-        Args:
-            words: as for `read`, now.
-        """
+        """Return whether all entries have the classes and ranks that they have to have."""
         reader, versions = self._reader, self._versions
         if reader is not None and versions is not None and threading.active_count() == 1:
             same = words == self._words or versions.read() == self._seen

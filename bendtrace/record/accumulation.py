@@ -13,6 +13,7 @@ For people, `Recording.plain_ops` has the items in place of the list.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -77,7 +78,7 @@ class Accumulation:
         self._writer, self._values, self._outermost = writer, values, outermost
         self._recorder: Any = values.origin
         self.has_begun: bool = False
-        self._lists: dict[_Variable, tuple[int, ListValue]] = {}  # with the identity of the list
+        self._lists: dict[_Variable, ListValue] = {}
 
     def follow(self, frame: FrameType) -> None:
         """Let ops give the lists that the loops around a question append to.
@@ -101,38 +102,36 @@ class Accumulation:
             del self._lists[variable]
 
     def _follow(self, variable: _Variable, items: list[Any], frame: FrameType) -> None:
-        value = self._lists[variable][1] if variable in self._lists else None
+        value = self._lists.get(variable)
         if value is not None and not self._begins_with(items, value):
             del self._lists[variable]
             value = None
         new = items[0 if value is None else value.length :]
-        if all(map(self._may_be_item, new)):
-            if new:
-                value = self._give(items, value, [self._values.ref(item) for item in new], frame)
-            assert value is not None
-        if value is not None:
-            self._lists[variable] = id(items), value
+        if new and all(map(self._may_be_item, new)):
+            refs = [self._values.ref(item) for item in new]
+            self._lists[variable] = self._give(items, value, refs, frame)
 
     @staticmethod
     def slots(code: CodeType) -> Collection[int]:
-        """Return the variables that may hold such lists."""
+        """Return the variables of code that may hold such lists."""
         return accumulator_slots(code)
 
-    def parts(self, items: Any) -> tuple[int, list[Tensor], list[Any]] | None:
+    def parts(
+        self, items: Any, code: CodeType, slot: int
+    ) -> tuple[int, list[Tensor], list[Any]] | None:
         """Return the op that gives the first items of a list, these, and the other items.
 
         None if no op gives some of them.
-        """
-        value = self.find(items) if type(items) is list else None
-        if value is None:
-            return None
-        return value.index, items[: value.length], items[value.length :]
 
-    def find(self, items: list[Any]) -> ListValue | None:
-        """Return the op that gives the first items of a list; None if none does."""
-        for identity, value in self._lists.values():
-            if identity == id(items) and self._begins_with(items, value):
-                return value
+        Args:
+            items: what a variable holds.
+            code: the code that has the variable.
+            slot: the variable.
+        """
+        for (_, owner, name), value in self._lists.items():
+            if owner is code and name == code.co_varnames[slot] and type(items) is list:
+                if self._begins_with(items, value):
+                    return value.index, items[: value.length], items[value.length :]
         return None
 
     def _begins_with(self, items: list[Any], value: ListValue) -> bool:
@@ -148,7 +147,7 @@ class Accumulation:
             items: the list, as a function of torch receives it.
             encode: encodes an item.
         """
-        value = self.find(items) if self._lists else None
+        value = self._value_of(items) if self._lists else None
         if value is None:
             return None
         for item in items[: value.length]:  # of which some may have been written to
@@ -157,6 +156,17 @@ class Accumulation:
                 self._writer.writes.receive(tracked.ref, item, tracked.version)
         new = [encode(item, type(item))[0] for item in items[value.length :]]
         return ref_to((self._give(items, value, new, None) if new else value).index)
+
+    def _value_of(self, items: list[Any]) -> ListValue | None:
+        """Return the op that gives the first items of the list that a variable holds."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._outermost:
+            for variable, value in self._lists.items():
+                if variable[:2] == (id(frame), frame.f_code):
+                    if local_in(frame, variable[2]) is items and self._begins_with(items, value):
+                        return value
+            frame = frame.f_back
+        return None
 
     def _give(
         self, items: list[Any], before: ListValue | None, new: list[Any], frame: FrameType | None

@@ -60,16 +60,17 @@ class Effects:
 
     Args:
         tape: the tape, which may grow.
+        begin: the position from which on ops count; memory from before it was there before.
 
     Attributes:
         first: the op; None as long as there is none.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, begin: int = 0) -> None:
         self.first: int | None = None
         self._ops = tape.ops
-        self._seen = 0
-        self._outside: set[int] = set()  # ops whose values may have memory from before the run
+        self._seen = begin
+        self._outside: set[int] = {*range(begin)}  # whose values may have memory from before
 
     def have_begun(self) -> bool:
         """Return whether there is one on the tape by now."""

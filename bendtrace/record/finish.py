@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.utils import parametrize
 
-from bendtrace.python.computations import accumulate, is_computation
+from bendtrace.python.computations import accumulate
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
@@ -24,8 +24,7 @@ from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.guards import Place, TruthGuard
-from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.structure import Construction, Existing, cached_results, entries_of
+from bendtrace.tape.structure import Construction, Existing
 from bendtrace.tape.tape import (
     ModuleCall,
     Op,
@@ -54,17 +53,17 @@ from bendtrace.watch.functions import (
     name_of,
 )
 from bendtrace.watch.functions import is_gate as may_be_gate
-from bendtrace.watch.kinds import is_value
 from bendtrace.watch.provenance import is_finished
 from bendtrace.watch.rank_sync import JOINT
 from bendtrace.watch.reachability import reachable_from
 from bendtrace.watch.writes import overlap
 
 if TYPE_CHECKING:
-    from bendtrace.record import accumulation, op_names
+    from bendtrace.record import accumulation, cache_fills, op_names
     from bendtrace.watch import growing
 else:
     accumulation = LazyModule("bendtrace.record.accumulation")
+    cache_fills = LazyModule("bendtrace.record.cache_fills")
     op_names = LazyModule("bendtrace.record.op_names")
     growing = LazyModule("bendtrace.watch.growing")
 
@@ -89,6 +88,7 @@ class Recording:
         writes_outside: whether it wrote to tensors that were there before.
         form: how its arguments were passed, where the function may see that.
         places: where its numbers stay traced, as they differ between runs (`varying.py`).
+        follows_lists: whether lists that loops append to are values (`accumulation.py`).
         useless: of these, where that is of no use.
         guarded: of these, where numbers are guarded nevertheless.
         keyed: the labels of lists and dicts in the state whose items it assigns by such numbers.
@@ -104,6 +104,7 @@ class Recording:
         "draws",
         "environment",
         "error",
+        "follows_lists",
         "form",
         "guarded",
         "is_transient",
@@ -130,6 +131,7 @@ class Recording:
         self.error: Exception | None = None
         self.form: tuple[str, ...] = ()
         self.places: frozenset[Place] = frozenset()
+        self.follows_lists: bool = False
         self.useless: frozenset[Place] = frozenset()
         self.guarded: frozenset[Place] = frozenset()
         self.keyed: frozenset[str] = frozenset()
@@ -209,7 +211,7 @@ class Finish:
         self.draws: Draws = Draws([part.value for part in environment.host_generators])
         self._generators = self._torchs_random_states()
         self._seeds_before = self._seeds()
-        self._entry = self._modes()
+        self._entry = self.modes()
         if parametrize._cache_enabled:
             self.block("the values of parametrizations are cached around the call")
 
@@ -247,7 +249,7 @@ class Finish:
         cpus, *others = map(operator.ne, self._seeds(), self._seeds_before)
         if (cpus and "manual_seed" not in seeded) or (any(others) and not seeded & _SEEDING):
             self.block("the run seeds torch's random generator unseen")
-        if self._modes() != self._entry:
+        if self.modes() != self._entry:
             self.block("the run leaves grad mode, autocast or another setting of torch's changed")
         changes = list(self.environment.changes())
         if code_monitor is not None:
@@ -286,7 +288,14 @@ class Finish:
         root.output = self._encoder.output(output, "the output", memo)
         if any(id(given) in memo for given in self._writer.given):
             self.block("what the run returns, or keeps, is given to code that is called as one op")
-        self._look_at_caches(recording)
+        for reason in (
+            *self.environment.identity_lookups(),
+            *self.environment.results_in_state(),
+        ):
+            self.block(reason)
+        if self.environment.caches:
+            cleared = [] if code_monitor is None else code_monitor.cleared
+            cache_fills.look_at_caches(recording, self._encoder, self.block, cleared)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
         self._check_addresses()
@@ -296,6 +305,8 @@ class Finish:
         self._check_arrays()
         root.stop = len(self.tape.ops)
         self._writer.require_end()
+        # The next run does not call what has filled caches.
+        recording.is_transient |= bool(self.environment.fills and self.tape.blockers)
         return recording, changes
 
     def _look_at_growing(self, changes: list[EnvironmentChange], code_monitor: CodeMonitor) -> None:
@@ -335,7 +346,8 @@ class Finish:
         return [*map(generator_state, (*torchs_generators(), *generators))]
 
     @staticmethod
-    def _modes() -> Any:
+    def modes() -> Any:
+        """Return the modes and settings of torch."""
         return current_context(), torch.get_default_dtype(), current_settings()
 
     def _seeds(self) -> list[int]:
@@ -344,54 +356,6 @@ class Finish:
         if torch.cuda.is_initialized():
             generators += torch.cuda.default_generators
         return [torch.initial_seed(), *(generator.initial_seed() for generator in generators)]
-
-    def _look_at_caches(self, recording: Recording) -> None:
-        """Record what the run put into each `functools.lru_cache`."""
-        kept = [recording.root.output, *((c.key, c.value) for c in recording.changes)]
-        outlive = {ref.index for ref in refs_in(kept)}
-        for reason in (
-            *self.environment.identity_lookups(),
-            *self.environment.results_in_state(),
-        ):
-            self.block(reason)
-        for reason, cache, was_empty in self.environment.misses():
-            entries = entries_of(cache)
-            lasting = [entry for entry in entries if not self._ends_with_run(entry[0], outlive)]
-            # A result computed by a function in pure Python is the same when it comes from the
-            # cache. Where no call can find an entry again, the cache is as good as empty.
-            if (lasting or not was_empty) and (
-                self._has_ops_of(cache.__wrapped__) or not all(map(is_value, cached_results(cache)))
-            ):
-                self.tape.block(reason)
-                recording.is_transient = True
-            # No one may see a traced scalar after the run.
-            if any(type(value) in TRACED for value in cached_results(cache)):
-                cache.cache_clear()
-            inner = cache.__wrapped__
-            if is_computation(inner) and all(map(is_value, cached_results(cache))):
-                continue  # which returns the same, whether it is kept or not
-            if not lasting or not (isinstance(inner, types.FunctionType) and is_finished(inner)):
-                self.environment.filled_caches[cache] = lasting
-
-    def _ends_with_run(self, key: Any, outlive: set[int]) -> bool:
-        """Return whether a key contains a tensor that the run has made, and does not leave."""
-        if type(key) is not tuple:
-            return False
-        found = (self._encoder.producer_of(item) for item in key if type(item) is torch.Tensor)
-        return any(index is not None and index not in outlive for index in found)
-
-    def _has_ops_of(self, function: Any) -> bool:
-        """Return whether torch functions were called from within a function of the model."""
-        code = getattr(function, "__code__", None)
-        for op in self.tape.ops:
-            site, scope = op.site, op.scope
-            while op.kind is OpKind.CALL and site is not None:
-                if any(running is code for running, _ in site.chain):
-                    return True
-                if scope.parent is None:
-                    break
-                site, scope = scope.site, scope.parent
-        return False
 
     def _check_arrays(self) -> None:
         """Block if arrays may change with tensors that the run writes to.

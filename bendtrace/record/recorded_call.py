@@ -180,6 +180,8 @@ def record(
         environment = Environment(function, signature.bind(args, kwargs), code, inputs)
         if not environment.is_repeated and (environment.is_lazy or has_lazy_modules(function)):
             raise errors.Uninitialized(function)
+        for tensor in () if script is None else script.cached:
+            environment.find_cached(tensor)  # so that the run reads what its program reads
         recorder = Recorder(
             function, environment, script, observer, inserter, reads_states, keeps_errors,
             lifting,

@@ -91,7 +91,14 @@ from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.watch.writes import may_share
 
 if TYPE_CHECKING:
-    from bendtrace.record import array_functions, arrays, checkpoints, texts, varying
+    from bendtrace.record import (
+        array_functions,
+        arrays,
+        cache_fills,
+        checkpoints,
+        texts,
+        varying,
+    )  # fmt: skip
     from bendtrace.record.array_functions import SharedArrays
     from bendtrace.record.arrays import Arrays
     from bendtrace.record.checkpoints import Checkpoints
@@ -103,6 +110,7 @@ if TYPE_CHECKING:
 else:
     array_functions = LazyModule("bendtrace.record.array_functions")
     arrays = LazyModule("bendtrace.record.arrays")
+    cache_fills = LazyModule("bendtrace.record.cache_fills")
     checkpoints = LazyModule("bendtrace.record.checkpoints")
     texts = LazyModule("bendtrace.record.texts")
     varying = LazyModule("bendtrace.record.varying")
@@ -174,7 +182,7 @@ class Recorder(RecordingMode):
         own = (self, self._values, self._values.scalars, self.tape, environment)
         self._number_converter = NumberConverter(self._code_monitor, self._values, own, outermost)
         self._compares = self._numbers.compares
-        scopes = Scopes(
+        self._scopes = Scopes(
             self._writer,
             self._values,
             self._encoder,
@@ -188,7 +196,7 @@ class Recorder(RecordingMode):
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
         self.numpy: Callable[..., Any] = self._numbers.numpy
-        self.module_call: Callable[..., Any] = scopes.call
+        self.module_call: Callable[..., Any] = self._scopes.call
         self._checkpoints: Checkpoints | None = None
         self._fast_path: FastPath | None = None
         self._aside: FastPath | None = None  # the fast path, while there are shared arrays
@@ -231,6 +239,8 @@ class Recorder(RecordingMode):
             self._fast_path = fast_path_for(
                 self._values, self._writer, self._encoder, self._observer, self._show
             )
+        if self.environment.caches and self._observer is None and self._inserter is None:
+            self._follow_fills(finish)
         try:
             if self._lifting is not None:
                 self._lifting.place()
@@ -249,6 +259,7 @@ class Recorder(RecordingMode):
                 self._arrays.finish()
             recording, changes = finish.recording(output, self._code_monitor)
             recording.error, self._error = self._error, None
+            recording.follows_lists = self._values.accumulation is not None
             if self.varying is not None:
                 self.varying.finish()
                 recording.places = self.varying.places
@@ -276,6 +287,19 @@ class Recorder(RecordingMode):
             self._fast_path = self._aside = None
             # A cycle of recorder and encoder must not keep the caller's objects alive.
             self._writer.close()
+
+    def _follow_fills(self, finish: Finish) -> None:
+        """Have what fills a cache taken off the tape."""
+        parts = (
+            self.tape, self._writer, self._writer.writes, self._values, self._encoder,
+            self._numbers, self._states, self._states.effects, self._scopes,
+        )  # fmt: skip
+        self._code_monitor.fills = cache_fills.CacheFills(
+            self.environment, self._writer, self._values,
+            lambda: (*parts, *filter(None, (self.varying, self._values.accumulation))),
+            lambda: (finish.modes(), self._lifting and len(self._lifting.lifted)),
+            lambda: self._arrays or self._contents or self._checkpoints or "texts" in vars(self),
+        )  # fmt: skip
 
     def _outcome(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = None

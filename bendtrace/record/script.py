@@ -230,6 +230,7 @@ class Script:
         dead: once it has, the ops whose values are stand-ins, with what is known of the values.
         firsts: for names of tensors that had a name before, the first one.
         apart: names of tensors that had one when they were recorded, and have none in this call.
+        cached: tensors in caches that the program reads.
 
     Raises:
         NondeterminismError: a value that is needed is not among those of the state.
@@ -255,6 +256,7 @@ class Script:
         self.dead: dict[int, Any] = {}
         self.firsts: dict[Name, Name] = {}
         self.apart: set[Name] = set()
+        self.cached: Sequence[Tensor] = ()
         self._steps: list[_Step] = []
         self._questions: list[_Question] = []
         self._objects: dict[Name, Any] = {}

@@ -111,7 +111,7 @@ class StateReader:
         self._outermost = outermost
         self._reads_all = reads_all
         self._inserter = inserter
-        self._effects = Effects(writer.tape)
+        self.effects: Effects = Effects(writer.tape)
         self._modes = dispatch_modes()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self._follower = None if writer.script is None else writer.script.follower
@@ -131,7 +131,7 @@ class StateReader:
                 turn are held only by the tracer.
             compared: the identities of the values compared last.
         """
-        if not self._reads_all and self._effects.have_begun():
+        if not self._reads_all and self.effects.have_begun():
             self._reads_all = True  # from here on, the run cannot be done again from its start
         if not self._reads_all:
             self._left = self._left - 1 if self._is_near() else 0
@@ -299,7 +299,7 @@ class _StateWalk:
         lists = self._values.accumulation
         private = () if lists is None else lists.slots(stack.code)
         slots = tuple(  # first: what is a list of a loop here is one on the stack as well
-            (self._list(value) if slot in private else self.value(value))
+            (self._list(value, stack.code, slot) if slot in private else self.value(value))
             if alive >> slot & 1 or not self._is_idle(value)
             else "unread"
             for slot, value in enumerate(stack.slots)
@@ -561,10 +561,10 @@ class _StateWalk:
         """Read keys or members; C compares their hashes, which were guarded, unseen."""
         return tuple((self.value(key), str([*map(plain, scalars_in(key))])) for key in keys)
 
-    def _list(self, items: Any) -> Any:
+    def _list(self, items: Any, code: CodeType, slot: int) -> Any:
         """Return the representation of a list that a loop appends to."""
         lists: Any = self._values.accumulation
-        if (parts := lists.parts(items)) is None:
+        if (parts := lists.parts(items, code, slot)) is None:
             return self.value(items)
         self._seen[id(items)] = len(self._seen)
         self._alive.append(items)

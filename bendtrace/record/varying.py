@@ -530,7 +530,7 @@ class Varying:
         misses = function.cache_info().misses - misses
         if _reference_counts(original) and not is_finished(inner):
             return None  # the model may change what is kept for its next call
-        environment.computed[function] = environment.computed.get(function, 0) + misses
+        environment.note_computed(function, misses)
         before = _copy_of_arguments(given)
         result = inner(*given)
         copied = _without(result)
@@ -781,6 +781,7 @@ class Lifting:
         inputs: the labels of numbers in the state that are inputs of the run, and of containers.
         places: where numbers differ from run to run, so that they stay traced, and the loops whose
             counters are lifted in any case (see `loop_at`).
+        lists: whether lists that loops append to are followed.
 
     Attributes:
         counts: whether counters of loops are lifted.
@@ -795,9 +796,11 @@ class Lifting:
         as_tensors: bool = False,
         inputs: frozenset[str] = frozenset(),
         places: frozenset[Place] = frozenset(),
+        lists: bool = False,
     ) -> None:
         self._excluded = excluded
         self._as_tensors = as_tensors
+        self._lists = lists
         self.inputs: frozenset[str] = inputs
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._loops = {(id(code), begin) for code, begin in places if is_loop((code, begin))}
@@ -822,7 +825,7 @@ class Lifting:
         self._call, self._outermost = call, outermost
         if self.counts or self.places:
             writer.before_question = self._lift
-            if not self._as_tensors:
+            if self._lists:
                 values.accumulation = Accumulation(writer, values, outermost)
 
     @property

@@ -153,18 +153,14 @@ class Beyond(NoPart):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an activation: a position along an axis, and a head, which is a slice of another.
-
-    Attributes:
-        is_one_of_all: whether it is one of all positions that occur in any value.
-    """
+    """A part of an activation: a position along an axis, and a head as a slice of another."""
 
     position: Position | None = None
     axis: int = 1
     head: int | None = None
     heads: int = 1
     head_axis: int = -1
-    is_one_of_all: bool = False
+    is_one_of_all: bool = False  # whether it is one of all positions that occur in any value
 
     def index(self, value: Tensor) -> tuple[Any, ...]:
         """Return the index of the part in a tensor."""
@@ -237,7 +233,7 @@ class Columns:
     positions: tuple[Position, ...] | str | None
     axis: int
     heads: int | None
-    which: tuple[int, ...]
+    which: tuple[int, ...] | None  # the indices of the heads; None if they are not separate
     head_axis: int
 
     @classmethod
@@ -247,7 +243,7 @@ class Columns:
         """Parse the arguments of a workflow; invalid ones raise an `InputError`."""
         required_int("axis", axis)
         required_int("head_axis", head_axis)
-        which: tuple[int, ...] = ()
+        which = None
         if heads is not None:
             if type(heads) is not int or heads < 1:
                 raise InputError(f"heads= has to be the number of heads, not {heads!r}")
@@ -257,11 +253,7 @@ class Columns:
         return cls(_positions_of(positions), axis, heads, which, head_axis)
 
     def named(self, wheres: Any, model: BendedModule) -> Columns:
-        """Return the columns of the values that aliases name: these know where the heads are.
-
-        Raises:
-            InputError: some of the locations name values with an axis of heads, and others do not.
-        """
+        """Return the columns of the values that aliases name: these know where the heads are."""
         if self.heads is None:
             return self
         aliases = aliases_of(wheres, model)
@@ -276,11 +268,6 @@ class Columns:
             raise InputError(f"these values have their heads along axis {axis}: omit head_axis=")
         return self if axis is None else replace(self, head_axis=axis)
 
-    @property
-    def chosen_heads(self) -> tuple[int, ...] | None:
-        """The indices of the heads; None if they are not separate."""
-        return None if self.heads is None else self.which
-
     def bound_positions(self, values: Iterable[Tensor] = ()) -> tuple[Position | None, ...]:
         """Return the columns with the positions that the values at the sites have."""
         if self.positions is None or not isinstance(self.positions, str):
@@ -290,7 +277,7 @@ class Columns:
 
     def parts(self, positions: Sequence[Position | None]) -> list[Part]:
         """Return the parts in order: the heads of the first position, those of the next."""
-        heads: Sequence[int | None] = self.which if self.heads else (None,)
+        heads: Sequence[int | None] = (None,) if self.which is None else self.which
         is_each = self.positions == "each"
         return [
             Part(position, self.axis, head, self.heads or 1, self.head_axis, is_each)
@@ -309,7 +296,7 @@ class Columns:
         )
         parts = self.parts(positions)
         found = [[cell(number, part) for part in parts] for number in range(len(names))]
-        heads = self.chosen_heads
+        heads = self.which
         shape = (len(names), len(positions), *(() if heads is None else (len(heads),)))
         values = torch.tensor(found, dtype=torch.float64).reshape(shape)
         return {"values": values, "sites": tuple(names), "positions": positions, "heads": heads}
@@ -451,22 +438,13 @@ def _position_text(position: Any) -> str:
 
 
 class MissingCells:
-    """The cells without a number: raises for the first one, or records nan with the reason.
-
-    Args:
-        option: "raise" or "nan".
-        verb: the action of the workflow at a site, for the error.
-        hint: the end of the error message.
-
-    Attributes:
-        reasons: why cells are nan, by name of the site.
-    """
+    """The cells without a number: raises for the first one, or records nan with the reason."""
 
     def __init__(self, option: Any, verb: str, hint: str = "") -> None:
         self._raises = required_choice("missing", option, "raise", "nan") == "raise"
         self._verb = verb
         self._hint = hint
-        self.reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}  # why cells are nan, by name of the site
 
     def note(self, site: str, why: str) -> float:
         """Return nan and record the reason; or raise a `SiteError` if that is the option."""
@@ -637,9 +615,6 @@ class Sites:
 
     All are inserted together, and for all runs, so that the runs share their traces; each run
     decides on the replacements.
-
-    Attributes:
-        places: the passes of the noted nodes in the last run.
     """
 
     def __init__(
@@ -658,7 +633,7 @@ class Sites:
         allow_none: bool = False,
     ) -> None:
         self.label = label
-        self.places: dict[Key, list[int]] = {}
+        self.places: dict[Key, list[int]] = {}  # the passes of the noted nodes in the last run
         kind: type[_Station] = _SiteObserver if observes else _Station
         of_inputs = required_choice("at", at, "output", "input") == "input"
         self._kinds: list[type[_Station]] = [_InputStation if of_inputs else kind] * len(items)
@@ -831,15 +806,7 @@ class ValueExchange:
         run: Callable[[Act], Any],
         metric: Metric,
     ) -> float:
-        """Return the metric with one cell replaced; nan if that is not possible.
-
-        Args:
-            row: the site.
-            keys: the nodes whose values are replaced.
-            part: the part of the values.
-            run: calls the model with an `Act`, and returns its output.
-            metric: of the output.
-        """
+        """Return the metric of a run with an `Act` that replaces a cell; nan if it cannot."""
         try:
             flaw = self._flaw_between(keys, part)
         except Beyond:
@@ -916,11 +883,7 @@ def require_heads(
 ) -> None:
     """Raise if the values at some locations do not consist of the heads a workflow separates.
 
-    Args:
-        model: the model, which was called before.
-        columns: what separates the heads.
-        at: "input" for the first inputs of the nodes.
-        locations: insertions, and the locations that they were made for.
+    The model was called before. With `at="input"`, the values are the first inputs of the nodes.
     """
     if columns.heads is None:
         return

@@ -400,7 +400,7 @@ def _substitute_of(
     if named == "zero":
         return _Substitute(
             "zero",
-            _zeros,
+            lambda path, number, value: value.new_zeros(()),
             compiled=lambda *_: Effect(lambda value: value.new_zeros(()), (), "zero"),
         )
     if named is not None:
@@ -428,10 +428,6 @@ def _substitute_of(
     name = str(getattr(how, "__name__", type(how).__name__))
     result = _result_of(how)
     return _Substitute(name, result, is_contained(how), lambda *_: effect_of_function(how))
-
-
-def _zeros(path: str, number: int, value: Tensor) -> Tensor:
-    return value.new_zeros(())
 
 
 def _is_constant_value(how: Any) -> bool:

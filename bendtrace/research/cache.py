@@ -509,14 +509,7 @@ class _Clock:
 
 
 class _Keeper(Interjection):
-    """Keeps the outputs of nodes.
-
-    Attributes:
-        is_alias: whether it keeps the values only for aliases.
-        insertions: where it is inserted.
-        kept: for each node and pass the time and the value.
-        modules: the modules that were called, by path.
-    """
+    """Keeps the outputs of nodes."""
 
     observes = True
     late = True
@@ -526,10 +519,11 @@ class _Keeper(Interjection):
 
     def __init__(self, clock: _Clock, is_alias: bool) -> None:
         self.deferrable = clock.copies
-        self.is_alias = is_alias
-        self.insertions: list[Insertion] = []
+        self.is_alias = is_alias  # whether it keeps the values only for aliases
+        self.insertions: list[Insertion] = []  # where it is inserted
+        # For each node and pass the time and the value.
         self.kept: dict[tuple[str, int], tuple[int, Any]] = {}
-        self.modules: dict[str, nn.Module] = {}
+        self.modules: dict[str, nn.Module] = {}  # the modules that were called, by path
         self.thread: int | None = threading.get_ident()
         self._clock = clock
 

@@ -80,26 +80,21 @@ class _Watched(Insertion):
 
 
 class _Rule:
-    """The rule by which the values of a node become rows.
-
-    Attributes:
-        asked: the text that the node was requested by, if it was text.
-        takes_all: whether a value is stored as it is.
-        axis: the axis that counts the samples, None if there is none.
-        made_axis: that axis of the result of `change`.
-        change: reduces the value; None to store it as it is.
-        is_named: whether `change` is one of ours, which reduce tensors only.
-        wants_batch: whether `change` takes the batch as well.
-    """
+    """The rule by which the values of a node become rows."""
 
     def __init__(self, settings: HarvestSettings, where: Any) -> None:
+        # The text that the node was requested by, if it was text.
         self.asked: str = where if isinstance(where, str) else ""
+        # The axis that counts the samples, None if there is none.
         self.axis: int | None = _for_node(settings.batch_axis, where, 0)
         rule = _for_node(settings.reduce, where, None)
-        self.takes_all: bool = rule is None and self.axis == 0
+        self.takes_all: bool = rule is None and self.axis == 0  # whether a value is stored as it is
+        # Reduces the value; None to store it as it is.
         self.change: Callable[..., Any] | None = rule
+        # True if `change` is one of ours, which reduce tensors only.
         self.is_named: bool = isinstance(rule, str)
-        self.made_axis = self.axis
+        self.made_axis = self.axis  # that axis of the result of `change`
+        # True if `change` takes the batch as well.
         self.wants_batch: bool = callable(rule) and _takes_two(rule)
         if self.is_named:
             self.change = functools.partial(_reduce_axes, rule, self.axis, settings.feature_axis)
@@ -164,18 +159,13 @@ def _reduce_axes(name: str, axis: int | None, feature_axis: int | None, value: T
 
 
 class Collector:
-    """Insertions that copy the outputs of nodes to the current shard.
-
-    Attributes:
-        filling: the shard.
-        places: the source locations of the reached nodes, by path.
-    """
+    """Insertions that copy the outputs of nodes to the current shard."""
 
     def __init__(
         self, bended: BendedModule, settings: HarvestSettings, several: bool = True
     ) -> None:
-        self.filling: Filling = Filling(settings.shard_samples, settings.shard_bytes)
-        self.places: dict[str, str] = {}
+        self.filling: Filling = Filling(settings.shard_samples, settings.shard_bytes)  # the shard
+        self.places: dict[str, str] = {}  # the source locations of the reached nodes, by path
         self._bended = bended
         self._settings = settings
         self._several = several
@@ -430,12 +420,8 @@ def description_of(value: Any, *, whole: bool = True) -> Any:
 
     Functions are described by their code, defaults and closures; partial functions and bound
     methods by their parts; tensors and modules by checksums of their values; everything in
-    installed packages by its name.
-
-    Args:
-        value: the object.
-        whole: whether to include the lists, dicts, objects and globals that functions use. They are
-            left out if they may count calls.
+    installed packages by its name. The lists, dicts, objects and globals that functions use are
+    left out unless it is whole: they may count calls.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value

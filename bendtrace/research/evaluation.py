@@ -422,15 +422,8 @@ def _watch_natively(
 ) -> Iterator[Counts]:
     """Have an analyser look at the calls of a plain module's submodules, without any tracing.
 
-    Args:
-        model: the model.
-        where: qualified names of modules, modules, classes of modules, compiled expressions that
-            match a part of a qualified name, or several of these.
-        analyser: the analyser, whose paths are the qualified names.
-        allow_none: whether `where` may match no module.
-
-    Yields:
-        The counts of the calls; reset them where a new call of the model begins.
+    Its paths are the qualified names of these, which compiled expressions match in part. What is
+    yielded counts the calls: reset it where a new call of the model begins.
     """
     if "backward" in analyser._forms():
         raise InputError(

@@ -480,15 +480,11 @@ def _grid(places: Tensor) -> list[int]:
 
 
 def _groups(places: Tensor, width: int) -> list[list[int]] | None:
-    """Return the positions in the last dimension of a value, by head.
+    """Return the positions in the last dimension of a value, by head of so wide a projection.
 
-    Args:
-        places: for a value with the depth of a head as its last dimension, the element of the
-            projection that each of its elements is.
-        width: the last dimension of the projection.
-
-    Returns:
-        None if the positions differ from row to row, or if a head has several dimensions.
+    `places` has the depth of a head as its last dimension, and says for each element of the value
+    which one of the projection it is. None if the positions differ from row to row, or if a head
+    has several dimensions.
     """
     features = places % width
     varying = [

@@ -390,11 +390,7 @@ class RunningTopK(UnitAnalyser):
         state["seen"].update(torch.ones(many, dtype=torch.bool))
 
     def _best(self, split: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the best value of each sample, and the first position of it.
-
-        Args:
-            split: (samples, positions, *units), with at least one position.
-        """
+        """Return the best value of each of (samples, positions, *units), and its position."""
         if split.shape[1] == 0:
             raise InputError(f"the samples of a value of shape {tuple(split.shape)} are empty")
         values = split.to(torch.uint8) if split.dtype == torch.bool else split

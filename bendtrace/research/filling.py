@@ -36,19 +36,14 @@ from bendtrace.watch.functions import is_inserted
 
 
 class ColumnBuffer:
-    """The rows of one node, for several batches, in a buffer that is reused.
-
-    Attributes:
-        shapes: the shape of the rows of each batch that has rows.
-        batches: the numbers of these batches in the shard.
-    """
+    """The rows of one node, for several batches, in a buffer that is reused."""
 
     def __init__(self, asked: str, dtype: torch.dtype, per_sample: bool, room: int) -> None:
         self.asked = asked
         self.dtype = dtype
         self.per_sample = per_sample
-        self.shapes: list[torch.Size] = []
-        self.batches: list[int] = []
+        self.shapes: list[torch.Size] = []  # the shape of the rows of each batch that has rows
+        self.batches: list[int] = []  # the numbers of these batches in the shard
         self._room = room
         self._buffer = torch.empty(0, dtype=dtype)
         self._rest: torch.Size | None = None  # the shape of the rows in the buffer
@@ -172,59 +167,37 @@ class ColumnBuffer:
 
 @dataclass
 class Record:
-    """The part of a shard's index that is the same in memory and on disk.
+    """The part of a shard's index that is the same in memory and on disk."""
 
-    Attributes:
-        number: number of the shard, counted from 1.
-        batches: the numbers of its batches, among all batches of the loader.
-        sizes: the number of samples of each.
-        taken: the name of the path of each batch.
-        paths: the paths by name.
-        places: the source locations of nodes, by path.
-        order: a checksum of the order of the data set up to the last batch.
-        mark: a checksum of the last batch; 0 if it was written to.
-        changed: the parts of the model that changed while it ran.
-        draws: whether the model drew random numbers.
-    """
-
-    number: int = 1
+    number: int = 1  # number of the shard, counted from 1
+    # The numbers of its batches, among all batches of the loader.
     batches: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    taken: list[str] = field(default_factory=list)
-    paths: dict[str, Path] = field(default_factory=dict)
-    places: dict[str, str] = field(default_factory=dict)
-    order: int = 0
-    mark: int = 0
+    sizes: list[int] = field(default_factory=list)  # the number of samples of each
+    taken: list[str] = field(default_factory=list)  # the name of the path of each batch
+    paths: dict[str, Path] = field(default_factory=dict)  # the paths by name
+    places: dict[str, str] = field(default_factory=dict)  # the source locations of nodes, by path
+    order: int = 0  # a checksum of the order of the data set up to the last batch
+    mark: int = 0  # a checksum of the last batch; 0 if it was written to
+    # The parts of the model that changed while it ran.
     changed: list[str] = field(default_factory=list)
-    draws: bool = False
+    draws: bool = False  # whether the model drew random numbers
 
 
 class Filling(Record):
-    """A shard that is being filled.
+    """A shard that is being filled: with `rows` samples, or `room` bytes, it is complete."""
 
-    Args:
-        rows: the number of samples that completes it.
-        room: the number of bytes that completes it.
-
-    Attributes:
-        columns: the rows, by key.
-        ids: the ids of each batch's samples.
-        samples: the number of samples.
-        nbytes: the size of all rows.
-    """
-
-    samples: int
-    nbytes: int
+    samples: int  # the number of samples
+    nbytes: int  # the size of all rows
 
     def __init__(self, rows: int, room: int) -> None:
-        self.columns: dict[str, ColumnBuffer] = {}
+        self.columns: dict[str, ColumnBuffer] = {}  # the rows, by key
         self.rows = rows
         self.room = room
         self._begin(1)
 
     def _begin(self, number: int) -> None:
         super().__init__(number)
-        self.ids: list[Ids] = []
+        self.ids: list[Ids] = []  # the ids of each batch's samples
         self.samples = self.nbytes = 0
 
     def add(
@@ -357,21 +330,13 @@ Ids = Sequence[int] | Sequence[str]
 
 
 class LoaderBatch(NamedTuple):
-    """One batch of the loader.
+    """One batch of the loader."""
 
-    Attributes:
-        number: the number of batches of the loader before it.
-        is_loaded: whether it was loaded, not skipped.
-        content: the batch itself.
-        indices: a checksum of the indices of its items; 0 if the loader does not expose them.
-        size: the number of its items; None if the loader does not expose it.
-    """
-
-    number: int
-    is_loaded: bool
-    content: Any
-    indices: int
-    size: int | None
+    number: int  # the number of batches of the loader before it
+    is_loaded: bool  # whether it was loaded, not skipped
+    content: Any  # the batch itself
+    indices: int  # a checksum of the indices of its items; 0 if the loader does not expose them
+    size: int | None  # the number of its items; None if the loader does not expose it
 
 
 def batches_of(loader: Iterable[Any], wanted: Callable[[int], bool]) -> Iterator[LoaderBatch]:
@@ -484,11 +449,7 @@ def size_of(batch: Any, axis: int = 0) -> int | None:
 def ids_of(batch: Any, source: Any, start: int, size: int | None) -> Ids:
     """Return the ids of the samples of a batch.
 
-    Args:
-        batch: the batch.
-        source: None for consecutive numbers; a key of the batch, or a function of it.
-        start: the first of the consecutive numbers.
-        size: the number of samples.
+    They are consecutive numbers from `start`, or a key or a function of the batch gives them.
     """
     if source is None:
         if size is None:

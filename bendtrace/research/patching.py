@@ -703,14 +703,7 @@ def _all_trainable(model: Callable[..., Any]) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Scores:
-    """Differences of two runs times gradients.
-
-    Attributes:
-        rows: the sites.
-        base: the metric of the clean and the corrupted run.
-        source: the values of the run that values would be taken from.
-        found: the estimates for each element, by name of the site.
-    """
+    """Differences of two runs times gradients."""
 
     sites: Sites
     metric: Metric
@@ -719,10 +712,13 @@ class _Scores:
     first: int  # the number of the run that values would be taken from, and of the patched one
     patched: int
     names: tuple[str, str]
-    rows: list[SiteRow] = field(default_factory=list)
+    rows: list[SiteRow] = field(default_factory=list)  # the sites
+    # The metric of the clean and the corrupted run.
     base: tuple[float, float] = (math.nan, math.nan)
+    # The values of the run that values would be taken from.
     source: Seen = field(default_factory=dict)
     target: Seen = field(default_factory=dict)
+    # The estimates for each element, by name of the site.
     found: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def run(self, steps: int | None, every_op: bool, puts: bool) -> None:

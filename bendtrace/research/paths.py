@@ -49,21 +49,14 @@ from bendtrace.watch.functions import METADATA, SHAPES, VALUES, is_inserted
 
 @dataclass(frozen=True)
 class PassSpot:
-    """One pass of a node.
-
-    Attributes:
-        values: the ops of its output.
-        call: the call, for a module.
-        index: the op, or -1 for calls of modules and for the output.
-        is_output: whether it is the model's output, or a part of it.
-    """
+    """One pass of a node."""
 
     path: str
     number: int
-    values: tuple[int, ...]
-    call: ModuleCall | None = None
-    index: int = -1
-    is_output: bool = False
+    values: tuple[int, ...]  # the ops of its output
+    call: ModuleCall | None = None  # the call, for a module
+    index: int = -1  # the op, or -1 for calls of modules and for the output
+    is_output: bool = False  # whether it is the model's output, or a part of it
 
 
 @dataclass(frozen=True)
@@ -76,17 +69,12 @@ class Receiver:
 
 @dataclass
 class Edges:
-    """Edges that carry a change.
+    """Edges that carry a change."""
 
-    Attributes:
-        into: for each op the changed ones among its inputs, by their ops.
-        ends: the receivers.
-        sources: the values at which the change begins.
-    """
-
+    # For each op the changed ones among its inputs, by their ops.
     into: dict[int, set[int]] = field(default_factory=dict)
-    ends: list[Receiver] = field(default_factory=list)
-    sources: set[int] = field(default_factory=set)
+    ends: list[Receiver] = field(default_factory=list)  # the receivers
+    sources: set[int] = field(default_factory=set)  # the values at which the change begins
 
 
 class OpFlow:
@@ -217,15 +205,11 @@ class OpFlow:
 
     def first_input(self, spot: PassSpot) -> int:
         """Return the op of the first tensor among the inputs of a node."""
-        given = self._input_ops(spot)
+        given = _refs(self.arguments(spot))
         first = next((i for i in given if isinstance(self.ops[i].meta, TensorMeta)), None)
         if first is None:
             raise SiteError(f"{spot.path!r} receives no tensor", spot.path)
         return first
-
-    def _input_ops(self, spot: PassSpot) -> list[int]:
-        called = self.ops[spot.index] if spot.call is None else spot.call
-        return _refs((called.args, called.kwargs))
 
     def _spread(
         self, made: Edges, starts: Iterable[int], allowed: Callable[[Op], bool]
@@ -249,7 +233,7 @@ class OpFlow:
             (spot.index, spot.index + 1) if spot.call is None else (spot.call.start, spot.call.stop)
         )
         with_elements = self._spread(made, carried, lambda op: False)
-        if not with_elements & set(self._input_ops(spot)):
+        if not with_elements & set(_refs(self.arguments(spot))):
             return set()
         return set(spot.values) & self._spread(
             made, carried, lambda op: first <= op.index < last
@@ -278,7 +262,7 @@ class OpFlow:
 
     def _arrive(self, made: Edges, carried: set[int], ends: Sequence[PassSpot]) -> None:
         for spot in ends:
-            given = set(spot.values) if spot.is_output else set(self._input_ops(spot))
+            given = set(spot.values if spot.is_output else _refs(self.arguments(spot)))
             if sources := given & carried:
                 made.ends.append(Receiver(spot, frozenset(sources)))
 
@@ -337,7 +321,7 @@ class OpFlow:
                 reads.append(self._output_reads)
                 waiting += spot.values
                 continue
-            waiting += self._input_ops(spot)
+            waiting += _refs(self.arguments(spot))
             inner = [spot.index] if spot.call is None else range(spot.call.start, spot.call.stop)
             reads += [self.ops[index].reads for index in inner]
         seen = starts | frozen_ops
@@ -549,7 +533,7 @@ def path_patching(
     both = base, start
     return PathPatching(
         values, cells.edges(), tuple(row.name for row in rows), tuple(plan.names),
-        columns.chosen_heads, both[first], both[patched], direction, missed.reasons,
+        columns.which, both[first], both[patched], direction, missed.reasons,
     )  # fmt: skip
 
 
@@ -599,18 +583,9 @@ def _name_of_item(item: Any) -> str:
 class _Cells:
     """The edges of each sender and receiver, and the values that are sent along them.
 
-    Args:
-        flow: the patched run.
-        plan: the senders, receivers and paths, as they were given.
-        rows: the senders.
-        places: the passes of all noted nodes.
-        seen: the senders' values in the run that values are taken from, and in the patched run.
-        names: what these runs are called.
-        within: whether the inputs of the senders are changed, and not their outputs.
-
-    Attributes:
-        made: the edges, by sender and receiver.
-        needed: the ops that run on the side for them.
+    `places` are the passes of all noted nodes, and `seen` the senders' values in the run that
+    values are taken from, and in the patched run. If `within`, the inputs of the senders are
+    changed, and not their outputs.
     """
 
     def __init__(
@@ -628,8 +603,8 @@ class _Cells:
         self._rows = rows
         self._source, self._target = seen
         self._within = within
-        self.made: dict[tuple[int, int], Edges] = {}
-        self.needed: dict[tuple[int, int], list[int]] = {}
+        self.made: dict[tuple[int, int], Edges] = {}  # the edges, by sender and receiver
+        self.needed: dict[tuple[int, int], list[int]] = {}  # the ops that run on the side for them
         self._flaws: dict[int, str] = {}
         self._used: set[int] = set()
         spots: dict[int, list[PassSpot]] = {}  # by the number of a noted item, pass by pass
@@ -711,13 +686,7 @@ class _Cells:
     ) -> float:
         """Return the metric with a part of one sender's change sent to one receiver.
 
-        Args:
-            runs: returns the metric for some edges, and for the values that begin along them.
-            i: the sender.
-            j: the receiver.
-            part: the part of the sender's value that is changed.
-            base: the metric where no path leads from the one to the other.
-            missing: the action at places where the runs differ.
+        It is `base` where no path leads from the one to the other.
         """
         if i in self._flaws:
             return missing.note(self._rows[i].name, self._flaws[i])
@@ -760,12 +729,7 @@ def _with_changed(recorded: Any, given: Any, changed: Mapping[int, Any]) -> Any:
 
 @dataclass(eq=False, repr=False)
 class _Aside(Interjection):
-    """Runs ops twice: as they are, and once more on changed inputs.
-
-    Attributes:
-        into: for each op that runs on the side those of its inputs that are changed.
-        values: the changed values, by their ops; at first those that a cell begins with.
-    """
+    """Runs ops twice: as they are, and once more on changed inputs."""
 
     self_contained = True
     label = "path_patching"
@@ -774,7 +738,9 @@ class _Aside(Interjection):
     places: Mapping[Pass, int]
 
     def __post_init__(self) -> None:
+        # For each op that runs on the side those of its inputs that are changed.
         self.into: Mapping[int, set[int]] = {}
+        # The changed values, by their ops; at first those that a cell begins with.
         self.values: dict[int, Any] = {}
 
     def instead(self, at: NodePass, call: Callable[..., Any], inputs: Inputs) -> Any:
@@ -832,12 +798,7 @@ class _Aside(Interjection):
 
 @dataclass(eq=False, repr=False)
 class _InputReplacement(Interjection):
-    """Gives nodes changed inputs.
-
-    Attributes:
-        changed: for each node and pass the replacements, by op.
-        reached: the nodes and passes that ran.
-    """
+    """Gives nodes changed inputs."""
 
     self_contained = True
     label = "path_patching"
@@ -845,8 +806,9 @@ class _InputReplacement(Interjection):
     recorded: Mapping[Pass, tuple[Any, Any]]
 
     def __post_init__(self) -> None:
+        # For each node and pass the replacements, by op.
         self.changed: Mapping[Pass, Mapping[int, Any]] = {}
-        self.reached: set[Pass] = set()
+        self.reached: set[Pass] = set()  # the nodes and passes that ran
 
     def before(self, at: NodePass, inputs: Inputs) -> Inputs | None:
         changed = self.changed.get((at.path, at.number))

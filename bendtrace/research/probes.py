@@ -501,13 +501,7 @@ class ClassScores(Statistic):
         self.correct = torch.zeros(classes, dtype=torch.int64)
 
     def add(self, predictions: Tensor, targets: Tensor, loss: float) -> None:
-        """Add predictions.
-
-        Args:
-            predictions: (n, classes), the largest of which is the predicted class.
-            targets: (n,), numbers of classes.
-            loss: summed over the samples.
-        """
+        """Add (n, classes) predictions, (n,) numbers of classes, and the sum of their losses."""
         classes = len(self.seen)
         is_right = predictions.argmax(1) == targets
         self.seen += torch.bincount(targets, minlength=classes).cpu()
@@ -604,33 +598,22 @@ def _share_of(total: float, count: int) -> float:
 
 
 class Probe(Statistic):
-    """The state of one node's probe.
+    """The state of one node's probe."""
 
-    Attributes:
-        linear: the map; None before features were seen, or before it is solved.
-        optimizer: None until it is needed.
-        optimizer_state: the initial state of the optimizer.
-        waiting: features and targets for the next step.
-        steps: the number of steps so far.
-        loss: the loss of the last step.
-        sums: of products of features and targets, for the closed form.
-        outputs: the number of outputs; 1 while unknown.
-        scores: None if the map has changed since.
-    """
-
-    outputs: int
-    steps: int
+    outputs: int  # the number of outputs; 1 while unknown
+    steps: int  # the number of steps so far
 
     def __init__(self) -> None:
+        # The map; None before features were seen, or before it is solved.
         self.linear: nn.Linear | None = None
-        self.optimizer: Optimizer | None = None
-        self.optimizer_state: dict[str, Any] | None = None
-        self.waiting: list[tuple[Tensor, Tensor]] = []
+        self.optimizer: Optimizer | None = None  # None until it is needed
+        self.optimizer_state: dict[str, Any] | None = None  # the initial state of the optimizer
+        self.waiting: list[tuple[Tensor, Tensor]] = []  # features and targets for the next step
         self.steps = 0
-        self.loss: Tensor | None = None
-        self.sums: Products = Products()
+        self.loss: Tensor | None = None  # the loss of the last step
+        self.sums: Products = Products()  # of products of features and targets, for the closed form
         self.outputs = 1
-        self.scores: ClassScores | ValueScores | None = None
+        self.scores: ClassScores | ValueScores | None = None  # None if the map has changed since
 
     def make(self, features: Tensor, outputs: int, bias: bool, seed: int) -> None:
         """Create the map for features like `nn.Linear` after `torch.manual_seed(seed)`."""

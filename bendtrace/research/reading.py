@@ -460,21 +460,13 @@ _SHOWN_IDS = 6
 
 
 class BatchRows(NamedTuple):
-    """The rows of one batch.
-
-    Attributes:
-        shard: the shard.
-        start: the index of their first element in the shard.
-        shape: the shape of all rows together.
-        first: the number of rows of the column before them.
-        position: the number of samples before the batch; for a row per batch, the number of
-            batches.
-    """
+    """The rows of one batch."""
 
     shard: Shard
-    start: int
-    shape: torch.Size
-    first: int
+    start: int  # the index of their first element in the shard
+    shape: torch.Size  # the shape of all rows together
+    first: int  # the number of rows of the column before them
+    # The number of samples before the batch; for a row per batch, the number of batches.
     position: int
 
     @property
@@ -1143,22 +1135,14 @@ def read_plain(path: str, kind: str = HARVEST) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ShardColumn:
-    """The rows of a shard under one key.
+    """The rows of a shard under one key."""
 
-    Attributes:
-        dtype: dtype of the elements.
-        per_sample: whether there is a row for each sample, or one for each batch.
-        batches: the batches of the shard that have rows; None for all.
-        rest: the shape of each row, if all are the same; else a list of the row shapes of each
-            batch.
-        asked: the text that the node was requested by, if it was text.
-    """
-
-    dtype: torch.dtype
-    per_sample: bool
-    batches: list[int] | None
+    dtype: torch.dtype  # dtype of the elements
+    per_sample: bool  # whether there is a row for each sample, or one for each batch
+    batches: list[int] | None  # the batches of the shard that have rows; None for all
+    # The shape of each row, if all are the same; else a list of the row shapes of each batch.
     rest: tuple[int, ...] | list[tuple[int, ...]]
-    asked: str
+    asked: str  # the text that the node was requested by, if it was text
 
     def pieces(self, sizes: list[int]) -> Iterator[tuple[int, int, torch.Size]]:
         """Yield the number of each batch with rows, their first element, and their shape."""
@@ -1173,23 +1157,15 @@ class ShardColumn:
 
 @dataclass
 class Shard(Record):
-    """The index of a shard.
+    """The index of a shard."""
 
-    Attributes:
-        file: path of the file of tensors.
-        rank: the process that wrote it.
-        is_partial: whether a harvest stopped while writing it, so that it is not full yet.
-        about: the facts needed to read the file.
-        columns: the rows, by key.
-        ids: the ids, if they are strings.
-    """
-
-    file: str = ""
-    rank: int = 0
+    file: str = ""  # path of the file of tensors
+    rank: int = 0  # the process that wrote it
+    # True if a harvest stopped while writing it, so that it is not full yet.
     is_partial: bool = False
-    about: dict[str, Any] = field(default_factory=dict)
-    columns: dict[str, ShardColumn] = field(default_factory=dict)
-    ids: list[str] | None = None
+    about: dict[str, Any] = field(default_factory=dict)  # the facts needed to read the file
+    columns: dict[str, ShardColumn] = field(default_factory=dict)  # the rows, by key
+    ids: list[str] | None = None  # the ids, if they are strings
 
     @property
     def samples(self) -> int:

@@ -409,9 +409,6 @@ _LEAST, _GREATEST = 1e-140, 1e140
 class Products(Covariance):
     """Number, mean and sum of products of rows, in float64, and the precision of the rows.
 
-    Attributes:
-        eps: the precision of the rows: see `epsilon`.
-
     Example:
         >>> products = Products()
         >>> for row in ([1.0, 2.0], [3.0, 2.0]):
@@ -423,7 +420,7 @@ class Products(Covariance):
 
     def __init__(self) -> None:
         super().__init__(correction=0)
-        self.eps: float = 0.0
+        self.eps: float = 0.0  # the precision of the rows: see `epsilon`
 
     @property
     def width(self) -> int | None:
@@ -720,18 +717,9 @@ def spectrum_of_gram(
 ) -> Spectrum:
     """Return the singular values of a matrix from a matrix of the inner products of its columns.
 
-    Args:
-        gram: float64, symmetric: of the columns (features x features) or the rows (samples x
-            samples) of the matrix.
-        samples: the number of rows of the matrix.
-        features: the number of its columns.
-        eps: the machine epsilon of its dtype.
-        rtol: as for `spectrum`.
-        atol: as for `spectrum`.
-        least: singular values up to this always count as zero.
-
-    Raises:
-        InputError: a tolerance is below the resolution of the Gram matrix (see `resolution`).
+    The Gram matrix is float64, of the columns (features x features) or the rows (samples x samples)
+    of a matrix whose dtype has the machine epsilon `eps`. Singular values up to `least` always
+    count as zero; a tolerance below the resolution of the Gram matrix is refused.
 
     Example:
         >>> import torch
@@ -808,17 +796,8 @@ def ridge(
     number of the features: with `alpha=0`, directions of features with singular values below about
     1e-6 of the largest are treated as absent.
 
-    Args:
-        sums: sums of products of rows that contain the features followed by the targets.
-        outputs: the number of target columns.
-        alpha: weight of the penalty.
-        bias: whether the map has a bias.
-
-    Returns:
-        The weight, (outputs, features), and the bias, (outputs,), which is 0 without one; float64.
-
-    Raises:
-        InputError: there are no rows, features or targets are not finite, or `alpha` is negative.
+    The rows of the sums contain the features followed by the targets, as many as `outputs`. The
+    weight is (outputs, features), and the bias (outputs,), which is 0 without one; float64.
 
     Example:
         >>> sums = Products()

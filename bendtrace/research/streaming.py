@@ -774,12 +774,7 @@ class TopK(UnitStatistic):
         self.count += count
 
     def _enter(self, given: list[Tensor], ordered: bool) -> None:
-        """Add rows, looking at those units alone where one of them may be among the first k.
-
-        Args:
-            given: values, samples and positions, (n, units).
-            ordered: see `_best`.
-        """
+        """Add (n, units) each, looking at those units alone where one may be among the first k."""
         values = given[0]
         kept = self._kept
         if not kept or len(kept[0]) < self.k or kept[0].dtype != values.dtype or not len(values):
@@ -800,12 +795,7 @@ class TopK(UnitStatistic):
         self._kept = [a.index_copy(1, units, b) for a, b in zip(kept, made, strict=True)]
 
     def _best(self, given: list[Tensor], ordered: bool) -> list[Tensor]:
-        """Return the first k in the order that is kept.
-
-        Args:
-            given: values, samples and positions, (n, units).
-            ordered: whether they are in the order of samples and positions already.
-        """
+        """Return the first k; `ordered` says that samples and positions are in order already."""
         values, samples, positions = given
         # The last key counts most, since equal ones keep the order that they have in a stable sort.
         keys = [(values, self.largest), ((samples < 0).to(torch.uint8), False)]
@@ -1111,15 +1101,9 @@ Keep = int | tuple[int, ...] | Literal["units"]
 def parts_of(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Split a value into tensors, with their paths.
 
-    Args:
-        path: path of the node that returned it.
-        value: a tensor, a number (one sample without dimensions), or a nested tuple, list, mapping
-            or dataclass of such values. Parts of containers have the paths that insertions use for
-            them: `max|values`, `lstm.output|sub_1.sub_0`. None, strings and other objects in
-            containers are left out.
-
-    Raises:
-        InputError: it contains neither a tensor nor a number, or two parts have the same path.
+    A number is one sample without dimensions. Parts of nested tuples, lists, mappings and
+    dataclasses have the paths that insertions use for them: `max|values`,
+    `lstm.output|sub_1.sub_0`. None, strings and other objects in them are left out.
 
     Example:
         >>> import torch
@@ -1225,16 +1209,8 @@ def check_keep(keep: Any) -> Keep:
 def rows_of(value: Tensor, keep: Keep) -> Tensor:
     """Return a value as rows: one for each sample and each position that is not kept.
 
-    Args:
-        value: (batch, ...); a tensor without dimensions is one sample.
-        keep: the dimensions to keep, in that order; `"units"` for all but the first. A tensor with
-            fewer than two dimensions has none to keep, whatever `keep` is.
-
-    Returns:
-        (n, *kept), with the samples in order, and the positions of a sample in order.
-
-    Raises:
-        InputError: the value does not have the dimension, or it is the batch dimension.
+    A tensor without dimensions is one sample. The dimensions to keep come in that order; `"units"`
+    are all but the first. Samples stay in order, and so do the positions of a sample.
 
     Example:
         >>> import torch
@@ -1294,15 +1270,9 @@ def data_frame(
 ) -> pandas.DataFrame:
     """Return a table of results, with a row for each innermost dict.
 
-    Args:
-        results: nested dicts, the innermost of which map names to numbers and tensors.
-        levels: the kinds of keys of the outer ones.
-        per_unit: whether there is a row for each element of the tensors, which need equal shapes
-            within a node; else tensors with more than one element are arrays in the cells.
-
-    Raises:
-        InputError: tensors of one node have different shapes.
-        ImportError: pandas is not installed.
+    The keys of the outer dicts are of the kinds `levels`. With `per_unit`, there is a row for each
+    element of the tensors, which need equal shapes within a node; else tensors with more than one
+    element are arrays in the cells.
 
     Example:
         >>> import torch

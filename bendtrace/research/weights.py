@@ -276,23 +276,15 @@ class _History(Statistic):
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """A weight that can be read.
-
-    Attributes:
-        owner: the module that it belongs to; None in a state dict.
-        inside: qualified name of that module.
-        key: equal for two names of the same weight.
-        is_part: whether another weight is computed from it.
-        shared_with: its other names.
-    """
+    """A weight that can be read."""
 
     name: str
-    owner: nn.Module | None
-    inside: str
+    owner: nn.Module | None  # the module that it belongs to; None in a state dict
+    inside: str  # qualified name of that module
     read: Callable[[], Tensor]
-    key: object
-    is_part: bool = False
-    shared_with: tuple[str, ...] = ()
+    key: object  # equal for two names of the same weight
+    is_part: bool = False  # whether another weight is computed from it
+    shared_with: tuple[str, ...] = ()  # its other names
 
 
 def _rank(weight: _Weight, tensor: Tensor, rtol: float | None, atol: float) -> WeightRank:

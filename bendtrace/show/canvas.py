@@ -115,27 +115,16 @@ class Stroke:
 
 @dataclass(frozen=True)
 class Caption:
-    """One line of text.
+    """One line of text."""
 
-    Attributes:
-        x: its start, or its middle if it is centred.
-        y: its baseline.
-        text: the text itself.
-        size: font size in pixels.
-        fill: its colour.
-        bold: whether it is bold.
-        mono: whether it is in a monospace font.
-        centred: whether `x` is its middle.
-    """
-
-    x: float
-    y: float
+    x: float  # its start, or its middle if it is centred
+    y: float  # its baseline
     text: str
-    size: float
-    fill: str
-    bold: bool = False
-    mono: bool = False
-    centred: bool = False
+    size: float  # font size in pixels
+    fill: str  # its colour
+    bold: bool = False  # whether it is bold
+    mono: bool = False  # whether it is in a monospace font
+    centred: bool = False  # whether `x` is its middle
 
     @property
     def width(self) -> float:
@@ -145,17 +134,11 @@ class Caption:
 
 @dataclass(frozen=True)
 class Marks:
-    """Marks that belong together.
-
-    Attributes:
-        marks: the marks.
-        title: the tooltip.
-        name: the object that they represent, for readers of the file.
-    """
+    """Marks that belong together."""
 
     marks: tuple[Mark, ...]
-    title: str = ""
-    name: str = ""
+    title: str = ""  # the tooltip
+    name: str = ""  # the object that they represent, for readers of the file
 
 
 Mark: TypeAlias = Rectangle | Polygon | Stroke | Caption | Marks

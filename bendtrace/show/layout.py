@@ -20,19 +20,12 @@ _ROUNDS = 40
 
 @dataclass(eq=False)
 class Crossing:
-    """A net between two ranks.
+    """A net between two ranks."""
 
-    Attributes:
-        tops: its points on the upper rank.
-        bottoms: its points on the lower rank.
-        joins: whether it ends at the line of another net, which has to exist already.
-        track: the height at which it runs across, from 0 at the top; -1 if it does not.
-    """
-
-    tops: list[float] = field(default_factory=list)
-    bottoms: list[float] = field(default_factory=list)
-    joins: bool = False
-    track: int = -1
+    tops: list[float] = field(default_factory=list)  # its points on the upper rank
+    bottoms: list[float] = field(default_factory=list)  # its points on the lower rank
+    joins: bool = False  # whether it ends at the line of another net, which has to exist already
+    track: int = -1  # the height at which it runs across, from 0 at the top; -1 if it does not
 
     @property
     def start(self) -> float:
@@ -116,21 +109,14 @@ Point = tuple[float, float]
 
 @dataclass(eq=False)
 class Wire:
-    """A part of a net, as a line through some points, each directly above or beside the next.
-
-    Attributes:
-        net: the net.
-        points: from its start to its end.
-        target: the shape at which it ends; None if it ends at a border or where others continue.
-        is_back: whether it runs back up.
-        joins: whether it ends at the line of another net.
-    """
+    """A part of a net, as a line through some points, each directly above or beside the next."""
 
     net: Net
-    points: list[tuple[float, float]]
+    points: list[tuple[float, float]]  # from its start to its end
+    # The shape at which it ends; None if it ends at a border or where others continue.
     target: Tile | None = None
-    is_back: bool = False
-    joins: bool = False
+    is_back: bool = False  # whether it runs back up
+    joins: bool = False  # whether it ends at the line of another net
 
 
 class _RankHeights:
@@ -496,21 +482,16 @@ _EDGE = 9.0  # from the corner of a shape to the nearest line
 
 @dataclass(eq=False, slots=True)
 class _Column:
-    """Vertices of neighbouring ranks that keep their positions relative to each other.
+    """Vertices of neighbouring ranks that keep their positions relative to each other."""
 
-    Attributes:
-        vertices: each with the distance of its middle from the middle of the column.
-        x: the middle of its first vertex.
-        pulls: (strength, other column, offset from that column's x).
-        rights: columns to its right, with the minimum distance to each.
-        lefts: the same to its left.
-    """
-
+    # Each with the distance of its middle from the middle of the column.
     vertices: dict[Vertex, float] = field(default_factory=dict)
-    x: float = 0.0
+    x: float = 0.0  # the middle of its first vertex
+    # (strength, other column, offset from that column's x).
     pulls: list[tuple[float, _Column, float]] = field(default_factory=list)
+    # Columns to its right, with the minimum distance to each.
     rights: dict[_Column, float] = field(default_factory=dict)
-    lefts: dict[_Column, float] = field(default_factory=dict)
+    lefts: dict[_Column, float] = field(default_factory=dict)  # the same to its left
 
     @property
     def least(self) -> float:
@@ -757,74 +738,45 @@ def _aim(level: Level) -> None:
 
 @dataclass(eq=False)
 class Tile:
-    """A shape to place: a node, or a box that contains shapes.
+    """A shape to place: a node, or a box that contains shapes."""
 
-    Attributes:
-        key: its name.
-        width: its width; computed for a box.
-        height: its height; computed for a box.
-        below: free space below it, for the text at its outgoing line.
-        label: the width of that text, which is to the right of the line.
-        children: its content, in the order of the run; None for a node.
-        title: the width of a box's title.
-        head: the height of a box's title.
-        x: its left edge.
-        y: its upper edge.
-        title_x: the start of a box's title, from its left edge.
-    """
-
-    key: str
-    width: float = 0.0
-    height: float = 0.0
-    below: float = 0.0
-    label: float = 0.0
-    children: list[Tile] | None = None
-    title: float = 0.0
-    head: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    title_x: float = 0.0
+    key: str  # its name
+    width: float = 0.0  # its width; computed for a box
+    height: float = 0.0  # its height; computed for a box
+    below: float = 0.0  # free space below it, for the text at its outgoing line
+    label: float = 0.0  # the width of that text, which is to the right of the line
+    children: list[Tile] | None = None  # its content, in the order of the run; None for a node
+    title: float = 0.0  # the width of a box's title
+    head: float = 0.0  # the height of a box's title
+    x: float = 0.0  # its left edge
+    y: float = 0.0  # its upper edge
+    title_x: float = 0.0  # the start of a box's title, from its left edge
 
 
 @dataclass(eq=False)
 class Net:
-    """One value, and its targets: lines that share their way as far as possible.
+    """One value, and its targets: lines that share their way as far as possible."""
 
-    Attributes:
-        source: the shape at which it starts.
-        targets: the shapes at which it ends.
-        port: which of the source's values it carries: nets with the same port start together.
-        kind: its kind, which the layout ignores.
-        joins: a net from outside `frame`: this net runs back up to it instead of to its own
-            targets, since both have the same targets.
-        frame: the box in which this happens.
-    """
-
-    source: Tile
-    targets: list[Tile]
+    source: Tile  # the shape at which it starts
+    targets: list[Tile]  # the shapes at which it ends
+    # Which of the source's values it carries: nets with the same port start together.
     port: str = ""
-    kind: str = "data"
+    kind: str = "data"  # its kind, which the layout ignores
+    # A net from outside `frame`: this net runs back up to it instead of to its own targets, since
+    # both have the same targets.
     joins: Net | None = None
-    frame: Tile | None = None
+    frame: Tile | None = None  # the box in which this happens
 
 
 @dataclass(eq=False)
 class LocalNet:
-    """The part of a net on one level.
+    """The part of a net on one level."""
 
-    Attributes:
-        net: the whole net.
-        source: the child at which it starts; None if it enters through the border.
-        targets: the children at which it ends.
-        leaves: whether it leaves through the border.
-        joins: the net entering here to which it runs back up.
-    """
-
-    net: Net
-    source: Tile | None
-    targets: dict[Tile, None] = field(default_factory=dict)
-    leaves: bool = False
-    joins: LocalNet | None = None
+    net: Net  # the whole net
+    source: Tile | None  # the child at which it starts; None if it enters through the border
+    targets: dict[Tile, None] = field(default_factory=dict)  # the children at which it ends
+    leaves: bool = False  # whether it leaves through the border
+    joins: LocalNet | None = None  # the net entering here to which it runs back up
 
 
 Role = Literal["shape", "in", "out", "bend", "lane"]
@@ -832,58 +784,33 @@ Role = Literal["shape", "in", "out", "bend", "lane"]
 
 @dataclass(eq=False, slots=True)
 class Vertex:
-    """An item with a position in a rank: a shape, a port of the border, or a line running past.
+    """An item with a position in a rank: a shape, a port of the border, or a line running past."""
 
-    Attributes:
-        role: its kind; a "lane" is a line that runs back up.
-        shape: its shape.
-        net: the net of the port or the line.
-        index: position among the shapes.
-        rank: its rank, from 0 at the top.
-        order: its position in the rank.
-        left: its extent to the left of its middle.
-        right: the same to the right.
-        x: its middle.
-        height: its height, including the space below.
-        y: its upper edge.
-        ups: links that come from above.
-        downs: links that go down.
-    """
-
-    role: Role
+    role: Role  # its kind; a "lane" is a line that runs back up
     shape: Tile | None
-    net: LocalNet | None
-    index: int
-    rank: int = 0
-    order: int = 0
-    left: float = 0.0
-    right: float = 0.0
-    x: float = 0.0
-    height: float = 0.0
-    y: float = 0.0
-    ups: list[Link] = field(default_factory=list)
-    downs: list[Link] = field(default_factory=list)
+    net: LocalNet | None  # the net of the port or the line
+    index: int  # position among the shapes
+    rank: int = 0  # its rank, from 0 at the top
+    order: int = 0  # its position in the rank
+    left: float = 0.0  # its extent to the left of its middle
+    right: float = 0.0  # the same to the right
+    x: float = 0.0  # its middle
+    height: float = 0.0  # its height, including the space below
+    y: float = 0.0  # its upper edge
+    ups: list[Link] = field(default_factory=list)  # links that come from above
+    downs: list[Link] = field(default_factory=list)  # links that go down
 
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """A part of a net between neighbouring ranks.
+    """A part of a net between neighbouring ranks."""
 
-    Attributes:
-        upper: its upper vertex.
-        lower: its lower vertex.
-        net: the net.
-        upper_at: its start on `upper`, from the middle.
-        lower_at: its end on `lower`, from the middle.
-        is_straight: whether both ends have the same x.
-    """
-
-    upper: Vertex
-    lower: Vertex
+    upper: Vertex  # its upper vertex
+    lower: Vertex  # its lower vertex
     net: LocalNet
-    upper_at: float = 0.0
-    lower_at: float = 0.0
-    is_straight: bool = False
+    upper_at: float = 0.0  # its start on `upper`, from the middle
+    lower_at: float = 0.0  # its end on `lower`, from the middle
+    is_straight: bool = False  # whether both ends have the same x
 
     @property
     def is_inner(self) -> bool:
@@ -892,37 +819,32 @@ class Link:
 
 
 class Level:
-    """The content of one box.
-
-    Attributes:
-        ranks: the vertices of each rank, from left to right.
-        nets: the nets of this level.
-        vertex: the vertex of each shape.
-        ports_in: the port through which a net enters.
-        ports_out: the port through which a net leaves.
-        forward: for each net, the vertices further down that it leads to.
-        lanes: for each net that runs back, its vertices from the top down.
-        back: for each net that runs back, the vertices it leads to.
-        out_at: the start of each net on its source, from the middle.
-        back_at: the end of a net that runs back on a vertex, from the middle.
-    """
+    """The content of one box."""
 
     def __init__(self, children: list[Tile], nets: list[LocalNet]) -> None:
-        self.nets = nets
+        self.nets = nets  # the nets of this level
+        # The vertex of each shape.
         self.vertex: dict[Tile, Vertex] = {
             shape: Vertex("shape", shape, None, i) for i, shape in enumerate(children)
         }
+        # The port through which a net enters.
         self.ports_in: dict[LocalNet, Vertex] = {
             n: Vertex("in", None, n, -1) for n in nets if n.source is None
         }
+        # The port through which a net leaves.
         self.ports_out: dict[LocalNet, Vertex] = {
             n: Vertex("out", None, n, len(children)) for n in nets if n.leaves
         }
-        self.ranks: list[list[Vertex]] = []
+        self.ranks: list[list[Vertex]] = []  # the vertices of each rank, from left to right
+        # For each net that runs back, its vertices from the top down.
         self.lanes: dict[LocalNet, list[Vertex]] = {}
+        # For each net that runs back, the vertices it leads to.
         self.back: dict[LocalNet, list[Vertex]] = {}
+        # The start of each net on its source, from the middle.
         self.out_at: dict[LocalNet, float] = {}
+        # The end of a net that runs back on a vertex, from the middle.
         self.back_at: dict[tuple[LocalNet, Vertex], float] = {}
+        # For each net, the vertices further down that it leads to.
         self.forward: dict[LocalNet, list[Vertex]] = {}
         for net in nets:
             self._sort_targets(net)
@@ -1074,12 +996,7 @@ _WIDEST = 80  # in wider ranks, exchanging neighbours takes longer than it is wo
 
 
 def order(level: Level, wanted: Callable[[Vertex], float | None]) -> None:
-    """Order the vertices in each rank.
-
-    Args:
-        level: the level, with filled ranks.
-        wanted: the preferred positions of ports of the border; None if unknown.
-    """
+    """Order the vertices in each rank; `wanted` are the positions of ports, as far as known."""
     ranks = level.ranks
     for rank in ranks:
         anchored = [v for v in rank if wanted(v) is not None]

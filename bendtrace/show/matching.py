@@ -337,12 +337,10 @@ class _SameSource:
 
     In the same source, two expressions are two places, however similar. In two versions of it, the
     one may be the other after an edit.
-
-    Attributes:
-        conditions: the conditions that were decided in both runs.
     """
 
     def __init__(self, a: RunIndex, b: RunIndex) -> None:
+        # The conditions that were decided in both runs.
         self.conditions = a.conditions & b.conditions
         lines = [_lines_of_functions(run) for run in (a, b)]
         self._same = {
@@ -586,16 +584,9 @@ def compare_numbers(a: Any, b: Any) -> ValueDifference | None:
 def compare_tensors(
     a: Tensor, b: Tensor, *, rtol: float = 0.0, atol: float = 0.0
 ) -> ValueDifference | None:
-    """Compare two saved tensors of one shape.
+    """Compare two saved tensors of one shape; return None if they are equal.
 
-    Args:
-        a: the value in the first run.
-        b: the value in the second run.
-        rtol: as in `torch.isclose`; with both tolerances at 0, only equal bits count as equal.
-        atol: as in `torch.isclose`.
-
-    Returns:
-        How they differ; None if they are equal.
+    The tolerances are those of `torch.isclose`; with both at 0, only equal bits count as equal.
 
     Example:
         >>> import torch

@@ -41,16 +41,12 @@ Turns = dict[tuple[str, tuple[int, ...]], Counter[bool]]
 
 @dataclass(eq=False)
 class SideCode:
-    """The code under one side of a branch, or in the whole program, in source order.
+    """The code under one side of a branch, or in the whole program, in source order."""
 
-    Attributes:
-        owner: the branch that it belongs to; None for a whole program.
-        branches: the branches directly under it.
-        ends: the ends of runs directly under it.
-    """
-
-    owner: OutlineBranch | None = None
+    owner: OutlineBranch | None = None  # the branch that it belongs to; None for a whole program
+    # The branches directly under it.
     branches: dict[Key, OutlineBranch] = field(default_factory=dict)
+    # The ends of runs directly under it.
     ends: dict[tuple[str, str, str, int], PathEnd] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[OutlineBranch | PathEnd]:
@@ -71,17 +67,11 @@ class SideCode:
 
 @dataclass(eq=False)
 class BranchSide:
-    """One side of a branch; for a loop over things, its body.
+    """One side of a branch; for a loop over things, its body."""
 
-    Attributes:
-        value: the outcome of the condition; None for the body of a loop.
-        hits: how often it was taken.
-        flow: the code under it.
-    """
-
-    value: Any
-    flow: SideCode
-    hits: int = 0
+    value: Any  # the outcome of the condition; None for the body of a loop
+    flow: SideCode  # the code under it
+    hits: int = 0  # how often it was taken
 
     def to_dict(self) -> dict[str, Any]:
         """Return the side as plain values, ready for JSON."""

@@ -46,19 +46,12 @@ _WIDEST = 44  # letters of a title
 
 @dataclass
 class Figure:
-    """A scene with positions.
-
-    Attributes:
-        scene: the scene.
-        shapes: the position of each node and box.
-        wires: the lines.
-        edges: the edges that run along each net.
-    """
+    """A scene with positions."""
 
     scene: Scene
-    shapes: dict[SceneNode, Tile]
-    wires: list[Wire]
-    edges: dict[Net, list[Arrow]]
+    shapes: dict[SceneNode, Tile]  # the position of each node and box
+    wires: list[Wire]  # the lines
+    edges: dict[Net, list[Arrow]]  # the edges that run along each net
 
 
 def figure(scene: Scene) -> Figure:
@@ -344,19 +337,12 @@ _AROUND_ZERO = ("#2166ac", "#f7f7f7", "#b2182b")
 
 @dataclass(frozen=True)
 class Legend:
-    """The meaning of the colours in a picture.
+    """The meaning of the colours in a picture."""
 
-    Attributes:
-        title: the name of the quantity.
-        unit: its unit, such as "s"; "" for plain numbers.
-        least: the number of the first colour.
-        most: the number of the last colour.
-    """
-
-    title: str
-    unit: str
-    least: float
-    most: float
+    title: str  # the name of the quantity
+    unit: str  # its unit, such as "s"; "" for plain numbers
+    least: float  # the number of the first colour
+    most: float  # the number of the last colour
 
     def text(self, value: float) -> str:
         """Return a number with its unit.
@@ -380,19 +366,10 @@ class Legend:
 
 
 def lay_over(scene: Scene, overlay: Overlay, history: RunLog) -> Legend:
-    """Give the nodes of a scene their numbers.
+    """Give the nodes of a scene their numbers, by the `overlay` of `draw`.
 
     A node that represents several values gets the sum of their numbers for "time", "memory" and
     "flops"; otherwise the largest of their numbers, so that folding hides no peak.
-
-    Args:
-        scene: the scene.
-        overlay: "time" (seconds), "memory" (bytes of the values), "flops", a mapping from labels,
-            node paths or modules to numbers, or a function of the entry.
-        history: the log of the run.
-
-    Raises:
-        InputError: the name is unknown, a key matches nothing, or no node has a number.
     """
     if isinstance(overlay, str):
         if overlay not in _MEASURES:
@@ -595,16 +572,9 @@ def heat_map(
     values: Sequence[Sequence[float]],
     texts: Sequence[Sequence[Any]] | None = None,
 ) -> str:
-    """Return an HTML table whose cells are coloured by their numbers.
+    """Return an HTML table whose cells are coloured by their numbers, and may have other texts.
 
     The scale goes from dark to light; with numbers below and above zero, from blue to red.
-
-    Args:
-        title: the caption.
-        columns: a name for each column.
-        names: a name for each row.
-        values: the numbers; nan has no colour.
-        texts: the texts in the cells, in place of the numbers.
 
     Example:
         >>> heat_map("effect", ["0"], ["relu"], [[1.0]]).count("<td")

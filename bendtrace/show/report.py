@@ -37,20 +37,12 @@ _Key = TypeVar("_Key")
 
 @dataclass
 class SharedLine:
-    """Entries that share a line.
+    """Entries that share a line."""
 
-    Attributes:
-        what: the label of one entry, the passes of several, or a module.
-        shape: the shape of their values, if it is the same for all.
-        module: the module they were computed in.
-        place: the place in the source, with the loop if there is one.
-        entries: the entries.
-    """
-
-    what: str
-    shape: str
-    module: str
-    place: str
+    what: str  # the label of one entry, the passes of several, or a module
+    shape: str  # the shape of their values, if it is the same for all
+    module: str  # the module they were computed in
+    place: str  # the place in the source, with the loop if there is one
     entries: list[LayerEntry] = field(default_factory=list)
 
 

@@ -34,21 +34,14 @@ _CONVERSIONS = {"__bool__", "bool"}
 
 @dataclass(eq=False)
 class SceneLeaf:
-    """A node: the results of an op, or a decision.
+    """A node: the results of an op, or a decision."""
 
-    Attributes:
-        kind: "input", "op", "number" or "output", or "decision" for flow steps.
-        entries: the values that it represents; for several passes, in the order of the run.
-        steps: numbers of the flow steps that it represents.
-        times: the number of passes that it represents.
-        box: the innermost box that contains only this node and is not drawn for it.
-    """
-
-    kind: str
+    kind: str  # "input", "op", "number" or "output", or "decision" for flow steps
+    # The values that it represents; for several passes, in the order of the run.
     entries: list[LayerEntry] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    times: int = 1
-    box: Box | None = None
+    steps: list[int] = field(default_factory=list)  # numbers of the flow steps that it represents
+    times: int = 1  # the number of passes that it represents
+    box: Box | None = None  # the innermost box that contains only this node and is not drawn for it
 
     def leaves(self) -> Iterator[SceneLeaf]:
         """Yield itself."""
@@ -63,23 +56,18 @@ class SceneLeaf:
 
 @dataclass(eq=False)
 class Box:
-    """Items that belong together.
+    """Items that belong together."""
 
-    Attributes:
-        kind: "root", "module" for calls of a module, "repeat" for a repetition, and "part" for
-            neighbours with nothing else in common.
-        calls: the calls of modules that it represents.
-        items: its items, in the order of the run.
-        times: how often it was repeated: several numbers if it represents several boxes with
-            different repetition counts.
-        is_folded: whether it is drawn closed.
-    """
-
+    # "root", "module" for calls of a module, "repeat" for a repetition, and "part" for neighbours
+    # with nothing else in common.
     kind: str
+    # The calls of modules that it represents.
     calls: list[ModuleEntry] = field(default_factory=list)
-    items: list[Item] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)  # its items, in the order of the run
+    # How often it was repeated: several numbers if it represents several boxes with different
+    # repetition counts.
     times: list[int] = field(default_factory=lambda: [1])
-    is_folded: bool = False
+    is_folded: bool = False  # whether it is drawn closed
 
     @property
     def name(self) -> str:
@@ -223,11 +211,7 @@ def origins(
 ) -> Iterator[str]:
     """Yield the origins of a value: itself if it is shown, otherwise those of its inputs.
 
-    Args:
-        label: the label of the value.
-        by_label: all values.
-        shown: those in the picture.
-        sizes: whether to go back through sizes and other metadata of tensors.
+    With `sizes`, they are looked for behind sizes and other metadata of tensors as well.
     """
     stack, seen = [label], {label}
     while stack:
@@ -303,10 +287,8 @@ class _Tokens:
     def of(self, item: Item, by_name: bool) -> Token:
         """Return the token of an item.
 
-        Args:
-            item: an item.
-            by_name: whether equal means the same sites of the same modules, as in the passes of
-                a loop. Otherwise it means alike in class, functions and shapes.
+        By name, equal means the same sites of the same modules, as in the passes of a loop;
+        otherwise it means alike in class, functions and shapes.
         """
         if (item, by_name) not in self._tokens:
             self._tokens[item, by_name] = self._number((by_name, *self._key(item, by_name)))
@@ -338,16 +320,9 @@ def collapse(root: Box, step_key: Callable[[int, bool], object]) -> Units:
     At least three neighbours, or series of neighbours, are merged if they are passes of a loop -
     the same sites of the same modules again - or calls of modules that have the same classes,
     functions, shapes and connections, and whose names differ by a number: `h.0` and `h.1`, but not
-    `query` and `key`.
-
-    Args:
-        root: the outermost box.
-        step_key: returns equal keys for decisions that may be repetitions of each other, from their
-            number and whether they are treated as passes of a loop.
-
-    Returns:
-        For each merged value, by label, and flow step, the boxes around it that represent
-        repetitions, each with the number of its repetition.
+    `query` and `key`. By `step_key`, decisions with equal keys are alike, as passes of a loop or
+    not. Merged values and flow steps have the boxes around them that represent repetitions, each
+    with the number of its repetition.
     """
     units: Units = {}
     tokens = _Tokens(step_key)
@@ -562,37 +537,23 @@ _NAMED = 30  # nodes of a description
 
 @dataclass(eq=False)
 class SceneNode:
-    """A node of a picture, or a box that contains nodes.
+    """A node of a picture, or a box that contains nodes."""
 
-    Attributes:
-        key: its name in the picture.
-        kind: "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root";
-            in a chart of programs also "live" and "raise" for the ends of runs.
-        title: its first line.
-        lines: the lines below it.
-        tooltip: further text: paths and places in the source.
-        labels: labels of the entries that it represents itself.
-        entries: those entries.
-        modules: labels of the module calls that it represents.
-        times: how often it was repeated, as text: "3", "3-5"; "" if it was not.
-        has_parameters: whether it computes with parameters or buffers.
-        is_folded: whether it is a closed box.
-        children: the content of an open box; None otherwise.
-        value: its number in an overlay.
-    """
-
-    key: str
+    key: str  # its name in the picture
+    # "input", "op", "number", "output", "decision", "module", "repeat", "part" or "root"; in a
+    # chart of programs also "live" and "raise" for the ends of runs.
     kind: str
-    title: str
-    lines: list[str] = field(default_factory=list)
-    tooltip: str = ""
+    title: str  # its first line
+    lines: list[str] = field(default_factory=list)  # the lines below it
+    tooltip: str = ""  # further text: paths and places in the source
     entries: list[LayerEntry] = field(default_factory=list)
+    # Labels of the module calls that it represents.
     modules: list[str] = field(default_factory=list)
-    times: str = ""
-    has_parameters: bool = False
-    is_folded: bool = False
-    children: list[SceneNode] | None = None
-    value: float | None = None
+    times: str = ""  # how often it was repeated, as text: "3", "3-5"; "" if it was not
+    has_parameters: bool = False  # whether it computes with parameters or buffers
+    is_folded: bool = False  # whether it is a closed box
+    children: list[SceneNode] | None = None  # the content of an open box; None otherwise
+    value: float | None = None  # its number in an overlay
 
     @property
     def labels(self) -> list[str]:
@@ -608,47 +569,31 @@ class SceneNode:
 
 @dataclass(eq=False)
 class Arrow:
-    """A value, or several similar ones, that goes from one node to another.
+    """A value, or several similar ones, that goes from one node to another."""
 
-    Attributes:
-        source: the node at which it starts.
-        target: the node at which it ends.
-        labels: labels of the entries that it carries.
-        text: the text beside it: the shape, or the side of a decision.
-        instead: for edges from one repetition to the next, labels of the entries of the first
-            repetition.
-        port: which of the source's values it carries: edges with the same port start together.
-        kind: "data"; "number" if there are hidden numbers in between; "control" from a decision to
-            nodes that ran under it; "repeat" from one repetition to the next.
-    """
-
-    source: SceneNode
-    target: SceneNode
-    labels: list[str]
-    text: str = ""
+    source: SceneNode  # the node at which it starts
+    target: SceneNode  # the node at which it ends
+    labels: list[str]  # labels of the entries that it carries
+    text: str = ""  # the text beside it: the shape, or the side of a decision
+    # "data"; "number" if there are hidden numbers in between; "control" from a decision to nodes
+    # that ran under it; "repeat" from one repetition to the next.
     kind: str = "data"
+    # For edges from one repetition to the next, labels of the entries of the first repetition.
     instead: list[str] = field(default_factory=list)
+    # Which of the source's values it carries: edges with the same port start together.
     port: str = ""
 
 
 @dataclass(eq=False)
 class Scene:
-    """The content of a picture.
+    """The content of a picture."""
 
-    Attributes:
-        root: the box around everything.
-        edges: the edges between nodes.
-        title: the first line of the picture.
-        note: lines that say how to see more, if not everything is shown; "" otherwise.
-        node_of: the node that represents each entry, by label.
-        step_nodes: the node that represents each flow step, by number.
-    """
-
-    root: SceneNode
-    edges: list[Arrow]
-    title: str
-    note: str
-    node_of: dict[str, SceneNode]
+    root: SceneNode  # the box around everything
+    edges: list[Arrow]  # the edges between nodes
+    title: str  # the first line of the picture
+    note: str  # lines that say how to see more, if not everything is shown; "" otherwise
+    node_of: dict[str, SceneNode]  # the node that represents each entry, by label
+    # The node that represents each flow step, by number.
     step_nodes: dict[int, SceneNode] = field(default_factory=dict)
 
     def nodes(self) -> list[SceneNode]:
@@ -884,22 +829,7 @@ def scene(
     flow: bool = True,
     numbers: Numbers = "deciding",
 ) -> Scene:
-    """Choose the nodes and edges of a picture of a run.
-
-    Args:
-        history: the log of the run.
-        rolled: whether to merge the passes of an op into one node. Otherwise each pass is a node.
-        collapsed: whether one of several repeated blocks and passes of loops represents all.
-        depth: the number of nested boxes to show; None for all.
-        max_nodes: the maximum number of nodes to show; boxes are closed to achieve it.
-        within: a module, or one of its calls (`h.3`, `h.3:1`), to show only its content.
-        flow: whether to show flow steps, as decisions.
-        numbers: which numbers taken from tensors to show: those that "deciding" flow steps use,
-            "all" or "none".
-
-    Raises:
-        InputError: the module was not called, or a number is invalid.
-    """
+    """Choose the nodes and edges of a picture of a run, by the options of `draw`."""
     required_int("max_nodes", max_nodes, 1)
     required_int("depth", depth, 0, or_none=True)
     if numbers not in ("deciding", "all", "none"):
@@ -1021,11 +951,7 @@ def leaf_title(leaf: SceneLeaf) -> str:
 def leaf_lines(leaf: SceneLeaf, parent: str, first: bool) -> list[str]:
     """Return the lines below: the module, and its parameters.
 
-    Args:
-        leaf: the node.
-        parent: name of the module around it.
-        first: whether to name only the first of several modules, since the surrounding box names
-            the others.
+    Of several modules it names only the first if the box around it names the others.
     """
     lines = []
     if leaf.box is not None:

@@ -42,44 +42,28 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class PathEvent:
-    """A branch, loop or value that a path reached.
+    """A branch, loop or value that a path reached."""
 
-    Attributes:
-        key: the same wherever the same piece of source ran in the same way.
-        order: sorts events as the source has them.
-        kind: the kind of its flow step, or "value" or "raised" for guards without one.
-        header: the text of its line.
-        outcome: its outcome; None for a loop, which has no sides.
-        place: its place in the source.
-        module_path: path of the module whose forward was running.
-        when: when its guard is tested; None if it has none.
-        number: the guard on the tape; None for a whole `while`, whose
-            test parts are separate events.
-        position: the op after it.
-        under: the event, by its index in the path, under one of whose sides it ran.
-        iterations: for a loop, the number of iterations.
-        iteration: for each loop around it, its iteration. Empty under a `while`, whose calls may
-            reach one state in different iterations.
-        outermost: whether it is in the code of the model itself, not in a function called there.
-        is_condition: whether its outcome is True or False.
-        is_loop: whether it is a loop over an iterable, which is entered and has no sides.
-    """
-
-    key: Key
-    order: tuple[Any, ...]
-    kind: str
-    header: Heading
-    outcome: Any
-    place: InstructionPlace
-    module_path: str
-    when: GuardKind | None
+    key: Key  # the same wherever the same piece of source ran in the same way
+    order: tuple[Any, ...]  # sorts events as the source has them
+    kind: str  # the kind of its flow step, or "value" or "raised" for guards without one
+    header: Heading  # the text of its line
+    outcome: Any  # its outcome; None for a loop, which has no sides
+    place: InstructionPlace  # its place in the source
+    module_path: str  # path of the module whose forward was running
+    when: GuardKind | None  # when its guard is tested; None if it has none
+    # The guard on the tape; None for a whole `while`, whose test parts are separate events.
     number: int | None
-    position: int
-    under: int | None
-    iterations: int | None = None
+    position: int  # the op after it
+    under: int | None  # the event, by its index in the path, under one of whose sides it ran
+    iterations: int | None = None  # for a loop, the number of iterations
+    # For each loop around it, its iteration. Empty under a `while`, whose calls may reach one state
+    # in different iterations.
     iteration: tuple[int, ...] = ()
+    # True if it is in the code of the model itself, not in a function called there.
     outermost: bool = False
-    is_condition: bool = True
+    is_condition: bool = True  # whether its outcome is True or False
+    # True if it is a loop over an iterable, which is entered and has no sides.
     is_loop: bool = False
 
 
@@ -240,21 +224,13 @@ def key_of_guard(guard: Guard) -> Key | None:
 
 @dataclass(eq=False)
 class PathEnd:
-    """An end of runs.
+    """An end of runs."""
 
-    Attributes:
-        kind: "return", "live" (the rest can only run live) or "raise".
-        text: the statement, the reason, or the name of the exception.
-        file: its file, or "" if unknown.
-        line: its line there.
-        hits: the number of runs that ended here.
-    """
-
-    kind: str
-    text: str
-    file: str = ""
-    line: int = 0
-    hits: int = 0
+    kind: str  # "return", "live" (the rest can only run live) or "raise"
+    text: str  # the statement, the reason, or the name of the exception
+    file: str = ""  # its file, or "" if unknown
+    line: int = 0  # its line there
+    hits: int = 0  # the number of runs that ended here
 
     @property
     def where(self) -> str:
@@ -271,34 +247,21 @@ class PathEnd:
 
 @dataclass(eq=False)
 class Walk:
-    """One walk through a program, or through a part of it, and how many calls took it.
+    """One walk through a program, or through a part of it, and how many calls took it."""
 
-    Attributes:
-        path: the events of the recorded run that it follows.
-        events: the events that it reached.
-        end: how the run ended, if the walk leads there.
-        end_under: the event that has the end under one of its sides.
-        hits: how many calls took it.
-        begin: the first event whose outcome it includes.
-        first: the first event that it leads to; other walks lead to those before.
-        stop: the event after the others, which it reached and whose outcome other walks include:
-            the number of events if it reached the end.
-        ends: whether its calls ended with it; if not, other walks continue them.
-        is_part: whether it is a part of a longer walk.
-        positions: the ops before which it begins and ends.
-    """
-
-    path: PathEvents
-    events: list[PathEvent]
-    end: PathEnd | None
-    end_under: int | None
-    hits: int
-    begin: int = 0
-    first: int = 0
+    path: PathEvents  # the events of the recorded run that it follows
+    events: list[PathEvent]  # the events that it reached
+    end: PathEnd | None  # how the run ended, if the walk leads there
+    end_under: int | None  # the event that has the end under one of its sides
+    hits: int  # how many calls took it
+    begin: int = 0  # the first event whose outcome it includes
+    first: int = 0  # the first event that it leads to; other walks lead to those before
+    # The event after the others, which it reached and whose outcome other walks include: the number
+    # of events if it reached the end.
     stop: int = -1
-    ends: bool = True
-    is_part: bool = False
-    positions: tuple[int, int] = (0, -1)
+    ends: bool = True  # whether its calls ended with it; if not, other walks continue them
+    is_part: bool = False  # whether it is a part of a longer walk
+    positions: tuple[int, int] = (0, -1)  # the ops before which it begins and ends
 
     def __post_init__(self) -> None:
         if self.stop < 0:
@@ -509,16 +472,11 @@ def _failing_walks(path: PathEvents, number: Stop, side: GuardSide) -> Iterator[
 
 @dataclass(frozen=True)
 class Heading:
-    """The text of a branch, loop or value.
+    """The text of a branch, loop or value."""
 
-    Attributes:
-        text: the line, without the colon of a statement.
-        inverted: whether the line is the negation of the expression that was tested.
-        span: for a loop, the span of its iterable, however many parts of it were tested.
-    """
-
-    text: str
-    inverted: bool = False
+    text: str  # the line, without the colon of a statement
+    inverted: bool = False  # whether the line is the negation of the expression that was tested
+    # For a loop, the span of its iterable, however many parts of it were tested.
     span: Span | None = None
 
 
@@ -629,28 +587,21 @@ def is_elif(place: InstructionPlace) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """A branch in the source.
+    """A branch in the source."""
 
-    Attributes:
-        kind: "if", "while", "for-else", "assert", "conditional expression", "and", "or",
-            "comprehension filter" or "case".
-        text: source of the condition.
-        file: the file it is in.
-        span: the span of the condition, or of the loop with the `else`.
-        function: name of the function it is in.
-        if_true: the source that runs only if it is true.
-        if_false: the source that runs only if it is false.
-        is_partly_watched: whether the condition tests several values in turn, each of which may
-            decide it in only one direction.
-    """
-
+    # "if", "while", "for-else", "assert", "conditional expression", "and", "or", "comprehension
+    # filter" or "case".
     kind: str
-    text: str
-    file: str
-    span: Span
-    function: str
+    text: str  # source of the condition
+    file: str  # the file it is in
+    span: Span  # the span of the condition, or of the loop with the `else`
+    function: str  # name of the function it is in
+    # The source that runs only if it is true.
     if_true: tuple[Span, ...] = field(compare=False, repr=False)
+    # The source that runs only if it is false.
     if_false: tuple[Span, ...] = field(compare=False, repr=False)
+    # True if the condition tests several values in turn, each of which may decide it in only one
+    # direction.
     is_partly_watched: bool = field(default=False, compare=False)
 
     @property

@@ -292,7 +292,8 @@ class Captured:
     def placed(self) -> tuple[Any, ...]:
         """The same, whatever else has turned out to be the same object in this run."""
         root, places = self, []
-        label = root.label
+        # What has no other place is known by its identity: runs reach it on different ways.
+        label = "" if root.access is Access.FIXED else root.label
         while root.access is not Access.FIXED and root.parent is not None:
             key, keys, root = root.key, root.parent.size, root.parent
             if type(key) not in _SPELLED and isinstance(keys, Keys):

@@ -146,12 +146,17 @@ def cached_results(cache: functools._lru_cache_wrapper[Any]) -> Iterator[Any]:
             waiting += item.values()
 
 
+def are_cached(found: Iterable[tuple[functools._lru_cache_wrapper[Any], Any]]) -> bool:
+    """Return whether each of some caches still has a result."""
+    return all(any(kept is one for kept in cached_results(cache)) for cache, one in found)
+
+
 def entries_of(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
     """Return the keys and results in a `functools.lru_cache`, but for keys that are lost.
 
     Tensors are compared by identity. Where nothing but a key holds one, no call can give that key.
     """
-    return [(key, result) for key, result in _all_entries(cache) if not _is_lost(key)]
+    return [(key, result) for key, result, again in _all_entries(cache) if not _is_lost(key, again)]
 
 
 # Private to torch (seen in 2.13): without it no key counts as lost, which tests/borders notice.
@@ -167,12 +172,13 @@ def key_parts(key: Any) -> Iterator[Any]:
         yield key
 
 
-def _is_lost(key: Any) -> bool:
+def _is_lost(key: Any, is_copied: bool) -> bool:
+    """Return whether nothing but a key, and its copy if there is one, holds a tensor in it."""
     if type(key) is not tuple or torch.Tensor not in map(type, key):
         return False
     return any(
         type(item) is torch.Tensor
-        and count == _ALONE
+        and count == _ALONE + is_copied
         and _use_count(item) == 1  # which views and graphs add to
         and not weakref.getweakrefcount(item)
         for item, count in zip(key, _item_references(key), strict=True)
@@ -186,7 +192,8 @@ def _item_references(items: tuple[Any, ...]) -> list[int]:
 _ALONE = _item_references((object(),))[0]
 
 
-def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any]]:
+def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, Any, bool]]:
+    """Return each key, its result, and whether the cache has a copy of the key as well."""
     # `lru_cache` is written in C, and shows counts only. To the collector it shows its dict, and
     # the links between the entries if it has a `maxsize` (CPython 3.11 to 3.14).
     own = getattr(cache, "__dict__", None)
@@ -199,7 +206,7 @@ def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, An
     ]
     tables = [referent for referent in waiting if type(referent) is dict]
     if cache.cache_parameters()["maxsize"] is None:
-        return list(tables[0].items())
+        return [(key, result, False) for key, result in tables[0].items()]
     # Each key is followed by its result, among other things (CPython 3.11 to 3.14).
     table = next((t for t in tables if _LINK in map(_kind_name, t.values())), {})
     keys = {id(key): key for key in table}
@@ -208,7 +215,8 @@ def _all_entries(cache: functools._lru_cache_wrapper[Any]) -> list[tuple[Any, An
     for referent in steps:
         number = id(referent) if id(referent) in keys else _number_of_copy(referent, keys)
         if number is not None:
-            found.append((keys.pop(number), next(steps)))
+            key = keys.pop(number)
+            found.append((key, next(steps), key is not referent))
     return found
 
 

@@ -19,6 +19,7 @@ class EventCodeMonitor(CodeMonitor):
         """Note the code that the calling thread runs from now on."""
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         self._thread = threading.get_ident()
+        self._with_ends: set[types.CodeType] = set()
         self._away = 0
         self._tool = monitoring_tool()
         if self._tool is None:
@@ -62,12 +63,32 @@ class EventCodeMonitor(CodeMonitor):
         for event in (monitoring.events.C_RETURN, monitoring.events.C_RAISE):
             monitoring.register_callback(self._tool, event, callback)
 
+    def _wait_for_end(self, frame: types.FrameType) -> None:
+        super()._wait_for_end(frame)
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        monitoring.register_callback(self._tool, monitoring.events.PY_RETURN, self._py_return)
+        monitoring.set_local_events(self._tool, frame.f_code, monitoring.events.PY_RETURN)
+        self._with_ends.add(frame.f_code)
+
+    def _py_return(self, code: types.CodeType, offset: int, result: Any) -> Any:
+        frame = sys._getframe(1)
+        if frame is self._ending and not self._away and threading.get_ident() == self._thread:
+            self._away += 1
+            try:
+                self._ending = None
+                self.fills.ends(frame, result)
+            finally:
+                self._away -= 1
+        return None
+
     def end(self) -> None:
         """Note nothing any more."""
-        self._away, self._wants_inside = 1, never
+        self._away, self._wants_inside, self.fills, self._ending = 1, never, None, None
         if self._tool is not None:
             monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
             monitoring.set_events(self._tool, 0)
+            for code in self._with_ends:
+                monitoring.set_local_events(self._tool, code, 0)
             monitoring.free_tool_id(self._tool)
 
     def _py_start(self, code: types.CodeType, offset: int) -> Any:

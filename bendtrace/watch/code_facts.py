@@ -7,20 +7,14 @@ import functools
 import types
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from bendtrace.python.bytecode import catches_all, global_uses
+from bendtrace.python.bytecode import catches_all, computed_lookups, global_uses
 from bendtrace.python.internals import names_off
-from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
 from bendtrace.watch.draws import CHANGING
-
-if TYPE_CHECKING:
-    from bendtrace.python import lookups
-else:
-    lookups = LazyModule("bendtrace.python.lookups")
 
 # Names in code that may ask for attributes which are not there.
 ASKING = frozenset(
@@ -83,7 +77,7 @@ def facts_in(code: types.CodeType) -> CodeFacts:
         if not _LOOKING_UP.isdisjoint(inner.co_names):
             texts = (constant for constant in inner.co_consts if isinstance(constant, str))
             words.update(name for text in texts for name in text.split("."))
-            of_self.update(lookups.computed_lookups(inner))
+            of_self.update(computed_lookups(inner))
         for how, name in global_uses(inner):
             found[_WHAT[how]].add(name)
     names |= words

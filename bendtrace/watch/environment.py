@@ -74,7 +74,10 @@ class Environment(ScanResult):
         shared_memory: which tensor shares its memory with which array, after the run.
         leaves_watched_objects: whether the run changed what is watched by content alone.
         read_caches: what tensors the run took from which `functools.lru_cache`.
-        computed: how often the tracer itself had a cache of a computation filled.
+        computed: how often the tracer itself had a cache filled, or took a fill off the tape.
+        fills: the caches whose fills were taken off the tape (see `record/cache_fills.py`).
+        displaced: the labels of those that do not hold any more what the run has taken from them.
+        inputs: as given.
         filled_caches: the keys and results of caches after a run that added some.
         lifted: the labels in the state that are inputs of the run.
     """
@@ -98,6 +101,9 @@ class Environment(ScanResult):
         self.shared_memory: set[tuple[Captured, Captured]] = set()
         self.read_caches: list[tuple[functools._lru_cache_wrapper[Any], torch.Tensor]] = []
         self.computed: dict[functools._lru_cache_wrapper[Any], int] = {}
+        self.fills: set[functools._lru_cache_wrapper[Any]] = set()
+        self.displaced: set[str] = set()
+        self.inputs: frozenset[str] = inputs
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
         self._is_in_progress = False
@@ -325,7 +331,8 @@ class Environment(ScanResult):
         Args:
             other: the environment of the program's first run.
         """
-        if any(id(tensor) not in other.by_id for _, tensor in self.read_caches):
+        known = {id(tensor) for _, tensor in other.read_caches}
+        if any(id(tensor) not in known for _, tensor in self.read_caches):
             return True
         if self.cached is other.cached:  # of one scan
             return False
@@ -413,8 +420,15 @@ class Environment(ScanResult):
         """
         for label, cache, info, was_empty in self.caches:
             if cache.cache_info().misses != info.misses + self.computed.get(cache, 0):
-                reason = f"the run fills the cache of {label} (see {self.place_of(label)})"
-                yield reason, cache, was_empty
+                yield self.reason_to_fill(label), cache, was_empty
+
+    def reason_to_fill(self, label: str) -> str:
+        """Return the reason not to replay a run that has put something into a cache."""
+        return f"the run fills the cache of {label} (see {self.place_of(label)})"
+
+    def note_computed(self, cache: functools._lru_cache_wrapper[Any], count: int) -> None:
+        """Note that a cache was filled some times in a way that is no act of the run."""
+        self.computed[cache] = self.computed.get(cache, 0) + count
 
     def _sort_out(self, parts: list[Captured]) -> None:
         """Separate values that may change by themselves from tensors without own attributes."""

@@ -232,15 +232,18 @@ class CodeMonitor:
         codes: the user's, with the globals that it ran with.
         called: what it called of Python's own, and where.
         entropy: where randomness was asked for that nothing can seed.
+        cleared: the caches of `functools` that it has cleared.
         enters_foreign: is called where installed code begins that is not known to ask traced
             numbers.
         enters_model: is called where code of the user's begins for the first time.
+        fills: follows what fills caches (see `record/cache_fills.py`).
     """
 
     def __init__(self, wants_inside: Callable[[], bool]) -> None:
         self.codes: dict[types.CodeType, dict[str, Any]] = {}
         self.called: dict[Called, Place] = {}
         self.entropy: dict[str, Place] = {}
+        self.cleared: list[Any] = []
         self._outer: Any = None
         self._away = 1  # how often it was left, and not entered again
         self._asking: list[int] = []  # where `_away` is one of these, questions are answered
@@ -249,6 +252,8 @@ class CodeMonitor:
         self._kinds: dict[types.CodeType, int] = {}
         self.enters_foreign: Callable[[types.FrameType], None] | None = None
         self.enters_model: Callable[[types.FrameType], None] | None = None
+        self.fills: Any = None
+        self._ending: types.FrameType | None = None  # code whose end `fills` wants to see
 
     def _is_finished(self, code: types.CodeType, space: dict[str, Any]) -> int:
         """Return whether code is finished: 2 if it is not known to ask traced numbers."""
@@ -269,6 +274,8 @@ class CodeMonitor:
             kind = self._is_finished(code, frame.f_globals)
             if not kind:
                 self._begins(frame)
+        if self.fills is not None and id(code) in self.fills.codes and self.fills.begins(frame):
+            self._wait_for_end(frame)
         if not kind:
             return
         if kind == _FOREIGN and self.enters_foreign is not None:
@@ -284,6 +291,9 @@ class CodeMonitor:
             key = module, code.co_qualname if module == "argparse" else code.co_name
             if key not in self.called:
                 self.called[key] = caller.f_code, caller.f_lineno
+
+    def _wait_for_end(self, frame: types.FrameType) -> None:
+        self._ending = frame
 
     def _asks(self, frame: types.FrameType, question: Any) -> None:
         """Hide the recorder until a question has been answered."""
@@ -311,6 +321,8 @@ class CodeMonitor:
         if function in QUESTIONS:
             self._asks(frame, function)
         name = function.__name__
+        if name == "cache_clear":
+            self.cleared.append(function.__self__)
         is_seeded = name == "seed" and frame.f_locals.get("a") is not None  # by a number
         if (
             name in _ENTROPY
@@ -385,7 +397,7 @@ class CodeMonitor:
     def end(self) -> None:
         """Note nothing any more, and give whoever profiled before its place back."""
         outer, self._outer = self._outer, None
-        self._away, self._wants_inside = 1, never
+        self._away, self._wants_inside, self.fills, self._ending = 1, never, None, None
         sys.setprofile(None)
         if hasattr(outer, "enable"):  # of cProfile
             outer.enable()
@@ -397,8 +409,12 @@ class CodeMonitor:
             self._handle_start(frame)
         elif event == "c_call":
             self._calls(frame, function)
-        elif self._hidden is not None:  # a call of C has returned or raised
-            self._restore_recorder()
+        else:
+            if self._hidden is not None:  # a call of C has returned or raised
+                self._restore_recorder()
+            if frame is self._ending and event == "return":
+                self._ending = None
+                self.fills.ends(frame, function)
 
     def _profile_questions(self, frame: types.FrameType, event: str, function: Any) -> None:
         if event == "c_call":

@@ -430,6 +430,51 @@ def tensors_of_a_cache_that_is_cleared(x: Tensor) -> Tensor:
     return x * table(x.shape[0])
 
 
+@functools.cache
+def grid(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    found = torch.zeros(rows, 2, dtype=dtype, device=device)
+    found[:, 0] = torch.arange(rows).sin() * FACTOR[0]
+    found[:, 1] = torch.arange(rows).cos()
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def grids(rows: int) -> tuple[Tensor, Tensor]:
+    both = grid(rows, torch.float32, torch.device("cpu"))
+    return both[:, 0] * table(rows), both[:, 1].add(1)
+
+
+def clear_all(model: Any) -> None:
+    for cache in (table, grid, grids):
+        cache.cache_clear()
+
+
+FILLING = [after(clear_all), *[after(refill(None), *[1.0] * n) for n in (3, 4, 4, 3, 5, 3)]]
+
+
+@case(*FILLING, *FILLING[::-1])
+def fills_of_nested_caches(x: Tensor) -> Tensor:
+    sine, cosine = grids(x.shape[0])
+    if x.sum() > 3:
+        return x * sine + grid(len(x) + 1, x.dtype, x.device)[1:, 0]
+    return x * cosine - table(x.shape[0])
+
+
+@case(*FILLING[1:], *FILLING[::-1])
+class FillsCacheOfItsMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(1, 1)
+
+    @functools.lru_cache(maxsize=32)  # noqa: B019 - as models do
+    def bias(self, rows: int) -> Tensor:
+        with torch.no_grad():
+            return self.fc(torch.arange(rows)[:, None].float())[:, 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x[:, None])[:, 0] + self.bias(x.shape[0])
+
+
 # Gradients
 
 

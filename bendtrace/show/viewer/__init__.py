@@ -98,17 +98,9 @@ def viewer_frame(
 ) -> str | None:
     """Return the viewer as a frame for a notebook's output.
 
-    Floating point operations are shown if they have been counted already.
-
-    Args:
-        history: a run, traced, loaded or stepped through. The variables of a stepped run take at
-            most a tenth of the characters.
-        height: height of the frame, in pixels.
-        most: the maximum number of characters; notebooks store them in their file.
-
-    Returns:
-        An `<iframe>` that contains the whole viewer and may only run its script; None for a run
-        that needs more than `most` characters.
+    Floating point operations are shown if they have been counted already. The variables of a
+    stepped run take at most a tenth of the characters. None for a run that needs more than `most`,
+    as notebooks store them in their file.
     """
     if isinstance(history, RunLog):
         page = escape(viewer_html(history, flops=False))
@@ -158,13 +150,8 @@ _BINS = 24
 def activation_data(contents: Any) -> dict[str, Any] | None:
     """Describe a saved activation: range, mean, spread, first values and a histogram.
 
-    Args:
-        contents: the saved value of an entry; None for nothing. Anything other than a dense tensor
-            of numbers is described by its printed form.
-
-    Returns:
-        Plain values ready for JSON, or None if nothing was saved. Statistics are of the finite
-        values, and are texts, so that nan and infinities can be represented.
+    Other values than dense tensors of numbers are described by their printed form. Statistics are
+    of the finite values, and are texts, so that nan and infinities can be represented.
 
     Example:
         >>> import torch

@@ -1,0 +1,105 @@
+"""Lists that a loop appends tensors to, whose length differs from call to call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, stack
+
+from tests.registry.lists import followed
+
+
+def halves(x: Tensor) -> Tensor:
+    """A function that code could take for one of torch's."""
+    return x / 2
+
+
+@followed(10)
+def steps_of_a_recurrence(x: Tensor) -> Tensor:
+    h, outputs = x.new_zeros(4), []
+    for i in range(len(x)):
+        h = torch.tanh(h * 0.5 + x[i])
+        outputs.append(h)
+    return torch.stack(outputs)
+
+
+@followed(14)
+def steps_with_a_branch(x: Tensor) -> Tensor:
+    h, outputs = x.new_zeros(4), []
+    for i in range(len(x)):
+        if x[i].sum() > 0:
+            h = torch.tanh(h * 0.5 + x[i])
+        outputs.append(h)
+    return torch.cat(outputs, dim=-1).view(len(x), 4)
+
+
+@followed(16)
+def two_lists(x: Tensor) -> Tensor:
+    small, large = [], []
+    for i in range(len(x)):
+        if x[i].sum() > 0:
+            large += [x[i] * 2]
+        else:
+            small = small + [x[i] - 1]  # noqa: RUF005 - this is what is tried
+    small.append(x[0])
+    large.append(x[-1])
+    return torch.stack(small).sum(0) - stack(large, dim=0).prod(0)
+
+
+@followed(16)
+def as_long_as_values_say(x: Tensor) -> Tensor:
+    h, outputs, rounds = x[0], [x[0]], 0
+    while h.norm() > 0.5 and rounds < 20:
+        h = h * 0.8
+        rounds += 1
+        outputs.append(h)
+    return torch.vstack(outputs).cumsum(0)
+
+
+@followed(10)
+def items_that_are_written_to(x: Tensor) -> Tensor:
+    h, outputs = x.new_zeros(4), []
+    for i in range(len(x)):
+        h = h + x[i]
+        outputs.append(h)
+        h.mul_(0.5)
+    h.add_(1)
+    return torch.stack(outputs, 1)
+
+
+@followed(14)
+def a_list_in_each_round(x: Tensor) -> Tensor:
+    outer = []
+    for i in range(len(x)):
+        inner = []
+        for j in range(len(x)):
+            inner.append(x[i] * x[j])
+        outer.append(torch.stack(inner).sum(0))
+        inner.clear()
+    return torch.stack(outer)
+
+
+@followed(10)
+def read_within_the_loop(x: Tensor) -> Tensor:
+    h, outputs = x[0], [x[0]]
+    for i in range(len(x)):
+        h = torch.stack(outputs).mean(0) + x[i]
+        outputs.append(h)
+    return h
+
+
+@followed(40)
+def looked_into(x: Tensor) -> Tensor:
+    h, outputs = x.new_zeros(4), []
+    for i in range(len(x)):
+        h = torch.tanh(h * 0.5 + x[i])
+        outputs.append(h)
+    return outputs[len(outputs) // 2] + outputs[0] + len(outputs)
+
+
+@followed(40)
+def given_away(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    h, outputs = x.new_zeros(4), []
+    for i in range(len(x)):
+        h = h * 0.5 + x[i]
+        outputs.append(h)
+    return torch.stack([halves(y) for y in outputs]), outputs

@@ -1,0 +1,192 @@
+"""Lists that a loop appends to are values of runs, where nothing but such code can see them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, stack
+
+import bendtrace as bt
+from bendtrace.python.accumulators import accumulators_at
+from bendtrace.python.results import can_exchange
+
+needs_lists = pytest.mark.skipif(
+    not can_exchange(), reason="numbers cannot stay traced in this Python, so no list is followed"
+)
+
+
+class Recurrence(nn.Module):
+    """A cell whose outputs go into a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, outputs = x.new_zeros(4), []
+        for i in range(len(x)):
+            h = torch.tanh(self.cell(h) + x[i])
+            if h.sum() > 0:
+                outputs.append(h * 2)
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
+def inputs(count: int) -> list[Tensor]:
+    own = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 30, (count,), generator=own)
+    return [torch.randn(int(length), 4, generator=own) for length in lengths]
+
+
+def made() -> tuple[Recurrence, bt.BendedModule]:
+    torch.manual_seed(0)
+    model = Recurrence()
+    return model, bt.BendedModule(copy.deepcopy(model))
+
+
+@needs_lists
+def test_a_loop_closes_in_which_a_list_grows() -> None:
+    model, bended = made()
+    for x in inputs(120):
+        assert torch.equal(bended(x), model(x))
+    assert bended.stats.live == 0
+    assert bended.stats.traces < 15
+
+
+def test_gradients_are_those_of_eager() -> None:
+    model, bended = made()
+    for x in inputs(60):
+        for one in (model, bended):
+            one.zero_grad()
+            one(x).cumsum(0).square().sum().backward()
+        assert torch.equal(bended.model.cell.weight.grad, model.cell.weight.grad)
+
+
+@needs_lists
+def test_a_changed_node_is_spliced_into_such_a_loop() -> None:
+    model, bended = made()
+    bended.interject("cell", lambda value: value * 1.1)
+    model.cell.register_forward_hook(lambda module, args, value: value * 1.1)
+    for x in inputs(120):
+        assert torch.equal(bended(x), model(x))
+    assert bended.stats.live == 0
+    assert bended.stats.traces < 15
+
+
+class Counts(bt.Interjection):
+    """Notes how many items a function was given."""
+
+    wants_inputs = True
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def after(self, at: Any, inputs: bt.Inputs, value: Any) -> Any:
+        self.counts.append(len(inputs[0]))
+        return value
+
+
+def test_an_insertion_that_sees_inputs_gets_the_items() -> None:
+    model, bended = made()
+    counts = Counts()
+    bended.interject(torch.stack, counts)
+    for number, x in enumerate(inputs(60)):
+        expected = model(x)
+        assert torch.equal(bended(x), expected)
+        assert counts.counts[number] == len(expected)
+
+
+@needs_lists
+def test_people_see_the_items_of_a_list_that_is_followed() -> None:
+    model, bended = made()
+    for x in inputs(60):
+        recorded = bended.stats.traces
+        bended(x)
+        if bended.stats.traces > recorded and len(x) > 3:
+            latest, given = bended.latest_trace, x
+    parents = [*latest.graph.predecessors("stack")]
+    alone = bt.trace(copy.deepcopy(model), given)
+    assert parents == [*alone.graph.predecessors("stack")]
+    assert len(parents) == len(model(given))
+
+
+def _loop(body: str, end: str, begin: str = "outputs = []") -> Callable[..., Any]:
+    lines = [*begin.split("; "), "for i in range(3):"]
+    lines += [f"    {line}" for line in body.split("; ")]
+    source = "\n    ".join(["def code(x, c, given=None):", *lines, f"return {end}"])
+    space: dict[str, Any] = {"torch": torch, "stack": stack}
+    exec(source, space)
+    code: Callable[..., Any] = space["code"]
+    return code
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    code = function.__code__
+    offsets = range(0, len(code.co_code), 2)
+    return {one.name for offset in offsets for one in accumulators_at(code, offset)}
+
+
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [
+        ("outputs.append(x)", "torch.stack(outputs)"),
+        ("outputs.append(c(x, 2, k=x.y))", "stack(outputs, dim=-x.ndim)"),
+        ("outputs += [x, c(x)]", "torch.cat(outputs, 1) + 1"),
+        ("outputs = outputs + [x]", "(stack(outputs), torch.hstack(outputs))"),
+        ("outputs.extend(x); outputs.clear()", "torch.vstack(outputs)"),
+    ],
+)
+def test_lists_that_only_such_code_sees_are_found(body: str, end: str) -> None:
+    assert _names(_loop(body, end)) == {"outputs"}
+    assert _names(_loop(body, end, "outputs, others = [], []")) == {"outputs"}
+
+
+@pytest.mark.parametrize(
+    ("body", "end", "begin"),
+    [
+        ("outputs.append(x)", "outputs", "outputs = []"),
+        ("outputs.append(x)", "torch.stack(outputs[1:])", "outputs = []"),
+        ("outputs.append(x)", "torch.stack(outputs + [x])", "outputs = []"),
+        ("outputs.append(x)", "torch.stack([*outputs, x])", "outputs = []"),
+        ("outputs.append(x)", "torch.stack((outputs, x))", "outputs = []"),
+        ("outputs.append(x)", "x.where(c, outputs)", "outputs = []"),
+        ("outputs.append(x)", "(c if x else torch.stack)(outputs)", "outputs = []"),
+        ("outputs.append(x)", "torch.cat(outputs, dim=1 if c else 0)", "outputs = []"),
+        ("outputs.append(x)", "torch.stack([y for y in outputs])", "outputs = []"),
+        ("outputs.append(x); f = outputs.append", "torch.stack(outputs)", "outputs = []"),
+        ("outputs.append(x)", "(torch.stack(outputs), lambda: outputs)", "outputs = []"),
+        ("outputs.append(x)", "torch.stack(outputs)", "outputs = others = []"),
+        ("outputs.append(x)", "torch.stack(outputs)", "outputs = given"),
+        ("outputs.append(x)", "torch.stack(outputs)", "outputs = given if c else []"),
+        ("outputs.append(x)", "torch.stack(outputs)", "outputs = [] if c else given"),
+        ("given.append(x)", "torch.stack(given)", "outputs = []"),
+        ("outputs.append(x); y = locals()", "torch.stack(outputs)", "outputs = []"),
+        ("outputs.append(x); y = outputs[-1]", "torch.stack(outputs)", "outputs = []"),
+        ("outputs.append(x); outputs = outputs + c", "torch.stack(outputs)", "outputs = []"),
+        ("x.append(x)", "torch.stack(outputs)", "outputs = []"),
+    ],
+)
+def test_lists_that_other_code_may_see_are_not_followed(body: str, end: str, begin: str) -> None:
+    assert _names(_loop(body, end, begin)) == set()
+
+
+def test_a_function_of_the_users_is_no_function_of_torch() -> None:
+    calls: list[int] = []
+
+    def stack(items: list[Tensor]) -> Tensor:
+        calls.append(len(items))
+        return items[len(items) // 2]
+
+    space: dict[str, Any] = {"stack": stack, "torch": torch}
+    source = (
+        "def code(x):\n    outputs = []\n    for i in range(len(x)):\n"
+        "        outputs.append(x[i] * 2)\n    return stack(outputs) + torch.ones(4)\n"
+    )
+    exec(source, space)
+    bended = bt.BendedModule(space["code"])
+    for x in inputs(60):
+        assert torch.equal(bended(x), space["code"](x))
