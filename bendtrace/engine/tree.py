@@ -102,7 +102,7 @@ class TraceTree:
     Attributes:
         is_plain: as given.
         lifts: whether runs may begin to lift counters of loops.
-        varying: the places where numbers differ from run to run.
+        varying: the places where numbers differ from run to run, and the loops whose rounds do.
     """
 
     def __init__(
