@@ -518,6 +518,128 @@ def test_loops_that_do_not_close_are_guarded_by_their_length() -> None:
     )
 
 
+class Scans(nn.Module):
+    """Reads sequences with a counter, and keeps what it has read."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell = nn.GRUCell(3, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        h, i = x.new_zeros(4), 0
+        while i < x.size(0):
+            h = self.cell(x[i], h)
+            i += 1
+        h = h * torch.rand(())
+        self.seen += h.detach()
+        return h
+
+
+class ScansBack(Scans):
+    def forward(self, x: Tensor) -> Any:
+        h, i, hidden = x.new_zeros(4), len(x) - 1, []
+        while i >= 0:
+            h = self.cell(x[i], h)
+            hidden.append(h)
+            i -= 1
+        self.seen += h.detach()
+        return torch.stack(hidden), i
+
+
+class ScansPairs(Scans):
+    def forward(self, x: Tensor) -> Any:
+        h, i, n = x.new_zeros(4), 0, x.shape[0]
+        while i + 1 < n:
+            j = i
+            while True:
+                if j > i + 1:
+                    break
+                h = self.cell(x[j], h)
+                j += 1
+            i += 1
+        self.seen += h.detach()
+        return h, i * 2
+
+
+def lengths(number: int) -> list[Tensor]:
+    """Sequences of 2 to 39 steps."""
+    sizes = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(sizes.randint(2, 39), 3, generator=generator) for _ in range(number)]
+
+
+@pytest.mark.parametrize("model", [Scans, ScansBack, ScansPairs])
+def test_while_loops_that_inputs_end_close(model: type[nn.Module]) -> None:
+    wanted, served = model(), model()
+    bended = bt.BendedModule(served)
+    for number, x in enumerate(lengths(300)):
+        found = []
+        for called in (bended, wanted):
+            torch.manual_seed(number)
+            output = called(x)
+            _flat(output)[0].sum().backward()
+            found.append(bits((output, torch.get_rng_state())))
+        assert found[0] == found[1]
+    assert bits(served.state_dict()) == bits(wanted.state_dict())
+    gradients = ([one.grad for one in each.parameters()] for each in (served, wanted))
+    assert bits(next(gradients)) == bits(next(gradients))
+    assert bended.stats.live == 0
+    assert bended.stats.traces <= 10
+
+
+def test_while_loops_close_beside_insertions() -> None:
+    wanted, served = Scans(), Scans()
+    noted: list[Tensor] = []
+    known: list[Tensor] = []
+    bended = bt.BendedModule(served)
+    bended.interject(served.cell, lambda value: value * 0.5)
+    bended.interject(served.cell, lambda value: noted.append(value.clone()))
+    wanted.cell.register_forward_hook(lambda module, given, output: output * 0.5)
+    wanted.cell.register_forward_hook(lambda module, given, output: known.append(output.clone()))
+    for number, x in enumerate(lengths(60)):
+        torch.manual_seed(number)
+        found = bits(bended(x))
+        torch.manual_seed(number)
+        assert found == bits(wanted(x))
+    assert bits(noted) == bits(known)
+    assert bits(served.state_dict()) == bits(wanted.state_dict())
+    assert (bended.stats.live, bended.stats.traces <= 12) == (0, True)
+
+
+BLOCKS = nn.ModuleList(nn.Linear(3, 3) for _ in range(40))
+
+
+def needs_the_number(x: Tensor) -> Tensor:
+    h, i = torch.zeros(3), 0
+    while i < len(x):
+        h = torch.tanh(BLOCKS[i](h) + x[i])
+        i += 1
+    return h
+
+
+def fills_a_list(x: Tensor) -> Any:
+    found, i = [], 0
+    while i < len(x):
+        found.append((i, x[i] * i))
+        i += 1
+    return found
+
+
+@pytest.mark.parametrize("program", [needs_the_number, fills_a_list])
+def test_while_loops_that_do_not_close_are_as_before(program: Callable[[Tensor], Any]) -> None:
+    bended, streams = bt.BendedModule(program), lengths(200)
+    for x in streams:
+        assert bits(bended(x)) == bits(program(x))
+    assert not any(map(varying.is_loop, bended._trees.latest.varying))
+    # There is a run for each length, and one that finds out. (`len` costs some, too.)
+    assert bended.stats.traces <= len({len(x) for x in streams}) + 6
+    assert bended.stats.live == 0
+
+
 @pytest.mark.parametrize(
     "error",
     [

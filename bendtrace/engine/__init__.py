@@ -58,10 +58,13 @@ extended with `torch.cat` is replaced then, and cut out of the longer one if nee
 (`cache_growth.py`). Each piece of a run counts the calls that took it, from question to question,
 for the tree and for coverage. When a graph has eight pieces, the counters of its `while` loops are
 lifted (`record/varying.py`): the ops that compute them are on the tape (`Tape.counters`), but are
-not nodes, and `Recording.plain_ops` has the numbers in their place. Lists that loops append to are
-values of ops in the same way (`record/accumulation.py`). The same goes for numbers in the model's
-state that differ in one recorded run after the other (`TraceTree.compare_numbers`):
-`Environment.place` puts traced scalars in their places while a run goes on.
+not nodes, and `Recording.plain_ops` has the numbers in their place. Where inputs alone end a loop,
+each number of rounds has a program, and none gets pieces: after four numbers, such a loop is among
+the places where numbers differ (`TraceTree.varying`), and its counters are lifted in all new runs.
+Lists that loops append to are values of ops in the same way (`record/accumulation.py`). The same
+goes for numbers in the model's state that differ in one recorded run after the other
+(`TraceTree.compare_numbers`): `Environment.place` puts traced scalars in their places while a run
+goes on.
 
 If an answer is not known, the call **resumes**. A `Divergence` has the parts of runs that the
 call went along, and the holes of the state that it came to. A `Script` (`record/script.py`) puts

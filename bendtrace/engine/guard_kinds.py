@@ -51,7 +51,7 @@ class Analysis:
 
     def __init__(self, tape: Tape) -> None:
         self._ops = tape.ops
-        self._counters = tape.counters
+        self._counters, self._rounds = tape.counters, tape.rounds
         self._counted: set[int] = set()  # counters that no number in the state is part of
         self.fixed_metadata: bool = not any(
             op.kind is OpKind.CALL
@@ -128,8 +128,10 @@ class Analysis:
             return not isinstance(op.meta, tuple)  # a number, not a TensorMeta
         if op.kind is OpKind.SCALAR:
             # What is computed with a counter is asked in each round of a loop.
-            return self.computable.issuperset(op.operands) and (
-                op.index in self._counters or self._counters.isdisjoint(op.operands)
+            return (
+                self.computable.issuperset(op.operands)
+                and op.index not in self._rounds
+                and (op.index in self._counters or self._counters.isdisjoint(op.operands))
             )
         return (
             is_metadata_read(op)

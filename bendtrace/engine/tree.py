@@ -8,7 +8,7 @@ import os
 import threading
 import traceback
 import warnings
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -102,7 +102,7 @@ class TraceTree:
     Attributes:
         is_plain: as given.
         lifts: whether runs may begin to lift counters of loops.
-        varying: the places where numbers differ from run to run.
+        varying: the places where numbers differ from run to run, and the loops whose rounds do.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TraceTree:
         self.forgotten: int = 0
         self.lifts: bool = True
         self.varying: frozenset[Place] = frozenset()
-        self._asked: dict[Place, set[Any]] = {}  # the numbers that were asked for at each place
+        self._asked: defaultdict[Place, set[Any]] = defaultdict(set)  # for which numbers
         self._steady: set[Place] = set()  # where numbers are better guarded
         # Programs that guard numbers which are going to stay traced, with what is asked there.
         self._aside: list[tuple[tuple[str, ...], Program]] = []
@@ -234,20 +234,16 @@ class TraceTree:
                 elif program.graph is not None:
                     program.graph.retired += [*one.graph.retired, *one.graph.pieces()]
             self._aside.clear()
-        answers: dict[Place, list[Any]] = {}
+        answers = _rounds_asked(program) if program.recording is recording else {}
         for guard in recording.tape.guards:
             place = number_place(guard)
-            if place is not None and place not in self._steady:
-                answers.setdefault(place, []).append(guard)
-        new = set()
-        for place, guards in answers.items():
-            seen = self._asked.setdefault(place, set())
-            if isinstance(guards[0], TruthGuard):  # of comparisons, which tell an order
-                seen.add(tuple(guard.answer for guard in guards))
-            else:
-                seen.update(guard.answer for guard in guards)
-            if len(seen) >= _VARYING:
-                new.add(place)
+            if place is not None:
+                answers.setdefault(place, []).append(guard.answer)
+        asked = answers.keys() - self._steady
+        for place in asked:
+            found = answers[place]  # of comparisons, all together tell an order
+            self._asked[place].update([tuple(found)] if type(found[0]) is bool else found)
+        new = {place for place in asked if len(self._asked[place]) >= _VARYING}
         if new - self.varying and results.can_exchange() and self._joins:
             self.varying |= new
             for names, listed in list(self._programs.items()):
@@ -426,6 +422,8 @@ class TraceTree:
     def _stop_lifting(self, program: Program) -> None:
         """Drop a program whose paths cannot join: runs that are resumed lift no counters."""
         self.lifts = False
+        self._steady |= {*filter(varying.is_loop, self.varying)}
+        self.varying -= self._steady
         for names, listed in list(self._programs.items()):
             if program in listed:
                 self._drop(names, program)
@@ -668,11 +666,15 @@ class TraceTree:
 
 def _asks_at(program: Program, places: Set[Place]) -> bool:
     """Return whether a run of a program has asked for a number at one of some places."""
-    return any(
-        number_place(guard) in places
-        for recording in program.recordings()
-        for guard in recording.tape.guards
-    )
+    guards = (guard for recording in program.recordings() for guard in recording.tape.guards)
+    return not places.isdisjoint([*_rounds_asked(program), *map(number_place, guards)])
+
+
+def _rounds_asked(program: Program) -> dict[Place, list[Any]]:
+    """Return how often each `while` loop has asked what inputs decide."""
+    pairs = zip(program.recording.tape.guards, program.analysis.kinds, strict=True)
+    asked = [one for one, kind in pairs if kind is GuardKind.INPUT and isinstance(one, TruthGuard)]
+    return {} if program.graph is None or len(asked) < 2 else varying.rounds_of_loops(asked)
 
 
 def _is_due(hits: int) -> bool:

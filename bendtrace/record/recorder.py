@@ -263,7 +263,7 @@ class Recorder(RecordingMode):
             if self.varying is not None:
                 self.varying.finish()
                 recording.places = self.varying.places
-                recording.useless = frozenset(self.varying.useless())
+                recording.useless = frozenset(self.varying.useless(self._lifting))
                 recording.guarded = frozenset(self.varying.guarded_places())
                 recording.keyed = frozenset(self.varying.keyed)
             if self._observer is not None:

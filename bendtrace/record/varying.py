@@ -15,7 +15,7 @@ import math
 import operator
 import sys
 from collections import Counter as Votes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import BuiltinFunctionType, CodeType, FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -466,12 +466,17 @@ class Varying:
         self._rounds.append((place, rounds))
         return rounds
 
-    def useless(self) -> Iterator[Place]:
+    def useless(self, lifting: Lifting | None) -> Iterator[Place]:
         """Yield the places of loops that do not close, and of numbers that are guarded later.
 
         Also those whose numbers come to code that cannot be followed.
+
+        Args:
+            lifting: lifts the counters of loops, if something does.
         """
         tape = self._writer.tape
+        if lifting is not None:
+            yield from lifting.open_loops(tape)
         if self._recorder.has_lost_arrays:
             yield from self._of_numpy
         for place, rounds in self._rounds:
@@ -774,7 +779,8 @@ class Lifting:
         excluded: the variables that stay as they are; None for all.
         as_tensors: whether a number is taken out of a tensor, for programs that have no numbers.
         inputs: the labels of numbers in the state that are inputs of the run, and of containers.
-        places: where numbers differ from run to run, so that they stay traced (`varying.py`).
+        places: where numbers differ from run to run, so that they stay traced, and the loops whose
+            counters are lifted in any case (see `loop_at`).
         lists: whether lists that loops append to are followed.
 
     Attributes:
@@ -796,9 +802,13 @@ class Lifting:
         self._as_tensors = as_tensors
         self._lists = lists
         self.inputs: frozenset[str] = inputs
-        self.counts: bool = excluded is not None
+        # By identity, because hashing a code object is slow; the places keep it alive.
+        self._loops = {(id(code), begin) for code, begin in places if is_loop((code, begin))}
+        self.counts: bool = excluded is not None or bool(self._loops)
         self.lifted: dict[int, Counter] = {}
         self.places: frozenset[Place] = places
+        self._derived: set[int] = set()  # from counters that inputs give
+        self._followed = 0  # so many ops
 
     def begin(
         self, writer: TapeWriter, values: RunValues, call: Callable[..., Any], outermost: CodeType
@@ -844,7 +854,9 @@ class Lifting:
         found: FrameType | None = frame if self.counts else None
         while found is not None and found.f_code is not self._outermost:
             code = found.f_code
-            names = () if code.co_filename.startswith(PACKAGE) else counters_at(code, found.f_lasti)
+            loops = None if self._excluded is not None else self._loops
+            is_own = code.co_filename.startswith(PACKAGE)
+            names = () if is_own else counters_at(code, found.f_lasti, loops)
             if names and not (
                 needs_plain_numbers(code, found.f_globals) or code_compares_identity(code)
             ):
@@ -854,7 +866,11 @@ class Lifting:
 
     def _lift_one(self, frame: FrameType, name: str) -> None:
         value, counter = local_in(frame, name), (frame.f_code, name)
-        if type(value) is not int or abs(value) >= _LARGE or counter in (self._excluded or ()):
+        if counter in (self._excluded or ()):
+            return
+        if type(value) is TracedInt and self._loops and type(value._source) is Ref:
+            self._count_by(value._source.index, counter)
+        if type(value) is not int or abs(value) >= _LARGE:
             return
         if self._as_tensors:
             tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)
@@ -868,21 +884,72 @@ class Lifting:
             self.lifted[scalar._source.index] = counter
             assign(frame, name, scalar)
 
+    def _count_by(self, index: int, counter: Counter) -> None:
+        """Let what is computed with a number be asked in each round, though inputs give it.
+
+        Args:
+            index: the op that gives the number.
+            counter: the variable that has it.
+        """
+        tape = self._writer.tape
+        for op in tape.ops[self._followed :]:
+            if op.kind is OpKind.SCALAR and not self._derived.isdisjoint(op.operands):
+                self._derived.add(op.index)
+        self._followed = len(tape.ops)
+        is_new = index not in tape.counters and index not in self._derived
+        if is_new and tape.ops[index].kind is OpKind.SCALAR:
+            tape.rounds.add(index)
+            self._derived.add(index)
+            self.lifted[index] = counter
+
     def needed_counters(self, tape: Tape) -> frozenset[Counter]:
         """Return the counters that Python needed the number of, for an index, say."""
-        sources = {index: frozenset({counter}) for index, counter in self.lifted.items()}
-        for op in tape.ops:
+        sources = self._sources(tape)
+        needing = (guard for guard in tape.guards if not isinstance(guard, TruthGuard))
+        found = (sources.get(guard.index, ()) for guard in needing)
+        return frozenset(self.lifted[index] for indices in found for index in indices)
+
+    def _sources(self, tape: Tape) -> dict[int, frozenset[int]]:
+        """Return the ops by which counters were lifted, for each op computed with these."""
+        sources = {index: frozenset({index}) for index in self.lifted}
+        for op in tape.ops if sources else ():
             if op.kind is OpKind.SCALAR and op.index not in sources:
-                sources[op.index] = frozenset().union(
-                    *(sources.get(index, frozenset()) for index in op.operands)
+                found = frozenset[int]().union(
+                    *(sources[index] for index in op.operands if index in sources)
                 )
-        return frozenset().union(
-            *(
-                sources.get(guard.index, frozenset())
-                for guard in tape.guards
-                if not isinstance(guard, TruthGuard)
-            )
-        )
+                if found:
+                    sources[op.index] = found
+        return sources
+
+    def open_loops(self, tape: Tape) -> Iterator[Place]:
+        """Yield the loops that do not close though their counters are to be lifted.
+
+        Args:
+            tape: the run.
+        """
+        sources = self._sources(tape) if self._loops else {}
+        needed: set[Counter] = set()
+        # The questions at each place, by the op that lifted the counter when the loop was begun.
+        asked: dict[tuple[Place, int], list[bytes]] = {}
+        for number, guard in enumerate(tape.guards if self._loops else ()):
+            lifted = sources.get(guard.index, frozenset())
+            if not isinstance(guard, TruthGuard):
+                place = number_place(guard)
+                # What is asked for where numbers can stay traced does so in later runs.
+                if place is None or place in self.places:
+                    needed.update(self.lifted[index] for index in lifted)
+            elif guard.site is not None and number in tape.states:
+                question = guard.site.chain[0], max(lifted, default=-1)
+                asked.setdefault(question, []).append(tape.states[number].key)
+        closes: dict[Place | None, bool] = {}
+        for (place, _), states in asked.items():
+            if len(states) > _FEW_ROUNDS:
+                loop = loop_at(*place)
+                closes[loop] = closes.get(loop, False) or len({*states}) < len(states)
+        for place in filter(is_loop, self.places):
+            names = {(place[0], name) for name in counters_at(*place)}
+            if not (closes.get(place, True) and needed.isdisjoint(names)):
+                yield place
 
 
 def required_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
@@ -915,12 +982,49 @@ _LARGE = 1 << 31
 _counters: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
 
 
-def counters_at(code: CodeType, offset: int) -> frozenset[str]:
-    """Return the local variables that count the rounds of a `while` loop around an instruction."""
+def counters_at(
+    code: CodeType, offset: int, loops: Set[tuple[int, int]] | None = None
+) -> frozenset[str]:
+    """Return the local variables that count the rounds of `while` loops around an instruction.
+
+    Args:
+        code: the code.
+        offset: the instruction.
+        loops: the loops that count, as identities of code and beginnings; None for all.
+    """
+    around = (loop for loop in _loops_in(code) if loop[0] <= offset <= loop[1])
+    return frozenset().union(
+        *(names for begin, _, names in around if loops is None or (id(code), begin) in loops)
+    )
+
+
+def loop_at(code: CodeType, offset: int) -> Place | None:
+    """Return the innermost `while` loop with counters around an instruction, as its beginning."""
+    around = (loop for loop in _loops_in(code) if loop[0] <= offset <= loop[1] and loop[2])
+    innermost = min(around, key=lambda loop: loop[1] - loop[0], default=None)
+    return None if innermost is None else (code, innermost[0])
+
+
+def rounds_of_loops(guards: Iterable[Guard]) -> dict[Place, list[Any]]:
+    """Return how often each `while` loop with counters has asked, of those that ask again."""
+    found: Votes[Place] = Votes()
+    for site, count in Votes(guard.site for guard in guards).items():
+        loop = None if site is None or count == 1 else loop_at(*site.chain[0])
+        if loop is not None:
+            found[loop] += count
+    return {loop: [count] for loop, count in found.items()}
+
+
+def is_loop(place: Place) -> bool:
+    """Return whether a place is a loop (see `loop_at`), and not one that asks for a number."""
+    return any(begin == place[1] and names for begin, _, names in _loops_in(place[0]))
+
+
+def _loops_in(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
     cached = _counters.get(id(code))
     if cached is None:
         cached = _counters[id(code)] = (code, _loops(code))
-    return frozenset().union(*(names for begin, end, names in cached[1] if begin <= offset <= end))
+    return cached[1]
 
 
 def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:

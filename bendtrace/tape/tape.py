@@ -503,8 +503,9 @@ class Tape:
         is_joint: whether ranks communicate in it, and have to agree.
         joint: the places of communicating ops, in the same words on all ranks.
         states: the states at guards, by guard number, if they were read.
-        counters: the ops that compute lifted counters or give lists of loops, and are no nodes (see
-            `record/varying.py`): a run that lifts none has plain numbers and lists there.
+        counters: the ops that compute lifted counters and give lists (`record/varying.py`), which
+            are no nodes: a run that lifts none has plain numbers and lists there.
+        rounds: the ops, of what inputs give, whose numbers are the first of counters of loops.
         aliases: ops that returned a tensor which another op had returned first, with that op.
         outlines: of results that are containers, these with a `TensorMeta` for each tensor; of
             those that stand for arrays or numbers of numpy's, a `TensorMeta` or `NumberMeta`.
@@ -523,6 +524,7 @@ class Tape:
     joint: dict[int, str] = field(default_factory=dict)
     states: dict[int, RunState] = field(default_factory=dict)
     counters: set[int] = field(default_factory=set)
+    rounds: set[int] = field(default_factory=set)
     aliases: dict[int, int] = field(default_factory=dict)
     outlines: dict[int, Any] = field(default_factory=dict)
     classes: dict[int, type] = field(default_factory=dict)

@@ -15,12 +15,12 @@ from bendtrace.python.results import can_exchange
 from tests.registry.calls import Call, args, case
 
 
-def some(seed: int) -> Call:
-    """Random rows, of which there are 2 to 6."""
+def some(seed: int, most: int = 6) -> Call:
+    """Random rows, of which there are 2 to 6, or up to another number."""
 
     def make() -> tuple[Any, ...]:
         own = torch.Generator().manual_seed(seed)
-        return (torch.randn(Random(seed).randint(2, 6), 4, generator=own),)
+        return (torch.randn(Random(seed).randint(2, most), 4, generator=own),)
 
     return args(make)
 
@@ -34,8 +34,8 @@ def follows(most: int, bended: bt.BendedModule) -> None:
         assert bended.stats.traces <= most, bended.stats
 
 
-def followed(most: int) -> Any:
-    return case(*STREAM, served=functools.partial(follows, most))
+def followed(most: int, stream: list[Call] = STREAM) -> Any:
+    return case(*stream, served=functools.partial(follows, most))
 
 
 def best(x: Tensor) -> list[int]:
