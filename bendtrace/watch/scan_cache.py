@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bendtrace.python.internals import names_off
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.versions import CodeVersion, all_same
 from bendtrace.tape.captured import (
@@ -167,6 +168,7 @@ class CachedScan:
         }
         self._watched_objects = found.watched_objects
         self._monkeypatches = monkeypatches()
+        self._names_off = {**names_off()}
         self._learned = functions_of_runs(found.function)
         self._blockers = tuple(found.blockers)
         self._module_paths = dict(found.module_paths)
@@ -253,7 +255,7 @@ class CachedScan:
         """
         if now.function is not self._function or functions_of_runs(now.function) != self._learned:
             return False
-        if monkeypatches() != self._monkeypatches:
+        if monkeypatches() != self._monkeypatches or names_off() != self._names_off:
             return False
         if len(now.parts) != self._first or (*now.helpers,) != self._helpers:
             return False
