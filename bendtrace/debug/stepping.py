@@ -66,6 +66,9 @@ class SteppedRun:
         registry: gives nodes their names.
         budget: how many bytes of values to keep.
 
+    Attributes:
+        position: the number of the event that comes next.
+
     Example:
         >>> import torch, bendtrace as bt
         >>> def model(x):
@@ -114,7 +117,7 @@ class SteppedRun:
         self._trace: Trace | None = None
         self._looked: tuple[int, tuple[Frame, ...]] | None = None
         self._shown: dict[str, Any] | None = None  # what the latest page had
-        self.position: int = 0  # the number of the event that comes next
+        self.position: int = 0
         error = self._complete().error
         if error is not None and not self._events:  # as for arguments that the model does not take
             raise error

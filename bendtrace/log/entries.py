@@ -275,19 +275,33 @@ def _materialize_value(kept: Any) -> Any:
 
 @dataclass(eq=False)
 class ModuleEntry:
-    """One call of a module."""
+    """One call of a module.
 
-    name: str  # qualified name, "" for the traced module itself
-    pass_number: int  # the number of this call of the module, counted from 1
-    passes: int  # how often the module is called in the run
+    Attributes:
+        name: qualified name, "" for the traced module itself.
+        pass_number: the number of this call of the module, counted from 1.
+        passes: how often the module is called in the run.
+        class_name: name of its class.
+        parent: label of the enclosing call; "" for calls by the root.
+        parameters: the number of elements of its own parameters, without those of submodules.
+        training: whether it was in training mode.
+        inputs: labels of its input entries.
+        outputs: labels of its output entries.
+        source: the place of the call.
+        flow: numbers of the flow steps that the call ran under, outermost first.
+    """
+
+    name: str
+    pass_number: int
+    passes: int
     class_name: str
-    parent: str  # label of the enclosing call; "" for calls by the root
-    parameters: int  # the number of elements of its own parameters, without those of submodules
-    training: bool  # whether it was in training mode
-    inputs: list[str] = field(default_factory=list)  # labels of its input entries
-    outputs: list[str] = field(default_factory=list)  # labels of its output entries
-    source: Source | None = None  # the place of the call
-    flow: tuple[int, ...] = ()  # numbers of the flow steps that the call ran under, outermost first
+    parent: str
+    parameters: int
+    training: bool
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    source: Source | None = None
+    flow: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
