@@ -372,6 +372,26 @@ def test_a_function_is_called_past_its_cache() -> None:
     assert (bended.stats.traces, bended.stats.live) == (1, 0)
 
 
+@pytest.mark.parametrize("decorate", [torch.no_grad(), torch.inference_mode(False)])
+@pytest.mark.parametrize("change", [None, lambda value: value * 2])
+def test_a_cache_around_a_decorator_of_a_package_has_plain_keys(decorate: Any, change: Any) -> None:
+    def steps(n: int) -> Tensor:
+        return torch.arange(n).float()
+
+    tables = [functools.cache(decorate(steps)) for _ in range(2)]
+    models = [lambda x, table=table: torch.relu(x) * table(x.size(0)) for table in tables]
+    bended = bt.BendedModule(models[0])
+    if change is not None:
+        bended.interject("relu", change)
+    for size in (3, 4, 3, 5, 6, 7, 3, 8, 9, 4):
+        x = torch.rand(size)
+        expected = models[1](x)
+        assert torch.equal(bended(x), expected if change is None else 2 * expected)
+        assert tables[0].cache_info().misses == tables[1].cache_info().misses
+    kept = [[key for key, _ in entries_of(table)] for table in tables]
+    assert kept[0] == kept[1] == [3, 4, 5, 6, 7, 8, 9]
+
+
 def test_an_empty_cache_is_cleared() -> None:
     table = functools.cache(lambda n: torch.arange(n).float())
 

@@ -62,7 +62,12 @@ from bendtrace.watch.functions import (
     ClassCall,
     may_vary,
 )
-from bendtrace.watch.provenance import is_finished, is_finished_code, is_installed_module
+from bendtrace.watch.provenance import (
+    calls_users_code,
+    is_finished,
+    is_finished_code,
+    is_installed_module,
+)
 from bendtrace.watch.writes import storage_of
 
 
@@ -1003,23 +1008,11 @@ def _way_of(function: Any) -> str | None:
         return None
     if not is_installed_module(module) or module.startswith(("numpy.random", "numpy.ctypeslib")):
         return None
-    if kind.__name__ not in _FUNCTIONS or _calls_users_code(function):
+    if kind.__name__ not in _FUNCTIONS or calls_users_code(function):
         return None
     if package == "numpy" and name in _REFUSED:
         return None
     return _WRITE if package == "numpy" and name in _WRITING_FUNCTIONS else _READ
-
-
-def _calls_users_code(function: Any) -> bool:
-    """Return whether a function is the user's, or one of a package around one of the user's."""
-    if type(function) is not types.FunctionType:
-        return False
-    inner = [cell.cell_contents for cell in function.__closure__ or ()]
-    inner.append(getattr(function, "__wrapped__", None))
-    return not is_finished(function) or any(
-        callable(one) and not isinstance(one, type) and not is_installed_module(one.__module__)
-        for one in inner
-    )
 
 
 _FUNCTIONS = frozenset(

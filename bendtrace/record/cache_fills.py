@@ -34,7 +34,7 @@ from bendtrace.tape.scalars import TRACED, retire
 from bendtrace.tape.structure import are_cached, cached_results, entries_of
 from bendtrace.tape.tape import OpKind, Tape, refs_in
 from bendtrace.watch.kinds import is_value, underlying_code
-from bendtrace.watch.provenance import is_finished
+from bendtrace.watch.provenance import is_finished_function
 from bendtrace.watch.rank_sync import has_other_ranks
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ def look_at_caches(
         if not are_cached(environment.read_caches):  # a later entry has displaced one
             tape.block(environment.reason_to_fill(label))
             environment.displaced.add(label)
-        if not _is_finished_function(cache.__wrapped__):
+        if not is_finished_function(cache.__wrapped__):
             environment.filled_caches[cache] = entries_of(cache)
     for reason, cache, was_empty in environment.misses():
         entries = entries_of(cache)
@@ -335,12 +335,8 @@ def look_at_caches(
         inner = cache.__wrapped__
         if is_computation(inner) and all(map(is_value, cached_results(cache))):
             continue  # which returns the same, whether it is kept or not
-        if not lasting or not _is_finished_function(inner):
+        if not lasting or not is_finished_function(inner):
             environment.filled_caches[cache] = lasting
-
-
-def _is_finished_function(inner: Any) -> bool:
-    return isinstance(inner, types.FunctionType) and is_finished(inner)
 
 
 def _ends_with_run(key: Any, outlive: set[int], encoder: Encoder) -> bool:

@@ -73,7 +73,7 @@ from bendtrace.tape.scalars import (
     plain_for_numpy,
 )
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
-from bendtrace.watch.provenance import is_finished
+from bendtrace.watch.provenance import is_finished_function
 
 if TYPE_CHECKING:
     from bendtrace.python import key_functions
@@ -528,7 +528,7 @@ class Varying:
         environment, misses = self._values.environment, function.cache_info().misses
         original = function(*without_traced(given))
         misses = function.cache_info().misses - misses
-        if _reference_counts(original) and not is_finished(inner):
+        if _reference_counts(original) and not is_finished_function(inner):
             return None  # the model may change what is kept for its next call
         environment.note_computed(function, misses)
         before = _copy_of_arguments(given)

@@ -126,6 +126,31 @@ def is_finished(function: types.FunctionType) -> bool:
     return is_finished_code(function.__code__, function.__globals__)
 
 
+def calls_users_code(function: Any) -> bool:
+    """Return whether a function is the user's, or a wrapper of a package around such a function."""
+    if type(function) is not types.FunctionType:
+        return False
+    if not is_finished(function):
+        return True
+    inner = [getattr(function, "__wrapped__", None)]
+    for cell in function.__closure__ or ():
+        try:
+            inner.append(cell.cell_contents)
+        except ValueError:  # assigned later
+            continue
+    return any(
+        callable(one)
+        and not isinstance(one, type)
+        and not is_installed_module(getattr(one, "__module__", None))
+        for one in inner
+    )
+
+
+def is_finished_function(function: Any) -> bool:
+    """Return whether something is a finished function that wraps none of the user's."""
+    return type(function) is types.FunctionType and not calls_users_code(function)
+
+
 def is_torchs(module: str | None) -> bool:
     """Return whether a module, by its name, belongs to torch."""
     return (module or "").split(".")[0] == "torch"

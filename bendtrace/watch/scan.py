@@ -88,6 +88,7 @@ from bendtrace.watch.owners import named_modules
 from bendtrace.watch.provenance import (
     is_constant_namespace,
     is_finished,
+    is_finished_function,
     is_installed_file,
     is_installed_space,
     is_torchs,
@@ -924,7 +925,7 @@ class Scan(CodeScan):
             if isinstance(inner, types.FunctionType):
                 self._scan_code(inner)
             found.caches.append((route.label, value, value.cache_info(), not entries_of(value)))
-            if not isinstance(inner, types.FunctionType) or not is_finished(inner):
+            if not is_finished_function(inner):
                 # For the cache, a traced scalar is not the same key as the number.
                 found.tells_numbers = found.tells_numbers or not is_computation(inner)
                 found.watched_objects.add_cache(value, route.label)
