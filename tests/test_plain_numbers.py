@@ -57,11 +57,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.while_loop import while_loop
 
 import bendtrace as bt
 from bendtrace.tape.plain_numbers import ASKING
 from bendtrace.tape.scalars import _OVER, TRACED, TracedBool, TracedFloat, TracedInt
+from bendtrace.watch import kinds, reachability
 from tests.promise import bits
 
 kind_of = type
@@ -566,6 +569,89 @@ def test_numbers_that_no_other_code_receives_are_traced() -> None:
     for size in (2, 3, 4):
         assert torch.equal(bended(torch.ones(size))[0], model(torch.ones(size))[0])
     assert (bended.stats.traces, bended.stats.replays) == (1, 2)
+
+
+class Conditioned(nn.Module):
+    """Has an attribute with the name of a function of torch that compiles what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cond = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for step in range(x.size(0)):
+            x = x + self.cond(x) / (step + 1)
+        return x
+
+
+def test_a_name_alone_makes_no_number_plain() -> None:
+    model = Conditioned()
+    bended = bt.BendedModule(model)
+    for size in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12):
+        x = torch.rand(size, 4)
+        assert torch.equal(bended(x), model(x))
+    assert (bended.stats.live, bended.stats.traces <= 6) == (0, True)
+
+
+class Compiling(nn.Module):
+    """Calls a function of torch that compiles what it is given, which no name in its code shows."""
+
+    def __init__(self, function: Any, name: str) -> None:
+        super().__init__()
+        self.function, self.name = function, name
+        self.step, self.rate = 0, 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        size, double = x.size(0), [x.size(0) * 2]
+        rate = self.rate
+        if self.name == "one of two":
+            sides = (lambda v: v * size + self.step, lambda v: v * rate - double[0])
+            x = torch.abs(self.function(x.sum() > 0, *sides, (x,)))
+        elif self.name == "rounds":
+            start = torch.zeros((), dtype=torch.int64)
+            x = self.function(
+                lambda i, v: i < size, lambda i, v: (i + 1, v * rate + self.step), (start, x)
+            )[1]
+        else:
+            x = self.function(lambda a, b: a * b + size, x, 0, combine_mode="generic")
+        self.rate = self.rate * 0.75
+        return x + size + self.step
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("one of two", torch.cond), ("rounds", while_loop), ("sums", associative_scan)],
+)
+def test_what_torch_compiles_is_given_plain_numbers(name: str, function: Any) -> None:
+    model, expected = Compiling(function, name), Compiling(function, name)
+    bended = bt.BendedModule(model)
+    for size in (2, 3, 4, 2, 5, 6, 7, 8):
+        x = torch.randn(size, 3)
+        assert torch.equal(bended(x), expected(x))
+        state = model.step, model.rate
+        assert state == (expected.step, expected.rate)
+        assert [*map(type, state)] == [int, float]
+
+
+def test_code_of_packages_may_name_what_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Mamba of transformers does, in a branch that only the compiler of torch takes."""
+
+    def model(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return associative_scan(torch.add, x, 0)
+        h = x[0]
+        for step in range(x.size(0)):
+            h = h * 0.5 + x[step]
+        return h
+
+    monkeypatch.setattr(reachability, "is_finished", callable)  # True for every function
+    monkeypatch.setattr(kinds, "function_needs_plain", lambda function: False)
+    bended = bt.BendedModule(model)
+    for size in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12):
+        x = torch.rand(size, 4)
+        assert torch.equal(bended(x), model(x))
+    assert (bended.stats.live, bended.stats.traces <= 6) == (0, True)
 
 
 # What is in the table

@@ -674,7 +674,7 @@ def outcome(called: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 def test_caches_of_installed_code_may_keep_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     """As einops does: the shapes that it computes are in lists."""
-    monkeypatch.setattr(varying, "is_finished", callable)  # True for every function
+    monkeypatch.setattr(varying, "is_finished_function", callable)  # True for every function
 
     @functools.lru_cache(64)
     def shapes(shape: tuple[int, ...]) -> tuple[list[int], dict[str, int]]:
@@ -701,7 +701,7 @@ def test_what_a_cache_returned_may_be_changed(
     installed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if installed:
-        monkeypatch.setattr(varying, "is_finished", callable)  # True for every function
+        monkeypatch.setattr(varying, "is_finished_function", callable)  # True for every function
 
     def make() -> Callable[[Tensor], Tensor]:
         @functools.lru_cache(64)

@@ -47,7 +47,7 @@ from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.captured import Captured, CaptureKind
 from bendtrace.tape.guards import TruthGuard, ValueGuard
-from bendtrace.tape.plain_numbers import needs_plain_numbers
+from bendtrace.tape.plain_numbers import is_higher_order, needs_plain_numbers
 from bendtrace.tape.tape import (
     FunctionUse,
     Guard,
@@ -1009,10 +1009,21 @@ class NumberConverter:
             frame = frame.f_back
 
     def _enters_model(self, frame: FrameType) -> None:
-        """Code of the model begins, which the estimate of what it reaches may not contain."""
+        """Code begins that the estimate of what the model reaches may not contain."""
         if not self._values.gives_plain and needs_plain_numbers(frame.f_code, frame.f_globals):
             self._pass_plain(frame)
             self.end(frame.f_back)
+            if is_higher_order(frame.f_code):
+                self._make_state_plain()
+
+    def _make_state_plain(self) -> None:
+        """Leave no traced scalar in the state: torch's compiler will read it."""
+        scalars = self._values.scalars
+        *counts, least = holds(scalars)
+        for scalar, count in zip(scalars, counts, strict=True):
+            if count > least:
+                scalar._consume(Use.TYPE)
+        make_plain(scalars, [])
 
     def _enters_foreign(self, frame: FrameType) -> None:
         self._values.is_called_by_foreign = self._is_called_by_foreign

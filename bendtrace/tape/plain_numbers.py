@@ -24,6 +24,7 @@ import functools
 import itertools
 import math
 import operator
+import os
 import random
 import re
 import sys
@@ -359,9 +360,16 @@ def _member_of(value: Any, name: str) -> Any:
 _OF_TORCH = frozenset(
     {
         "DisableTorchFunction", "DisableTorchFunctionSubclass", "SymBool", "SymFloat", "SymInt",
-        "Thread", "ThreadPoolExecutor", "associative_scan", "cond", "manual_seed", "while_loop",
+        "Thread", "ThreadPoolExecutor", "manual_seed",
     }
 )  # fmt: skip
+# Functions that have torch compile their arguments, which then run out of sight. Many models have
+# something else by the name `cond`. Code of packages often names one that it never calls.
+_HIGHER_ORDER = frozenset({"associative_scan", "cond", "map", "scan", "while_loop"})
+_HIGHER_ORDER_MODULE = "torch._higher_order_ops"
+_HIGHER_ORDER_FILES = tuple(
+    os.path.join(TORCH, "_higher_order_ops", f"{name}.py") for name in _HIGHER_ORDER
+)
 # In torch's own code, which is not read further.
 _IN_TORCH = _OF_TORCH | {"type", "dumps", "deque", "Decimal", "timedelta", "Fraction"}
 # What finds code by a name that is computed.
@@ -399,12 +407,32 @@ def needs_plain_numbers(code: CodeType, space: Mapping[str, Any] | None = None) 
 
 
 def function_needs_plain(function: types.FunctionType) -> bool:
-    """Return the same of a function, with its defaults and free variables."""
+    """Return the same of a function, with its defaults and free variables.
+
+    A function that names `torch.cond` or its like needs plain numbers from its beginning.
+    """
     code = function.__code__
-    return needs_plain_numbers(code, function.__globals__) or (
-        (bool(code.co_freevars) or bool(function.__defaults__) or bool(function.__kwdefaults__))
-        and not _all_ask(code, function_names(function))
+    return (
+        needs_plain_numbers(code, function.__globals__)
+        or (
+            (bool(code.co_freevars) or bool(function.__defaults__) or bool(function.__kwdefaults__))
+            and not _all_ask(code, function_names(function))
+        )
+        or (
+            not _HIGHER_ORDER.isdisjoint(_names_in(code))
+            and any(
+                _HIGHER_ORDER_MODULE in str(getattr(value, "__module__", None))
+                for _, value in function_names(function)
+            )
+        )
     )
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 def _all_ask(code: CodeType, named: Iterator[tuple[str, Any]]) -> bool:
@@ -424,6 +452,8 @@ def _module_asks(module: types.ModuleType, code: CodeType) -> bool:
 
 
 def _tells_apart(code: CodeType) -> bool:
+    if is_higher_order(code):
+        return True
     names = _IN_TORCH if code.co_filename.startswith(TORCH) else _OF_TORCH
     telling = names.intersection(code.co_names)
     if telling - {"type"} or _keeps_tensor_class(code):
@@ -449,6 +479,11 @@ def _tells_apart(code: CodeType) -> bool:
         for (before, argument), (current, _) in itertools.pairwise(instructions_of(code))
     )
     return tests or any(_tells_apart(inner) for inner in code.co_consts if type(inner) is CodeType)
+
+
+def is_higher_order(code: CodeType) -> bool:
+    """Return whether code is that of `torch.cond` and its like."""
+    return code.co_filename in _HIGHER_ORDER_FILES
 
 
 def _is_telling(text: str, code: CodeType) -> bool:

@@ -16,7 +16,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bendtrace.python.bytecode import CONSTANTS, asks_for_ids, single_steps
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
-from bendtrace.tape.plain_numbers import is_of_c, looks_up, may_receive_traced, objects_by_name
+from bendtrace.tape.plain_numbers import (
+    is_higher_order,
+    is_of_c,
+    looks_up,
+    may_receive_traced,
+    objects_by_name,
+)
 from bendtrace.watch.code_facts import UNDETECTABLE, codes_in, line_naming
 from bendtrace.watch.host_io import MEASURES
 from bendtrace.watch.mode_queries import QUESTIONS, hide_recorder, is_answered_without, put_back
@@ -235,7 +241,8 @@ class CodeMonitor:
         cleared: the caches of `functools` that it has cleared.
         enters_foreign: is called where installed code begins that is not known to ask traced
             numbers.
-        enters_model: is called where code of the user's begins for the first time.
+        enters_model: is called where code of the user's, or of `torch.cond` and its like, begins
+            for the first time.
         fills: follows what fills caches (see `record/cache_fills.py`).
     """
 
@@ -272,7 +279,7 @@ class CodeMonitor:
         kind = self._kinds.get(code)
         if kind is None:
             kind = self._is_finished(code, frame.f_globals)
-            if not kind:
+            if not kind or is_higher_order(code):
                 self._begins(frame)
         if self.fills is not None and id(code) in self.fills.codes and self.fills.begins(frame):
             self._wait_for_end(frame)
@@ -306,7 +313,7 @@ class CodeMonitor:
             self._hidden = None
 
     def _begins(self, frame: types.FrameType) -> None:
-        """Code of the user's begins that has not run before."""
+        """Code begins that has not run before: the user's, or that of `torch.cond`."""
         if any(issubclass(type(one), UnicodeError) for one in frame.f_locals.values()):
             # It may be a handler of errors in text, which its name stands for.
             self.called.setdefault(("codecs", "lookup_error"), (frame.f_code, frame.f_lineno))
