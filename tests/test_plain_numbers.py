@@ -62,7 +62,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.while_loop import while_loop
 
 import bendtrace as bt
-from bendtrace.tape.plain_numbers import ASKING
+from bendtrace.tape.plain_numbers import ASKING, needs_plain_numbers
 from bendtrace.tape.scalars import _OVER, TRACED, TracedBool, TracedFloat, TracedInt
 from bendtrace.watch import kinds, reachability
 from tests.promise import bits
@@ -563,11 +563,15 @@ def test_others_are_given_plain_numbers_by_the_model(model: Callable[[Tensor], A
 def test_numbers_that_no_other_code_receives_are_traced() -> None:
     def model(x: Tensor) -> Any:
         n = x.shape[0]
-        return x.view(n, 1) * math.sqrt(4.0) + n, len(x.shape), isinstance(n, int), json.dumps([1])
+        if not isinstance(n, int):
+            raise TypeError(f"{type(n)}")
+        return x.view(n, 1) * math.sqrt(4.0) + n, type(n).__name__, f"{type(n)!r}", json.dumps([1])
 
     bended = bt.BendedModule(model)
     for size in (2, 3, 4):
-        assert torch.equal(bended(torch.ones(size))[0], model(torch.ones(size))[0])
+        found, expected = bended(torch.ones(size)), model(torch.ones(size))
+        assert torch.equal(found[0], expected[0])
+        assert found[1:] == expected[1:] == ("int", "<class 'int'>", "[1]")
     assert (bended.stats.traces, bended.stats.replays) == (1, 2)
 
 
@@ -652,6 +656,20 @@ def test_code_of_packages_may_name_what_compiles(monkeypatch: pytest.MonkeyPatch
         x = torch.rand(size, 4)
         assert torch.equal(bended(x), model(x))
     assert (bended.stats.live, bended.stats.traces <= 6) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "type(x)", "type(x) is int", "type(x).__module__", "str(type(x))", "map(type, x)",
+        "f'{type(x)} {type(y) is int}'", "[type(i) for i in x]", "type(x)(3).__name__",
+        "type(x) if y else type(x).__name__", "print(type, x).__name__", "type('A', (), {})",
+    ],
+)  # fmt: skip
+def test_code_that_does_more_with_types_than_name_them(text: str) -> None:
+    space: dict[str, Any] = {}
+    exec(f"def model(x, y):\n    return {text}", space)
+    assert needs_plain_numbers(space["model"].__code__, space)
 
 
 # What is in the table

@@ -437,8 +437,10 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 def _all_ask(code: CodeType, named: Iterator[tuple[str, Any]]) -> bool:
     return all(
-        _module_asks(value, code) if type(value) is types.ModuleType else asks(value)
-        for _, value in named
+        _module_asks(value, code)
+        if type(value) is types.ModuleType
+        else asks(value) or (name == "type" and value is type and names_types_only(code))
+        for name, value in named
     )
 
 
@@ -458,11 +460,8 @@ def _tells_apart(code: CodeType) -> bool:
     telling = names.intersection(code.co_names)
     if telling - {"type"} or _keeps_tensor_class(code):
         return True
-    if telling and any(
-        step.value == "type" and step.name.startswith("LOAD_") and step.name != "LOAD_ATTR"
-        for step in single_steps(code)
-    ):
-        return True  # not `x.device.type`, which is a text
+    if telling and not names_types_only(code):
+        return True
     if not code.co_filename.startswith(TORCH):
         if code.co_name in _EXACT and not _returns_a_call(code):
             return True
@@ -479,6 +478,32 @@ def _tells_apart(code: CodeType) -> bool:
         for (before, argument), (current, _) in itertools.pairwise(instructions_of(code))
     )
     return tests or any(_tells_apart(inner) for inner in code.co_consts if type(inner) is CodeType)
+
+
+def names_types_only(code: CodeType) -> bool:
+    """Return whether all that code does with types is to write their names into texts.
+
+    A traced number has a type with the name of the plain one: `f"{type(n)}"`, `type(n).__name__`.
+    """
+    steps = single_steps(code)
+    for position, step in enumerate(steps):
+        if step.value != "type" or not step.name.startswith("LOAD_") or step.name in _ATTRIBUTES:
+            continue  # `x.device.type` is a text
+        given = itertools.takewhile(lambda one: one.name in _SIMPLE, steps[position + 1 :])
+        call, *after = steps[position + 1 + sum(1 for _ in given) :][:3]
+        is_named = bool(after) and (
+            after[0].name.startswith(("FORMAT_", "CONVERT_VALUE"))
+            or (after[0].name == "LOAD_ATTR" and after[0].value in _NAMES)
+        )
+        if not is_named or call.name != "CALL" or call.value != 1:
+            return False
+    return all(names_types_only(one) for one in code.co_consts if isinstance(one, CodeType))
+
+
+_NAMES = frozenset({"__name__", "__qualname__"})
+_SIMPLE = frozenset(
+    {"BINARY_SUBSCR", "LOAD_ATTR", "LOAD_CONST", "LOAD_DEREF", "LOAD_FAST", "LOAD_GLOBAL"}
+)
 
 
 def is_higher_order(code: CodeType) -> bool:

@@ -370,7 +370,7 @@ def _traced_class(base: type, plain_kind: type) -> Any:
         __class__=plain_kind,
         __hash__=TracedScalar.__hash__,  # which Python drops from a class that compares
         __doc__=f"A {plain_kind.__name__} that knows the op it came from.",
-        __module__=__name__,
+        __module__=plain_kind.__module__,
     )
     # By the name of the plain type, as in Python's error messages and `type(n).__name__`.
     return type(plain_kind.__name__, (TracedScalar, base), body)
