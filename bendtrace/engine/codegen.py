@@ -39,6 +39,7 @@ from bendtrace.tape.contexts import Context, dispatch_modes
 from bendtrace.tape.guards import TruthGuard
 from bendtrace.tape.structure import Construction, Instance, existing_in
 from bendtrace.tape.tape import Checkpoint, Guard, Op, OpKind, Ref, Tape, describe_raised, refs_in
+from bendtrace.watch.functions import works_on_arrays
 
 if TYPE_CHECKING:
     from bendtrace.engine import direct_calls
@@ -152,6 +153,10 @@ class RunWriter:
                 define(source, op)
             source.emitted.add(op.index)
         self._dying = schedule.deaths(self._kept_until)
+        if any(works_on_arrays(op.target) for op in self.tape.ops[schedule.start :]):
+            for index, call in direct_calls.calls_on_arrays(schedule).items():
+                if 2 * index > self._kept_until:
+                    self._direct[index] = call
         self._forget(2 * schedule.start - 1)
         if schedule.entered is not None:
             self._go_on_in(schedule.entered)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,17 @@ from torch.nn import functional
 
 from bendtrace.engine.source import IN_PYTHON, EquivalentCall, TorchSetting
 from bendtrace.python.internals import internal
+from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.contexts import cudnn
-from bendtrace.tape.tape import Op, OpKind, Ref, Tape
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, name_of
+
+if TYPE_CHECKING:
+    from bendtrace.engine.schedule import Schedule
+    from bendtrace.record import array_functions
+else:
+    array_functions = LazyModule("bendtrace.record.array_functions")
 
 _Given = dict[str, Any]
 
@@ -298,3 +305,37 @@ def _gives_plain_tensors(function: Any) -> bool:
 
 
 _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
+
+
+# Functions of arrays, where no tensor has to stand for their results.
+
+
+def calls_on_arrays(schedule: Schedule) -> dict[int, EquivalentCall]:
+    """Return the calls of a schedule for whose results no tensors need stand.
+
+    Only other functions of arrays receive these, and nothing is handed on while they are there.
+    """
+    if schedule.splices or schedule.blocks:
+        return {}
+    ops = [op for op in map(schedule.op_at, range(schedule.start, schedule.end)) if op is not None]
+    functions = {
+        op.index
+        for op in ops
+        if (type(op.target) is array_functions.ArrayFunction and not op.target.is_written)
+        or op.target is array_functions.content_of
+    }
+    guards = [guard for listed in schedule.guards.values() for _, guard in listed]
+    used = {index for guard in guards for index in guard.operands}
+    used.update(index for holes in schedule.holes_at.values() for index in holes)
+    used.update(ref.index for ref in refs_in(schedule.outputs))
+    used.update(i for op in ops if op.index not in functions for i in op.operands)
+    used.update(i for op in ops if op.target is array_functions.content_of for i in op.operands)
+    return {
+        index: EquivalentCall(_on_arrays(op.target), op.args, op.kwargs)
+        for index in functions - used - schedule.catchable
+        if not schedule.is_late(op := schedule.tape.ops[index])
+    }
+
+
+def _on_arrays(function: Any) -> Any:
+    return Tensor.numpy if function is array_functions.content_of else function.on_arrays

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.python.sites import user_place
-from bendtrace.tape.captured import Array, is_array, is_ndarray
+from bendtrace.tape.captured import PLAIN_TYPES, Array, is_array, is_ndarray
 from bendtrace.tape.structure import build_instance
 from bendtrace.tape.tape import ARRAY, Op, Tape
 from bendtrace.watch.writes import storage_of
@@ -85,17 +85,16 @@ class ArrayFunction:
         self._errors = errors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function on arrays, and return the tensors that stand for what it returns."""
-        given: list[tuple[Tensor, Any]] = []
-        arrays = tuple(self._open(arg, given) for arg in args)
-        named = {name: self._open(arg, given) for name, arg in kwargs.items()}
-        if self._errors is None:
-            result = self.function(*arrays, **named)
-        else:
-            with sys.modules["numpy"].errstate(**dict(self._errors)):
-                result = self.function(*arrays, **named)
+        """Call the function on arrays, and return the tensors that stand for what it returns.
+
+        Arrays may be given themselves (see `on_arrays`), but for one that is written to.
+        """
+        given: list[tuple[Tensor | None, Any]] = []
+        result = self._call(args, kwargs, given)
         if not self.is_written:
-            return _arrays_to_tensors(result, given)
+            if type(result) in PLAIN_TYPES:
+                return result
+            return _arrays_to_tensors(result, [*filter(None, map(_with_tensor, given))])
         written: Tensor = kwargs.get("out", args[0])
         # Whether a call gives a view or a copy can depend on the layout of what it is given. Eager
         # counts no write to the memory of a tensor of the model's.
@@ -103,8 +102,27 @@ class ArrayFunction:
             torch.autograd.graph.increment_version(written)
         return written
 
-    def _open(self, value: Any, given: list[tuple[Tensor, Any]]) -> Any:
+    def on_arrays(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function as `__call__` does, and return the array itself.
+
+        No tensor has to stand for an array that only such functions receive.
+        """
+        return self._call(args, kwargs, [])
+
+    def _call(
+        self, args: Any, kwargs: dict[str, Any], given: list[tuple[Tensor | None, Any]]
+    ) -> Any:
+        arrays = [self._open(arg, given) for arg in args]
+        named = {name: self._open(arg, given) for name, arg in kwargs.items()} if kwargs else kwargs
+        if self._errors is None:
+            return self.function(*arrays, **named)
+        with sys.modules["numpy"].errstate(**dict(self._errors)):
+            return self.function(*arrays, **named)
+
+    def _open(self, value: Any, given: list[tuple[Tensor | None, Any]]) -> Any:
         kind = type(value)
+        if kind in PLAIN_TYPES:
+            return value
         if isinstance(value, Tensor):
             if self._given_tensors and ARRAY not in vars(value):
                 return value
@@ -117,6 +135,8 @@ class ArrayFunction:
             return {key: self._open(item, given) for key, item in value.items()}
         if kind is slice:
             return slice(*(self._open(v, given) for v in (value.start, value.stop, value.step)))
+        if is_ndarray(value):
+            given.append((None, value))
         return value
 
     def __eq__(self, other: object) -> bool:
@@ -146,6 +166,23 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 content_of.__name__ = "numpy"
 content_of.works_on_arrays = True  # type: ignore[attr-defined]
+
+
+def _with_tensor(pair: tuple[Tensor | None, Any]) -> tuple[Tensor, Any] | None:
+    """Return an array with a tensor that stands for it; None if no tensor is in its memory."""
+    tensor, array = pair
+    if tensor is not None:
+        return tensor, array
+    base = array.base
+    if not isinstance(base, Tensor):
+        owner = array if base is None else base
+        is_own = is_ndarray(owner) and owner.flags.owndata
+        return None if is_own else (_standing_for(array, []), array)
+    whole = base.detach()  # of the model's, of which the array has the content
+    vars(whole)[_SHARED] = True
+    made = _view(array, [(whole, None)])
+    vars(made)[ARRAY] = array
+    return made, array
 
 
 def _arrays_to_tensors(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
