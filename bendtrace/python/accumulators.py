@@ -43,12 +43,12 @@ class Accumulator(NamedTuple):
         return all(_function_of(frame, names) in _CONSUMERS for names in self.consumers)
 
 
-# They make a new tensor of a list, whose dtype and number of dimensions follow from those that
-# occur among the items.
+# They make a new tensor of a list, whose dtype and number of dimensions follow from those (or from
+# the types of numbers) that occur among the items.
 _CONSUMERS = frozenset(
     {
         torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack,
-        torch.dstack, torch.row_stack, torch.column_stack,
+        torch.dstack, torch.row_stack, torch.column_stack, torch.tensor, torch.as_tensor,
     }
 )  # fmt: skip
 _GENERATORS = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR

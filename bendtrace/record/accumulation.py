@@ -1,4 +1,4 @@
-"""Lists that a loop appends tensors to, as values that ops give.
+"""Lists that a loop appends tensors or numbers to, as values that ops give.
 
 `for ...: outputs.append(y)`, and then `torch.stack(outputs)`: with all of its items in it, the list
 would make each round a state that equals no other. Where numbers differ between runs (see
@@ -26,7 +26,8 @@ from bendtrace.python.accumulators import accumulator_slots, accumulators_at
 from bendtrace.python.bytecode import local_in
 from bendtrace.python.computations import accumulate
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
-from bendtrace.record.values import RunValues
+from bendtrace.record.values import TRACED_AS, RunValues
+from bendtrace.tape.scalars import TRACED, plain
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, ref_to
 from bendtrace.watch.writes import version_of
 
@@ -37,11 +38,12 @@ class ListValue:
 
     Attributes:
         index: the op.
-        items: the ops of the items, where each has its first name (see `Tape.aliases`).
+        items: the ops of the items, where each has its first name (see `Tape.aliases`); plain
+            numbers by their type and text.
     """
 
     index: int
-    items: tuple[int, ...]
+    items: tuple[Any, ...]
 
     @property
     def length(self) -> int:
@@ -108,7 +110,7 @@ class Accumulation:
             value = None
         new = items[0 if value is None else value.length :]
         if new and all(map(self._may_be_item, new)):
-            refs = [self._values.ref(item) for item in new]
+            refs = [self._recorded(item) for item in new]
             self._lists[variable] = self._give(items, value, refs, frame)
 
     @staticmethod
@@ -118,7 +120,7 @@ class Accumulation:
 
     def parts(
         self, items: Any, code: CodeType, slot: int
-    ) -> tuple[int, list[Tensor], list[Any]] | None:
+    ) -> tuple[int, list[Any], list[Any]] | None:
         """Return the op that gives the first items of a list, these, and the other items.
 
         None if no op gives some of them.
@@ -140,8 +142,12 @@ class Accumulation:
             self._first_name(item) == index for index, item in names
         )
 
-    def operand(self, items: list[Any], encode: Callable[[Any, type], Any]) -> Ref | None:
-        """Return the op that gives all items of a list; None if none gives some of them.
+    def operand(
+        self, items: list[Any], encode: Callable[[Any, type], Any]
+    ) -> tuple[Ref, list[Any]] | None:
+        """Return the op that gives all items of a list, and the list as torch has to receive it.
+
+        None if no op gives some of them.
 
         Args:
             items: the list, as a function of torch receives it.
@@ -151,11 +157,12 @@ class Accumulation:
         if value is None:
             return None
         for item in items[: value.length]:  # of which some may have been written to
-            tracked = self._writer.tracked[id(item)]
-            if tracked.ref is not None and tracked.version >= 0:
+            tracked = self._writer.tracked.get(id(item))
+            if tracked is not None and tracked.ref is not None and tracked.version >= 0:
                 self._writer.writes.receive(tracked.ref, item, tracked.version)
         new = [encode(item, type(item))[0] for item in items[value.length :]]
-        return ref_to((self._give(items, value, new, None) if new else value).index)
+        ref = ref_to((self._give(items, value, new, None) if new else value).index)
+        return ref, items if isinstance(items[0], Tensor) else [*map(plain, items)]
 
     def _value_of(self, items: list[Any]) -> ListValue | None:
         """Return the op that gives the first items of the list that a variable holds."""
@@ -183,17 +190,20 @@ class Accumulation:
         op = self._writer.emit(OpKind.SCALAR, accumulate, (ref, new), {}, frame)
         self._writer.tape.counters.add(op.index)
         self.has_begun = True
-        first = self._writer.aliases
         names = () if before is None else before.items
-        names += tuple(first.get(one.index, one.index) for one in new if type(one) is Ref)
+        names += tuple(map(self._name, new))
         given = self._writer.handed.get(op.index)
         if type(given) is list:  # of the call that the run goes on from
             for at, item in enumerate(given[: len(items)]):
                 self._exchange(items, at, item, names[at])
         return ListValue(op.index, names)
 
-    def _exchange(self, items: list[Any], at: int, item: Tensor, index: int) -> None:
-        """Put a tensor in the place of what stands for it in a resumed run."""
+    def _exchange(self, items: list[Any], at: int, item: Any, index: Any) -> None:
+        """Put a tensor or number in the place of what stands for it in a resumed run."""
+        if type(item) in TRACED_AS:
+            if type(index) is int:
+                items[at] = self._values.scalar(TRACED_AS[type(item)], item, ref_to(index))
+            return
         items[at] = item
         tracked = self._writer.tracked.get(id(item))
         if tracked is None or tracked() is not item:
@@ -201,12 +211,31 @@ class Accumulation:
             tracked.ref, tracked.version = ref_to(index), version_of(item)
             tracked.graphless = False
 
-    def _first_name(self, item: Any) -> int | None:
-        source = self._values.source_of(item) if isinstance(item, Tensor) else None
+    def _recorded(self, item: Any) -> Any:
+        if type(item) in TRACED:
+            return self._values.scalar_ref(item)
+        return item if type(item) in TRACED_AS else self._values.ref(item)
+
+    def _name(self, recorded: Any) -> Any:
+        if type(recorded) is Ref:
+            return self._writer.aliases.get(recorded.index, recorded.index)
+        return type(recorded), repr(recorded)
+
+    def _first_name(self, item: Any) -> Any:
+        if type(item) in TRACED_AS:
+            return self._name(item)
+        if type(item) in TRACED:
+            source: Any = item._source.index if type(item._source) is Ref else None
+        else:
+            source = self._values.source_of(item) if isinstance(item, Tensor) else None
         return self._writer.aliases.get(source, source) if isinstance(source, int) else None
 
     def _may_be_item(self, item: Any) -> bool:
-        """Return whether an item is a tensor of known origin, without attributes of its own."""
+        """Return whether an item is a number, or a tensor of known origin without attributes."""
+        if type(item) in TRACED:
+            return item._origin is self._values.origin
+        if type(item) in TRACED_AS:
+            return True
         if type(item) not in (Tensor, nn.Parameter) or vars(item):
             return False
         known = self._values.source_of(item) is not None

@@ -163,9 +163,8 @@ class Encoder:
         if kind is ListOperand:
             return value.ref, value.numbers
         if kind is list and (lists := self._values.accumulation) is not None:
-            ref = lists.operand(value, self.argument)
-            if ref is not None:
-                return ref, value
+            if (found := lists.operand(value, self.argument)) is not None:
+                return found
         if kind is tuple or kind is list or kind is torch.Size:
             recorded, use = self.arguments(value)
             if use is not value:

@@ -569,7 +569,9 @@ class _StateWalk:
         self._seen[id(items)] = len(self._seen)
         self._alive.append(items)
         index, first, others = parts
-        facts = dict.fromkeys(map(self._facts, first))
+        facts = dict.fromkeys(
+            self._facts(item) if isinstance(item, Tensor) else type(item).__name__ for item in first
+        )
         return "list", self.value_of(index), tuple(facts), self.values_of(others)
 
     def _token(self, token: contextvars.Token[Any]) -> Any:
