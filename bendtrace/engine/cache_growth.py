@@ -43,23 +43,14 @@ _Place = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """A tensor outside that a run exchanges for a longer one.
+    """A tensor outside that a run exchanges for a longer one."""
 
-    Attributes:
-        old: the op that names the tensor which was there.
-        new: the op that makes the longer one.
-        dim: along which it is longer.
-        change: the exchange.
-        part: the tensor which was there.
-        place: where it is.
-    """
-
-    old: int
-    new: int
-    dim: int
+    old: int  # the op that names the tensor which was there
+    new: int  # the op that makes the longer one
+    dim: int  # along which it is longer
     change: EnvironmentChange
-    part: Captured
-    place: _Place
+    part: Captured  # the tensor which was there
+    place: _Place  # where it is
 
 
 def growths_of(recording: Recording) -> dict[int, Growth]:
@@ -140,27 +131,16 @@ def tensor_places(parts: Iterable[Captured]) -> frozenset[_Place]:
 
 
 class GrownTensor(NamedTuple):
-    """A tensor that was exchanged, with everything needed to put it back.
+    """A tensor that was exchanged, with everything needed to put it back."""
 
-    Attributes:
-        growth: what was exchanged for what.
-        holder: what holds it.
-        new: the longer tensor.
-        old: the one that was there, as long as somebody has it.
-        storage: its memory, as long as somebody has that.
-        shape: its sizes.
-        strides: its strides.
-        in_inference: whether it was made in inference mode.
-    """
-
-    growth: Growth
-    holder: Any
-    new: Tensor
-    old: ref[Tensor]
-    storage: ref[torch.UntypedStorage]
-    shape: torch.Size
+    growth: Growth  # what was exchanged for what
+    holder: Any  # what holds it
+    new: Tensor  # the longer tensor
+    old: ref[Tensor]  # the one that was there, as long as somebody has it
+    storage: ref[torch.UntypedStorage]  # its memory, as long as somebody has that
+    shape: torch.Size  # its sizes
     strides: tuple[int, ...]
-    in_inference: bool
+    in_inference: bool  # whether it was made in inference mode
 
     def cut_out(self) -> Tensor:
         """Return the tensor that was there, or one that is like it in all."""

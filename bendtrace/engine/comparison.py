@@ -123,9 +123,6 @@ class ValueNames:
         tape: the run.
         after: the guard of the state; -1 for the beginning.
         most: how many ops after the state have names; None for all.
-
-    Attributes:
-        ops: the ops that have names.
     """
 
     def __init__(self, tape: Tape, after: int, most: int | None = None) -> None:
@@ -149,6 +146,7 @@ class ValueNames:
             self._names.pop(hole, None)  # the last op of a name is found by it (see `indices`)
             self._names[hole] = "hole", k
         following = (tape.ops[index] for index in range(start, len(tape.ops)))
+        # The ops that have names.
         self.ops: list[Op] = list(itertools.islice(filter(counts, following), most))
         self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
 

@@ -226,15 +226,7 @@ class CompiledFunction:
 
 
 class AttemptFailure:
-    """An error of compiled code, or of its compiler.
-
-    Attributes:
-        reason: its message, in one line.
-        line: the line of the compiled source that it is about; 0 if that is unknown.
-        advice: what to do about it; "" if that is unknown.
-        is_final: whether the compiler raised it, and would raise it again.
-        is_of_backend: whether the backend itself failed.
-    """
+    """An error of compiled code, or of its compiler."""
 
     def __init__(self, error: Exception) -> None:
         kind = type(error)
@@ -242,8 +234,8 @@ class AttemptFailure:
         lines = str(inner).strip().splitlines()
         why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
         message = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
-        self.reason: str = f"{type(inner).__name__}: {message}"
-        self.advice: str = ""
+        self.reason: str = f"{type(inner).__name__}: {message}"  # its message, in one line
+        self.advice: str = ""  # what to do about it; "" if that is unknown
         if "data-dependent expression" in message:
             self.reason = "torch.compile would have to know a number that depends on values"
             self.advice = _ADVICE
@@ -253,10 +245,13 @@ class AttemptFailure:
             self.reason = f"torch.compile has no rule for one of its ops, and raises {why[0]}"
             self.advice = "its ops are replayed, and the segments around that one compiled"
         found = _LINE.findall(f"{error}\n{inner}")
+        # The line of the compiled source that it is about; 0 if that is unknown.
         self.line: int = int(found[-1]) if found else 0
+        # True if the compiler raised it, and would raise it again.
         self.is_final: bool = kind.__module__.startswith(_COMPILERS)
         # A size that depends on values is the model's doing, wherever it is found in the way.
         is_of_model = type(inner).__module__.startswith("torch.fx.experimental")
+        # True if the backend itself failed.
         self.is_of_backend: bool = (
             kind.__name__ in _OF_BACKENDS and self.is_final and not is_of_model
         )
@@ -349,16 +344,13 @@ def _is_dense_layout(tensor: Tensor) -> bool:
 
 
 class _Comparison:
-    """Compares an output with the output of a replay.
-
-    Attributes:
-        laid_out: for tensors that only differ in their memory layout, by identity, the right order
-            of dimensions.
-        differentiable: the pairs of tensors that require gradients.
-    """
+    """Compares an output with the output of a replay."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
+        # For tensors that only differ in their memory layout, by identity, the right order of
+        # dimensions.
         self.laid_out: dict[int, tuple[int, ...]] = {}
+        # The pairs of tensors that require gradients.
         self.differentiable: list[tuple[Tensor, Tensor]] = []
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is given to another
@@ -461,17 +453,11 @@ _Edge = tuple[Any, int]
 
 
 class ZeroGradientHook(NamedTuple):
-    """A hook that takes zeros away from the gradients of one graph, and its place.
+    """A hook that takes zeros away from the gradients of one graph, and its place."""
 
-    Attributes:
-        slot: a result that leads to the node of the graph.
-        steps: the way there.
-        hook: is registered with the node.
-    """
-
-    slot: int
-    steps: tuple[int, ...]
-    hook: Callable[..., Any]
+    slot: int  # a result that leads to the node of the graph
+    steps: tuple[int, ...]  # the way there
+    hook: Callable[..., Any]  # is registered with the node
 
     def register(self, made: Sequence[Tensor]) -> None:
         """Take zeros away from the gradients of some results."""
@@ -593,20 +579,16 @@ class Backend:
         backend: what compiles.
         may_assume: whether to compile graphs that make assumptions about sizes that depend on
             values.
-
-    Attributes:
-        graphs: the number of graphs that it has compiled.
-        assumes: whether it has refused a graph because of its assumptions.
     """
 
-    graphs: int
+    graphs: int  # the number of graphs that it has compiled
 
     def __init__(self, backend: Callable[..., Any], may_assume: bool = False) -> None:
         self._backend = backend
         self._may_assume = may_assume
         self._latest = threading.local()
         self.graphs = 0
-        self.assumes: bool = False
+        self.assumes: bool = False  # whether it has refused a graph because of its assumptions
         # torch.compile asks inductor for it.
         config = getattr(backend, "get_compiler_config", None)
         if config is not None:
@@ -639,33 +621,20 @@ class Backend:
 
 
 class _GraphCall(NamedTuple):
-    """A call of a graph.
+    """A call of a graph."""
 
-    Attributes:
-        number: the number of the graph, counted from 1.
-        graph: the graph.
-        args: its arguments.
-        made: its results.
-    """
-
-    number: int
+    number: int  # the number of the graph, counted from 1
     graph: Callable[..., Any]
     args: Sequence[Any]
-    made: Sequence[Any]
+    made: Sequence[Any]  # its results
 
 
 class CompiledResult(NamedTuple):
-    """The result of a compiled function.
+    """The result of a compiled function."""
 
-    Attributes:
-        truth: whether its guards hold, as a tensor; None if it has none.
-        made: its tensors.
-        graph: the number of the graph that computed them; 0 if there was nothing to compute.
-    """
-
-    truth: Any
-    made: Sequence[Any]
-    graph: int
+    truth: Any  # whether its guards hold, as a tensor; None if it has none
+    made: Sequence[Any]  # its tensors
+    graph: int  # the number of the graph that computed them; 0 if there was nothing to compute
 
 
 def _quiet(compiled: Callable[..., Any]) -> Callable[..., Any]:

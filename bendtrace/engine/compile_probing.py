@@ -62,21 +62,17 @@ class CompileRefusal(Exception):
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The facts that are known about a path after a probe.
+    """The facts that are known about a path after a probe."""
 
-    Attributes:
-        dynamic: ops whose result has a size, or is a number, that depends on values, or may.
-        roots: those of them where that begins, and what they gave: sizes, or the number.
-        first: for each op that gave a tensor, the first op that gave the very same one.
-        writes: whether it writes into tensors that it made itself.
-        unchanged: the numbers of the functions at gates that give the very tensor that they are
-            given, counted in the order of the tape.
-    """
-
+    # Ops whose result has a size, or is a number, that depends on values, or may.
     dynamic: frozenset[int]
+    # Those of them where that begins, and what they gave: sizes, or the number.
     roots: dict[int, Any]
+    # For each op that gave a tensor, the first op that gave the very same one.
     first: dict[int, int]
-    writes: bool
+    writes: bool  # whether it writes into tensors that it made itself
+    # The numbers of the functions at gates that give the very tensor that they are given, counted
+    # in the order of the tape.
     unchanged: frozenset[int] = frozenset()
 
 
@@ -241,18 +237,13 @@ class _Probe:
 
 
 class _OperatorWatch(TorchDispatchMode):
-    """Sees what each op comes down to, by the schemas of torch's own operators.
-
-    Attributes:
-        dynamic: whether the sizes of a result depended on values.
-        wrote: whether anything was written to.
-    """
+    """Sees what each op comes down to, by the schemas of torch's own operators."""
 
     def __init__(self, protected: set[int]) -> None:
         super().__init__()
         self._protected = protected
-        self.dynamic = False
-        self.wrote = False
+        self.dynamic = False  # whether the sizes of a result depended on values
+        self.wrote = False  # whether anything was written to
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -335,14 +326,12 @@ class Extents:
     Args:
         recording: the run.
         findings: what a probe found out about it.
-
-    Attributes:
-        varying: ops whose result has a size, or is a number, that depends on values, or may.
     """
 
     def __init__(self, recording: Recording, findings: ProbeFindings) -> None:
         self._ops = recording.tape.ops
         self._findings = findings
+        # Ops whose result has a size, or is a number, that depends on values, or may.
         self.varying: set[int] = set()
         for op in self._ops:
             if op.index in findings.roots or self._varies(op):

@@ -32,32 +32,23 @@ _DYNAMIC = (None, True, False)
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The settings with which paths are compiled.
+    """The settings with which paths are compiled."""
 
-    Attributes:
-        backend: a name that torch.compile knows, or a function of a graph and example inputs.
-        given: the options as the user gave them.
-        mode: torch.compile's mode.
-        options: torch.compile's options for the backend.
-        dynamic: whether sizes are symbols from the first compilation on; None leaves it to
-            torch.compile, which makes those symbols that were seen to change.
-        drop_slower: whether a compiled path is measured against the plain replay, and not used
-            where it is slower.
-        max_paths: how many paths are compiled at most.
-        max_segments: how many pieces of segments are compiled at most.
-        cuda_graphs: whether kernels are launched as CUDA graphs, and outputs copied out of them.
-        cache_dir: where compiled code is kept for other processes; None for nowhere.
-    """
-
+    # A name that torch.compile knows, or a function of a graph and example inputs.
     backend: str | Callable[..., Any]
-    given: Mapping[str, Any] = field(default_factory=dict)
-    mode: str | None = None
-    options: Mapping[str, Any] | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)  # the options as the user gave them
+    mode: str | None = None  # torch.compile's mode
+    options: Mapping[str, Any] | None = None  # torch.compile's options for the backend
+    # True if sizes are symbols from the first compilation on; None leaves it to torch.compile,
+    # which makes those symbols that were seen to change.
     dynamic: bool | None = None
+    # True if a compiled path is measured against the plain replay, and not used where it is slower.
     drop_slower: bool = True
-    max_paths: int = 8
-    max_segments: int = 64
+    max_paths: int = 8  # how many paths are compiled at most
+    max_segments: int = 64  # how many pieces of segments are compiled at most
+    # True if kernels are launched as CUDA graphs, and outputs copied out of them.
     cuda_graphs: bool = False
+    # Where compiled code is kept for other processes; None for nowhere.
     cache_dir: str | None = None
 
     @property
@@ -237,15 +228,11 @@ class Artefacts:
     Args:
         directory: the directory; it is made when something is first kept.
         settings: how code is compiled, as plain values.
-
-    Attributes:
-        directory: as given.
-        notes: the result for each path, one line each.
     """
 
     def __init__(self, directory: str, settings: Mapping[str, Any]) -> None:
         self.directory = directory
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # the result for each path, one line each
         self._unusable: list[str] = []
         self._facts = {
             "torch": torch.__version__,

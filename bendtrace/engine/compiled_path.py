@@ -75,36 +75,24 @@ FAILED = _SpeculationFailure()
 
 @dataclass(slots=True, eq=False)
 class UncheckedResult:
-    """The result of a graph compiled during this call, which a replay has to confirm.
-
-    Attributes:
-        output: the output.
-        result: what the graph returned.
-        inputs: the tensors that existed before the call.
-        kept: the observed values, and the same values computed without a compiler.
-    """
+    """The result of a graph compiled during this call, which a replay has to confirm."""
 
     output: Any
-    result: CompiledResult
-    inputs: list[Tensor]
+    result: CompiledResult  # what the graph returned
+    inputs: list[Tensor]  # the tensors that existed before the call
+    # The observed values, and the same values computed without a compiler.
     kept: tuple[Any, Any] = ((), ())
 
 
 @dataclass(slots=True, eq=False)
 class SplicedCall:
-    """A call that a path with splices has served.
-
-    Attributes:
-        output: the output.
-        kept: the observed values at gates.
-        changed: for each function at a gate, whether it changed its value; None without functions.
-        alone: those of the observed values that nobody else has, nor their memory.
-    """
+    """A call that a path with splices has served."""
 
     output: Any
-    kept: Sequence[Tensor]
+    kept: Sequence[Tensor]  # the observed values at gates
+    # For each function at a gate, whether it changed its value; None without functions.
     changed: Tensor | None
-    alone: Sequence[Tensor]
+    alone: Sequence[Tensor]  # those of the observed values that nobody else has, nor their memory
 
 
 class CompiledPath(CompiledFunction):
@@ -115,18 +103,6 @@ class CompiledPath(CompiledFunction):
         stretch: the last stretch of its code.
         settings: how to compile.
         spliced: the insertions at its gates; None without gates.
-
-    Attributes:
-        home: as given.
-        stretch: as given.
-        key: the key of the splices; other splices with this key can use the path, too.
-        unchanged: the numbers of their functions that return their argument itself.
-        silent: those of which the graph does not say whether they change their value, as they did
-            in the calls before.
-        lacking: how many insertions could not use it, as they have to know that.
-        lacked_by: the latest of these.
-        recent: for the latest calls that it was tried on, whether it served them.
-        window: the paths of the latest calls with the same input guards.
     """
 
     failures: int
@@ -142,13 +118,19 @@ class CompiledPath(CompiledFunction):
         super().__init__(settings)
         self.home = home
         self.stretch = stretch
+        # The key of the splices; other splices with this key can use the path, too.
         self.key: Hashable = None if spliced is None else spliced.key
+        # The numbers of their functions that return their argument itself.
         self.unchanged: frozenset[int] = frozenset()
+        # Those of which the graph does not say whether they change their value, as they did in the
+        # calls before.
         self.silent: frozenset[int] = frozenset()
-        self.lacking: int = 0
-        self.lacked_by: PathSplices | None = None
+        self.lacking: int = 0  # how many insertions could not use it, as they have to know that
+        self.lacked_by: PathSplices | None = None  # the latest of these
         self.state = CompileState.REFUSED
+        # For the latest calls that it was tried on, whether it served them.
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
+        # The paths of the latest calls with the same input guards.
         self.window: deque[PathKey] = deque(maxlen=_WINDOW)
         self._admitting = home
         self._entry = home.global_state.context
@@ -595,17 +577,6 @@ class StraightFunction(Expressions):
         exactly: whether all value-dependent sizes must equal the recorded ones.
         splices: the insertions at its gates.
 
-    Attributes:
-        text: the source of the function.
-        function: the function.
-        inputs: the ops of its arguments, in order: inputs and state.
-        tested: the numbers of the guards that it tests with a tensor, in order.
-        picked: the value-dependent sizes that it tests, by op.
-        is_dynamic: whether it contains sizes or numbers that depend on values.
-        kept: the number of observed tensors that it returns after the leaves; if gates have
-            functions, a tensor follows that says which of them changed their values.
-        computed: the positions among these of tensors that are computed from those of the call.
-
     Raises:
         Refusal: something cannot be tested with a tensor.
         Unknown: a value-dependent size cannot be tested, unless it must equal the recorded one.
@@ -626,6 +597,7 @@ class StraightFunction(Expressions):
         self._splices = splices or {}
         self._silent, self._functions = silent, itertools.count()
         self._kept: list[str] = []
+        # The positions among these of tensors that are computed from those of the call.
         self.computed: list[int] = []
         self._from_call: set[int] = set()  # ops that compute with tensors of the call
         self._changed: list[str] = []
@@ -641,8 +613,10 @@ class StraightFunction(Expressions):
         self._lifted: dict[int, str] = {}
         self._conditions: list[str] = []
         self._counts: dict[int, str] = {}
-        self.picked: dict[int, Any] = {}
+        self.picked: dict[int, Any] = {}  # the value-dependent sizes that it tests, by op
+        # The numbers of the guards that it tests with a tensor, in order.
         self.tested: list[int] = []
+        # True if it contains sizes or numbers that depend on values.
         self.is_dynamic: bool = bool(findings.dynamic)
         for op in self._tape.ops:
             self._sort(op)
@@ -656,13 +630,16 @@ class StraightFunction(Expressions):
                 guards[number] = guard
         needed = self._find_needed()
         self._schedule = Schedule(recording, analysis, entry, guards, needed=needed)
+        # The ops of its arguments, in order: inputs and state.
         self.inputs: list[int] = [
             op.index for op in self._tape.ops if op.is_given and op.index in needed
         ]
         self._write()
-        self.text: str = "\n".join(self.lines) + "\n"
-        # By file and name torch.compile remembers which sizes of a function were seen to change.
+        self.text: str = "\n".join(self.lines) + "\n"  # the source of the function
+        # The number of observed tensors that it returns after the leaves; if gates have functions,
+        # a tensor follows that says which of them changed their values.
         self.kept: int = len(self._kept)
+        # By file and name torch.compile remembers which sizes of a function were seen to change.
         exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
         self.function: Callable[..., Any] = self.names["straight"]
 

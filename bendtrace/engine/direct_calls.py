@@ -30,18 +30,12 @@ _Given = dict[str, Any]
 
 @dataclass(frozen=True)
 class FunctionEquivalent:
-    """The equivalent of a function.
-
-    Attributes:
-        function: the function.
-        resolve: given the recorded arguments by name, returns the call; None if they do not
-            determine it.
-        names: the names that its code uses, to detect changed code.
-    """
+    """The equivalent of a function."""
 
     function: types.FunctionType
+    # Given the recorded arguments by name, returns the call; None if they do not determine it.
     resolve: Callable[[_Given], EquivalentCall | None]
-    names: frozenset[str]
+    names: frozenset[str]  # the names that its code uses, to detect changed code
 
     def call(self, op: Op) -> EquivalentCall | None:
         """Return the equivalent of a recorded call, if it is certain."""

@@ -21,25 +21,16 @@ from bendtrace.watch.monkeypatches import Monkeypatches, monkeypatches
 
 
 class GlobalState(NamedTuple):
-    """Grad mode, autocast, default dtype, function modes, global hooks and the like.
+    """Grad mode, autocast, default dtype, function modes, global hooks and the like."""
 
-    Attributes:
-        context: what an op called now would run under.
-        dtype: the default dtype.
-        modes: the active function modes, outermost first; a device context by its device.
-        hooked: whether hooks are registered for all modules of the process.
-        fast_attention: whether fused layers may take their fast path.
-        settings: other settings of torch's.
-        monkeypatches: what stands in for functions of torch and the like.
-    """
-
-    context: Context
-    dtype: torch.dtype
+    context: Context  # what an op called now would run under
+    dtype: torch.dtype  # the default dtype
+    # The active function modes, outermost first; a device context by its device.
     modes: tuple[Any, ...]
-    hooked: bool
-    fast_attention: bool
-    settings: tuple[Any, ...]
-    monkeypatches: Monkeypatches
+    hooked: bool  # whether hooks are registered for all modules of the process
+    fast_attention: bool  # whether fused layers may take their fast path
+    settings: tuple[Any, ...]  # other settings of torch's
+    monkeypatches: Monkeypatches  # what stands in for functions of torch and the like
 
     @classmethod
     def current(cls) -> GlobalState:

@@ -67,12 +67,6 @@ class Program:
         ignored: parts that need not be as they were, for a recording that is never replayed.
         joins: whether its paths may join (see `program_graph.py`).
         ties: whether calls may be given tensors that the model holds itself.
-
-    Attributes:
-        serial: counts programs in the order in which they were made.
-        live: for a run that can only be run live, how often that was done; else None.
-        root: the first run, if it can be replayed.
-        graph: the states that runs have been in; None if all are run live.
     """
 
     def __init__(
@@ -96,8 +90,10 @@ class Program:
         self.latest: Any = None  # how the ignored parts were found before the latest live run
         self.same = 0  # for how many in a row
         self.live_only: bool = bool(ignored or recording.tape.blockers)
-        self.serial: int = next(_serials)
+        self.serial: int = next(_serials)  # counts programs in the order in which they were made
+        # For a run that can only be run live, how often that was done; else None.
         self.live: RecordedPath | None = RecordedPath(recording, 1) if self.live_only else None
+        # The states that runs have been in; None if all are run live.
         self.graph: ProgramGraph | None = None
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
@@ -113,7 +109,7 @@ class Program:
         self.graph = ProgramGraph(
             recording, global_state.context, direct, self.analysis, joins=joins
         )
-        self.root: Stretch = Stretch(recording, 1)
+        self.root: Stretch = Stretch(recording, 1)  # the first run, if it can be replayed
         self.graph.first.owner = self.root
         assert self.graph.beginning.code
 

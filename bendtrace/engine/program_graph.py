@@ -45,20 +45,9 @@ class ProgramGraph:
         direct: whether generated code may call what torch functions end up calling.
         analysis: the analysis of the first run.
         joins: whether paths may join: if not, each state belongs to one path.
-
-    Attributes:
-        joins: whether paths may join.
-        first: the first run, as a piece.
-        may_grow: whether caches may be replaced before the end of a call (see `cache_growth.py`).
-        is_broken: whether the graph has turned out to be unusable.
-        has_begun_anew: whether the graph has been started again from a later run.
-        beginning: the exit that a call begins with.
-        has_unread: whether calls may come to answers at which no state is known.
-        writes: whether a run writes to tensors in place.
-        retired: pieces that others have replaced; they hold the counts of calls before that.
     """
 
-    has_begun_anew: bool
+    has_begun_anew: bool  # whether the graph has been started again from a later run
 
     def __init__(
         self,
@@ -69,21 +58,26 @@ class ProgramGraph:
         joins: bool = True,
     ) -> None:
         _know_states(recording, analysis, joins)
-        self.joins: bool = joins
+        self.joins: bool = joins  # whether paths may join
         self._entry = entry
         self._direct = direct
         self._nodes: dict[bytes, StateNode] = {}
-        self.is_broken: bool = False
+        self.is_broken: bool = False  # whether the graph has turned out to be unusable
         self.has_begun_anew = False
+        # True if caches may be replaced before the end of a call (see `cache_growth.py`).
         self.may_grow: bool = direct  # a mode would notice the replacement
+        # Pieces that others have replaced; they hold the counts of calls before that.
         self.retired: list[RunPiece] = []
         self._ways: dict[tuple[Trip, ...], RunPiece] = {}
-        self.first: RunPiece = RunPiece(recording, -1, analysis)
+        self.first: RunPiece = RunPiece(recording, -1, analysis)  # the first run, as a piece
         self.first.count(-1, None)
+        # The exit that a call begins with.
         self.beginning: Exit = Exit(None, self.first, -1, self._write)
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
+        # True if calls may come to answers at which no state is known.
         self.has_unread: bool = bool(_unread_in(recording, analysis))
+        # True if a run writes to tensors in place.
         self.writes: bool = _writes_in_place(recording.tape)
 
     def exits(self) -> Iterator[Exit]:

@@ -58,13 +58,6 @@ class Schedule:
         splices: what values are passed through, in order.
         blocks: the checkpointed blocks that it is in.
         entered: the one that it begins in the middle of.
-
-    Attributes:
-        guards: those tested at each position, in order.
-        end: the position after the last op.
-        handed: as `available` was given, in that order.
-        changes: what the run has changed by then.
-        outputs: what is built at the end.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class Schedule:
         self.start = start
         self.stop = stop
         self.available: frozenset[int] = frozenset(available)
-        self.handed: tuple[int, ...] = tuple(available)
+        self.handed: tuple[int, ...] = tuple(available)  # as `available` was given, in that order
         self.holes_at: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = holes_at or {}
         self.blocks: list[Checkpoint] = list(blocks)
         self.entered: Checkpoint | None = entered
@@ -101,12 +94,16 @@ class Schedule:
         self.splices: dict[int, list[ValueSplice]] = {}
         for splice in splices:
             self.splices.setdefault(splice.position, []).append(splice)
+        # The position after the last op.
         self.end: int = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
+        # What the run has changed by then.
         self.changes: list[EnvironmentChange] = recording.changes if stop is None else []
         values = [change.value for change in self.changes]
+        # What is built at the end.
         self.outputs: tuple[Any, list[Any]] | tuple[()] = (
             (recording.root.output, values) if stop is None else ()
         )
+        # Those tested at each position, in order.
         self.guards: dict[int, list[tuple[int, Guard]]] = {}
         for number, guard in guards.items():
             # What was put before `start` is tested first thing.

@@ -69,25 +69,17 @@ _MOST = 64  # paths, with those that were refused
 
 @dataclass(slots=True, eq=False)
 class SpeculationResult:
-    """The result of trying a call on a compiled path.
+    """The result of trying a call on a compiled path."""
 
-    Attributes:
-        recording: the run that was repeated; None if the path did not serve the call.
-        output: the output.
-        path: the path whose newly compiled graph, or speed, has to be compared with a replay.
-        unchecked: the result of a newly compiled graph.
-        began: the start time of the call, if its replay has to be timed.
-        may_compile: whether a replay may use compiled segments.
-        inserted: the insertions of the call; None without any.
-    """
-
+    # The path whose newly compiled graph, or speed, has to be compared with a replay.
     path: CompiledPath | None = None
+    # The run that was repeated; None if the path did not serve the call.
     recording: Recording | None = None
     output: Any = None
-    unchecked: UncheckedResult | None = None
-    began: float = 0.0
-    may_compile: bool = False
-    inserted: CallInsertions | None = None
+    unchecked: UncheckedResult | None = None  # the result of a newly compiled graph
+    began: float = 0.0  # the start time of the call, if its replay has to be timed
+    may_compile: bool = False  # whether a replay may use compiled segments
+    inserted: CallInsertions | None = None  # the insertions of the call; None without any
 
 
 _WATCHED = SpeculationResult()
@@ -482,10 +474,6 @@ class CompiledBody(CompiledFunction):
         names: the values of the names in it.
         settings: how to compile.
         ops: the ops, one for each line.
-
-    Attributes:
-        text: as given.
-        functions: the names of the functions that it calls.
     """
 
     def __init__(
@@ -493,6 +481,7 @@ class CompiledBody(CompiledFunction):
     ) -> None:
         super().__init__(settings)
         self.text = text
+        # The names of the functions that it calls.
         self.functions: tuple[str, ...] = tuple(name_of(op.target) for op in ops)
         self._ops = ops
         self._names = names
@@ -585,14 +574,11 @@ class CompiledBody(CompiledFunction):
 
 
 class CompiledSegments:
-    """The bodies of one model.
-
-    Attributes:
-        reason: why there were no segments to compile, when they were last looked at.
-    """
+    """The bodies of one model."""
 
     def __init__(self, settings: CompileSettings) -> None:
         self._settings = settings
+        # Why there were no segments to compile, when they were last looked at.
         self.reason: str = (
             "they are looked at every 16 calls, where whole paths do not serve the calls"
         )
@@ -668,16 +654,12 @@ class CompiledSegments:
 
 
 class _CompiledProgram:
-    """The compiled parts of one program.
-
-    Attributes:
-        bodies: the bodies, by their source, the values of its names, and the context of the ops.
-        used: those that segments call.
-    """
+    """The compiled parts of one program."""
 
     def __init__(self) -> None:
+        # The bodies, by their source, the values of its names, and the context of the ops.
         self.bodies: dict[Any, CompiledBody] = {}
-        self.used: dict[Exit, tuple[CompiledBody, ...]] = {}
+        self.used: dict[Exit, tuple[CompiledBody, ...]] = {}  # those that segments call
 
 
 class CompiledWriter(SegmentWriter):
@@ -817,14 +799,6 @@ class _BodyPlan(Expressions):
         again: those that run once more after it.
         later: the ops whose values are used after it.
         same: for ops that return a tensor unchanged, the op that returned it first.
-
-    Attributes:
-        ops: the ops that it runs.
-        again: as given.
-        text: the source.
-        inputs: the ops whose values it receives.
-        outputs: those whose values it returns.
-        same: as given, for ops whose values are used after it.
     """
 
     def __init__(
@@ -836,9 +810,9 @@ class _BodyPlan(Expressions):
         for op in reversed(ops):
             if op.index in needed:
                 needed.update(op.operands)
-        self.ops = [op for op in ops if op.index in needed]
+        self.ops = [op for op in ops if op.index in needed]  # the ops that it runs
         self.again = again
-        self.inputs: list[int] = []
+        self.inputs: list[int] = []  # the ops whose values it receives
         inside = {op.index for op in self.ops}
         lines: list[str] = []
         for op in self.ops:
@@ -849,13 +823,16 @@ class _BodyPlan(Expressions):
             call = self.call(op)
             self._own[op.index] = f"t{len(lines)}"
             lines.append(f"    t{len(lines)} = {call}\n")
+        # As given, for ops whose values are used after it.
         self.same = {index: root for index, root in same.items() if index in later}
         leaving = (later - same.keys()) | set(self.same.values())
+        # Those whose values it returns.
         self.outputs = [
             op.index for op in self.ops if isinstance(op.meta, TensorMeta) and op.index in leaving
         ]
         given = ", ".join(f"a{slot}" for slot in range(len(self.inputs)))
         results = "".join(f"{self.name(index)}, " for index in self.outputs)
+        # The source.
         self.text = f"def body({given}):\n{''.join(lines)}    return None, ({results})\n"
 
     def name(self, index: int) -> str:

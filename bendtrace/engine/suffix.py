@@ -47,18 +47,6 @@ class Suffix:
         start: the first op that is not carried out yet.
         available: ops before it whose values are there.
         tests_before: tests (see `Guard.key`) that were made before `start`.
-
-    Attributes:
-        needed: the ops to carry out, and the inputs and state among what they use.
-        guards: the guards to test, with their numbers.
-        changes: the changes of the environment that belong to the rest.
-        cuts: all cuts.
-        used: those that matter.
-        memory: what the ops write to.
-        written: slots of given values that the model may write to.
-        is_straight: whether nothing can lead it along another path.
-        lacks: what is missing; empty if the rest can be run.
-        unclear: why it cannot be told from the run what is meant; "" if it can.
     """
 
     def __init__(
@@ -75,15 +63,16 @@ class Suffix:
     ) -> None:
         self.recording = recording
         self.cuts: Cuts = Cuts(cuts)
-        self.memory: TensorMemory = TensorMemory(recording)
+        self.memory: TensorMemory = TensorMemory(recording)  # what the ops write to
         self.start = start
         self.available = available
+        # The ops to carry out, and the inputs and state among what they use.
         self.needed: set[int] = set()
-        self.guards: dict[int, Guard] = {}
+        self.guards: dict[int, Guard] = {}  # the guards to test, with their numbers
         self._changes: set[int] = set()  # their numbers
-        self.used: set[Cut] = set()
-        self.lacks: list[MissingArgument] = []
-        self.unclear: str = ""
+        self.used: set[Cut] = set()  # those that matter
+        self.lacks: list[MissingArgument] = []  # what is missing; empty if the rest can be run
+        self.unclear: str = ""  # why it cannot be told from the run what is meant; "" if it can
         self._ops = recording.tape.ops
         self._analysis = analysis
         self._missing = missing
@@ -94,10 +83,13 @@ class Suffix:
         self._slots, self._lacking = self._follow()
         self._dropped = self._before_cuts()
         self._settle()
+        # The changes of the environment that belong to the rest.
         self.changes: list[EnvironmentChange] = [
             recording.changes[number] for number in sorted(self._changes)
         ]
+        # Slots of given values that the model may write to.
         self.written: frozenset[int] = frozenset(self._written())
+        # True if nothing can lead it along another path.
         self.is_straight: bool = not self.guards and not any(
             op.raised is not None or is_handled(op.scope, op.site)
             for op in map(self._ops.__getitem__, self.needed)
@@ -442,17 +434,11 @@ def _decides(output: Any) -> bool:
 
 
 class SuffixCode(NamedTuple):
-    """The rest of a run as code.
+    """The rest of a run as code."""
 
-    Attributes:
-        recording: the run, without the changes that do not belong to the rest.
-        code: takes the values that it goes on from by their names.
-        casts: whether some of it runs under autocast.
-    """
-
-    recording: Recording
-    code: Code
-    casts: bool
+    recording: Recording  # the run, without the changes that do not belong to the rest
+    code: Code  # takes the values that it goes on from by their names
+    casts: bool  # whether some of it runs under autocast
 
 
 def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> SuffixCode:
@@ -524,32 +510,21 @@ class _RestWriter(RunWriter):
 
 @dataclass(frozen=True)
 class Cut:
-    """From where on a given value counts, in place of the one that an op gives.
-
-    Attributes:
-        index: the op.
-        start: the first position on the tape at which it counts.
-        slot: number of the given value.
-        call: the call of a module that gives it; None if it is the op itself.
-    """
+    """From where on a given value counts, in place of the one that an op gives."""
 
     index: int
-    start: int
-    slot: int
+    start: int  # the first position on the tape at which it counts
+    slot: int  # number of the given value
+    # The call of a module that gives it; None if it is the op itself.
     call: ModuleCall | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class MissingArgument:
-    """An argument that is needed, and that is not there.
+    """An argument that is needed, and that is not there."""
 
-    Attributes:
-        part: the part of it that is needed.
-        chain: the ops from there to what needs it in the end.
-    """
-
-    part: Captured
-    chain: tuple[int, ...]
+    part: Captured  # the part of it that is needed
+    chain: tuple[int, ...]  # the ops from there to what needs it in the end
 
 
 class Cuts:

@@ -404,16 +404,11 @@ class Expression:
 
 
 class Operation(Expression):
-    """Arithmetic on expressions.
-
-    Attributes:
-        name: the operation, by its name in the module `operator`.
-        operands: numbers, tensors and expressions.
-    """
+    """Arithmetic on expressions."""
 
     def __init__(self, name: str, operands: tuple[Any, ...]) -> None:
-        self.name = name
-        self.operands = operands
+        self.name = name  # the operation, by its name in the module `operator`
+        self.operands = operands  # numbers, tensors and expressions
 
     @depends_on("name", "operands")
     def get_value(self) -> Value:

@@ -313,16 +313,12 @@ def random_order(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 class Chosen(NamedTuple):
-    """Some channels of each example.
+    """Some channels of each example."""
 
-    Attributes:
-        indices: their indices along the last dimension, the highest rank first.
-        shape: the dimensions up to the channels, which have an element for each channel.
-        wide: the same with dimensions of size one after it, which broadcasts to the tensor.
-    """
-
-    indices: Tensor
+    indices: Tensor  # their indices along the last dimension, the highest rank first
+    # The dimensions up to the channels, which have an element for each channel.
     shape: tuple[int, ...]
+    # The same with dimensions of size one after it, which broadcasts to the tensor.
     wide: tuple[int, ...]
 
 

@@ -52,18 +52,13 @@ class NamedActivations(NodeSelector):
     modules. A module that contains others is selected only by a pattern that ends with its name
     (`blocks\.0$`), and a node inside a leaf module only by its own path. A node that outputs no
     floating-point or complex tensor is not an activation.
-
-    Attributes:
-        patterns: the patterns.
-        leaves: qualified names of the leaf modules.
-        without: node paths to leave out.
     """
 
     needs_output = True
 
     patterns: tuple[re.Pattern[str], ...]
-    leaves: frozenset[str]
-    without: frozenset[str] = frozenset()
+    leaves: frozenset[str]  # qualified names of the leaf modules
+    without: frozenset[str] = frozenset()  # node paths to leave out
 
     def matches(self, node: Candidate) -> bool:
         """Return whether a node is meant."""
@@ -434,22 +429,14 @@ def _means(pattern: re.Pattern[str], seen: list[Activation]) -> bool:
 
 
 class CallbackInsertions:
-    """One callback, and its current insertions in the model.
-
-    Attributes:
-        spec: the callback, and what it bends.
-        allow_none: whether that may be nothing.
-        without: names that it bends no longer.
-        insertions: its current insertions.
-        former: its earlier insertions, for the reports.
-    """
+    """One callback, and its current insertions in the model."""
 
     def __init__(self, spec: BendSpec, allow_none: bool) -> None:
-        self.spec = spec
-        self.allow_none = allow_none
-        self.without: frozenset[str] = frozenset()
+        self.spec = spec  # the callback, and what it bends
+        self.allow_none = allow_none  # whether that may be nothing
+        self.without: frozenset[str] = frozenset()  # names that it bends no longer
         self.insertions: tuple[Insertion, ...] = ()
-        self.former: list[Insertion] = []
+        self.former: list[Insertion] = []  # its earlier insertions, for the reports
 
     def lift(self) -> None:
         """Remove its insertions."""

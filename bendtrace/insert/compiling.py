@@ -45,29 +45,18 @@ from bendtrace.tape.tape import Ref, TensorMeta
 
 
 class _Turn(NamedTuple):
-    """One insertion at a gate, as far as it is the same in all calls.
-
-    Attributes:
-        entry: the insertion.
-        at: the pass, as the insertion sees it.
-        slot: the position of the value that it changes; -1 for an observer.
-        like: the metadata of that value.
-        shape: the structure of the observed value.
-        slots: the positions of the tensors in it.
-        values: the arguments of the gate; observed tensors replace those at `slots`.
-        look: called with the observed value.
-        is_alone: whether the observed value is one tensor.
-    """
+    """One insertion at a gate, as far as it is the same in all calls."""
 
     entry: LocatedInsertion
     at: NodePass
-    slot: int = -1
+    slot: int = -1  # the position of the value that it changes; -1 for an observer
     like: TensorMeta | None = None
-    shape: Any = None
-    slots: tuple[int, ...] = ()
+    shape: Any = None  # the structure of the observed value
+    slots: tuple[int, ...] = ()  # the positions of the tensors in it
+    # The arguments of the gate; observed tensors replace those at `slots`.
     values: tuple[Any, ...] = ()
-    look: Callable[[Any], Any] | None = None
-    is_alone: bool = False
+    look: Callable[[Any], Any] | None = None  # called with the observed value
+    is_alone: bool = False  # whether the observed value is one tensor
 
 
 # A gate with the number of its op, and its insertions.
@@ -92,13 +81,10 @@ class PlannedInsertions:
 
     Args:
         plan: the insertions.
-
-    Attributes:
-        places: the key of their locations.
     """
 
     def __init__(self, plan: InsertionPlan) -> None:
-        self.places: Hashable = plan.key
+        self.places: Hashable = plan.key  # the key of their locations
         self._plan = plan
         self._paths: dict[int, _Path] = {}
 
@@ -120,17 +106,14 @@ class _Path:
     Args:
         recording: the path.
         plan: the insertions.
-
-    Attributes:
-        steady: the latest splices, or why there are none, and the facts that this depends on; None
-            if these are not known.
-        asked: how often in a row the insertions were asked.
-        wants_runs: whether an insertion wants to know of each call, and not only of the first.
     """
 
     def __init__(self, recording: Recording, plan: InsertionPlan) -> None:
+        # The latest splices, or why there are none, and the facts that this depends on; None if
+        # these are not known.
         self.steady: tuple[SplicedTurns | str, IdentityFacts] | None = None
-        self.asked = 0
+        self.asked = 0  # how often in a row the insertions were asked
+        # True if an insertion wants to know of each call, and not only of the first.
         self.wants_runs: bool = any(
             type(entry.insertion).ran is not Insertion.ran for entry in plan.entries
         )
@@ -198,11 +181,6 @@ class SplicedTurns:
         path: the path.
         gates: the gates with their insertions.
         effects: for each gate, the effects of its insertions; None for observers.
-
-    Attributes:
-        key: equal for calls that the same graph can serve.
-        tensors: the tensors that the effects need, in order.
-        identities: their identities.
     """
 
     def __init__(
@@ -212,6 +190,7 @@ class SplicedTurns:
         self._gates = gates
         self._effects = effects
         found = [effect for row in effects for effect in row if effect is not None]
+        # The tensors that the effects need, in order.
         self.tensors: tuple[Tensor, ...] = tuple(
             tensor for effect in found for tensor in effect.tensors
         )
@@ -222,8 +201,8 @@ class SplicedTurns:
         # A graph knows which of its inputs are one and the same tensor.
         firsts: dict[int, int] = {}
         same = tuple(firsts.setdefault(id(t), slot) for slot, t in enumerate(self.tensors))
-        self.key: Hashable = keys, same
-        self.identities: frozenset[int] = frozenset(firsts)
+        self.key: Hashable = keys, same  # equal for calls that the same graph can serve
+        self.identities: frozenset[int] = frozenset(firsts)  # their identities
         self._splices: dict[int, GateSplice] | None = None
         self._all = [
             pair

@@ -53,21 +53,15 @@ from bendtrace.watch.mode_queries import unseen
 
 
 class Containers:
-    """Changes that the insertions of a gate made to lists, dicts and objects.
+    """Changes that the insertions of a gate made to lists, dicts and objects."""
 
-    Attributes:
-        are_kept: whether an insertion has returned those that it was given.
-        are_changed: whether one of these has changed them.
-        others: the structures of which others were returned.
-    """
+    are_changed: bool  # whether one of these has changed them
 
-    are_changed: bool
-
-    are_kept: bool
+    are_kept: bool  # whether an insertion has returned those that it was given
 
     def __init__(self) -> None:
         self.are_kept = self.are_changed = False
-        self.others: list[Any] = []
+        self.others: list[Any] = []  # the structures of which others were returned
 
     def settle(
         self, shapes: tuple[Any, ...], given: tuple[Any, ...], results: tuple[Any, ...],
@@ -205,13 +199,11 @@ class Attempt:
 
     The model's own Python may have to take over from the start of the call. Nothing that is
     inserted is called a second time then: the gates return what they have returned before.
-
-    Attributes:
-        answers: for a call that begins again, what gates return, by node and pass; None for the
-            value that they receive, and an error for one that they raise.
     """
 
     def __init__(self) -> None:
+        # For a call that begins again, what gates return, by node and pass; None for the value that
+        # they receive, and an error for one that they raise.
         self.answers: dict[tuple[str, int], Any] = {}
         self._returned: dict[tuple[str, int], _Returned] = {}
         # By identity, which another tensor may have once one is gone: the references tell.
@@ -334,17 +326,6 @@ class CallState:
     Args:
         plan: the insertions; None outside of calls.
         outer: the state of the code around the call.
-
-    Attributes:
-        kept: the store of interjections (see `of_this_run`).
-        reshaped: the insertions that have changed a shape or dtype, with how.
-        passes: how often gates were passed, by node and role.
-        attempt: what gates have returned so far.
-        is_repeated: whether the backward pass does a checkpointed block again.
-        containers: the changes to containers that the insertions of the running gate made.
-        through: the managers of gradients, by node and pass.
-        error: what an insertion has raised first.
-        models_own: what the node itself has raised, inside of a gate.
     """
 
     __slots__ = (
@@ -354,14 +335,20 @@ class CallState:
 
     def __init__(self, plan: InsertionPlan | None, outer: CallState | None = None) -> None:
         self.plan: InsertionPlan | None = plan
+        # The managers of gradients, by node and pass.
         self.through: dict[tuple[str, int], _Watching] = {}
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # what an insertion has raised first
+        # What the node itself has raised, inside of a gate.
         self.models_own: Exception | None = None
-        self.kept: dict[Any, Any] = {}
+        self.kept: dict[Any, Any] = {}  # the store of interjections (see `of_this_run`)
+        # The insertions that have changed a shape or dtype, with how.
         self.reshaped: dict[str, None] = {}
+        # How often gates were passed, by node and role.
         self.passes: dict[tuple[str, str], int] = {}
-        self.attempt: Attempt = Attempt()
+        self.attempt: Attempt = Attempt()  # what gates have returned so far
+        # True if the backward pass does a checkpointed block again.
         self.is_repeated: bool = outer is not None and outer.is_repeated
+        # The changes to containers that the insertions of the running gate made.
         self.containers: Containers = Containers() if outer is None else outer.containers
 
 
@@ -556,16 +543,12 @@ class Gate:
         slots: the slots of the insertions that are called here.
         shape: the structure of the values passed to them.
         plan: the insertions that were active when the gate was recorded.
-
-    Attributes:
-        is_ahead: whether the node alone goes on with what it returns.
-        counts: whether it counts its passes, instead of being in the one that it was recorded in.
-        is_followed: whether its work is recorded like the model's own code, instead of one op.
     """
 
     is_gate = True
+    # True if it counts its passes, instead of being in the one that it was recorded in.
     counts = False
-    is_followed = False
+    is_followed = False  # whether its work is recorded like the model's own code, instead of one op
     role = ""
 
     def __init__(
@@ -580,6 +563,7 @@ class Gate:
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
             self.tells_in_place = has_mutable((*args.items, *kwargs.items))
+        # True if the node alone goes on with what it returns.
         self.is_ahead: bool = self.role in ("before", "entry")
         # Weak, so that paths do not keep former insertions alive. A trace held by the user does.
         self._plan = weakref.ref(plan)
@@ -1115,14 +1099,12 @@ class InsteadGate(Gate):
         slots: the slots of the insertions that are called here.
         shape: the structure of the arguments: a tuple of them, and a dict.
         plan: the insertions that were active when the gate was recorded.
-
-    Attributes:
-        given: the arguments themselves, in a run that is not replayed; None for what is assembled
-            from their values.
     """
 
     role = "instead"
     calls_node = True
+    # The arguments themselves, in a run that is not replayed; None for what is assembled from their
+    # values.
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     @property

@@ -80,10 +80,6 @@ class CallGradients:
         apart: whether a tensor that is passed in several positions has a separate gradient for
             each; if not, it is one tensor for the node as well, with the sum of the gradients.
         keeps_casts: whether to leave tensors alone of which autocast keeps a cast.
-
-    Attributes:
-        of_hooks: whether all of `receivers` are hooks: then the gradients of outputs are those of
-            the values that forward hooks returned.
     """
 
     def __init__(
@@ -94,6 +90,8 @@ class CallGradients:
         apart: bool = False,
         keeps_casts: bool = False,
     ) -> None:
+        # True if all of `receivers` are hooks: then the gradients of outputs are those of the
+        # values that forward hooks returned.
         self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in receivers)
         self._receivers = receivers
         self._backwards = [what._backward_of_call() for what, _, _ in receivers]
@@ -375,25 +373,19 @@ def _has_cast(tensor: Tensor) -> bool:
 
 
 class InputReplacement:
-    """An input, and its replacement during the call.
-
-    Attributes:
-        original: the input, which the caller still holds.
-        inside: the replacement: the same storage, with another history.
-        nodes: the autograd nodes of the input and of its view base, if it is a view.
-        is_leaf: whether it is a leaf of the autograd graph.
-        is_rebased: whether the input has received the history of its replacement.
-    """
+    """An input, and its replacement during the call."""
 
     def __init__(self, original: Tensor, inside: Tensor) -> None:
+        # The input, which the caller still holds.
         self.original: Callable[[], Tensor | None] = weakref.ref(original)
-        self.inside = inside
+        self.inside = inside  # the replacement: the same storage, with another history
         self._version = inside._version
         self._entry: Node = inside.grad_fn
         self._node: Node = root(original).grad_fn
+        # The autograd nodes of the input and of its view base, if it is a view.
         self.nodes: set[Any] = {original.grad_fn, self._node} - {None}
-        self.is_leaf: bool = root(original).is_leaf
-        self.is_rebased = False
+        self.is_leaf: bool = root(original).is_leaf  # whether it is a leaf of the autograd graph
+        self.is_rebased = False  # whether the input has received the history of its replacement
         if getattr(original, "__dict__", None):
             inside.__dict__.update(original.__dict__)
 

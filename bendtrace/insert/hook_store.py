@@ -33,17 +33,11 @@ _orders = itertools.count()
 
 @dataclass(eq=False)
 class HookedModule:
-    """A module that hooks are registered on.
-
-    Attributes:
-        module: the module.
-        name: its name.
-        is_given: whether a user chose the name; if not, the first user-chosen name replaces it.
-    """
+    """A module that hooks are registered on."""
 
     module: nn.Module
     name: str
-    is_given: bool
+    is_given: bool  # whether a user chose the name; if not, the first user-chosen name replaces it
 
 
 class ModuleTable(Mapping[nn.Module, "HookHandle"]):

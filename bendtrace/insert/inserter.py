@@ -125,21 +125,13 @@ class LiveInserter:
         position: where that is, if it is a part of the model.
         path_of: for a method of the model, gives the paths of modules from qualified names.
         splicer: splices insertions into known code where it can; None if each insertion is an op.
-
-    Attributes:
-        plan: as given.
-        stage: the run.
-        names: names of its nodes.
-        pending: the values that are needed again once what is running is over.
-        entry: the grad mode and other modes at the start of the run.
-        code: what it has followed like the model's code, by name: nothing.
-        raised: the paths of functions that have raised in the run: no gate counts their passes.
     """
 
+    # What it has followed like the model's code, by name: nothing.
     code: Mapping[str, Any] = MappingProxyType({})
     stage: Stage
-    names: LiveNames
-    entry: Context
+    names: LiveNames  # names of its nodes
+    entry: Context  # the grad mode and other modes at the start of the run
 
     def __init__(
         self,
@@ -158,7 +150,9 @@ class LiveInserter:
         self._registry = registry
         self._function = function
         self._spots: dict[str, NodeSlots] = {}
+        # The values that are needed again once what is running is over.
         self.pending: list[Sequence[Any]] = []
+        # The paths of functions that have raised in the run: no gate counts their passes.
         self.raised: set[str] = set()
         self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
@@ -888,18 +882,16 @@ class StateInsertions:
         plan: the insertions of the run.
         model: the model.
         host: the inserter.
-
-    Attributes:
-        slots: the insertions at them, by qualified name.
-        made: what the run has replaced so far, and goes on using: names, grad modes and tensors.
     """
 
     def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: LiveInserter) -> None:
+        # The insertions at them, by qualified name.
         self.slots: dict[str, tuple[Slot, ...]] = plan.states()
         self._plan = plan
         self._host = host
         self._names = _state_names(model) if self.slots else {}
         self._exchanges: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
+        # What the run has replaced so far, and goes on using: names, grad modes and tensors.
         self.made: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -1045,17 +1037,11 @@ def _flag_position(function: Any) -> int | None:
 
 
 class PartPosition(NamedTuple):
-    """The position in a model of a part that is run separately.
-
-    Attributes:
-        model: the model.
-        name: qualified name of the part.
-        path: its node path.
-    """
+    """The position in a model of a part that is run separately."""
 
     model: Callable[..., Any]
-    name: str
-    path: str
+    name: str  # qualified name of the part
+    path: str  # its node path
 
 
 def refuse_reading(plan: InsertionPlan, method: MethodType) -> None:

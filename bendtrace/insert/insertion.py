@@ -39,9 +39,6 @@ class Function(Interjection):
 
     Args:
         function: called with the value; if it takes two arguments, also with the `NodePass`.
-
-    Attributes:
-        function: as given.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -374,19 +371,15 @@ _MOST_NOTED = 512  # calls, before they are counted
 
 
 class CallTally:
-    """Counts calls; thread-safe, since backward passes may run in several threads.
+    """Counts calls; thread-safe, since backward passes may run in several threads."""
 
-    Attributes:
-        latest_reset: another object after each reset of counts, of any insertion.
-        noted: calls that are not counted yet: the pass, whether it changed the value, how often.
-        changes: the nodes at which a value was changed.
-    """
-
+    # Another object after each reset of counts, of any insertion.
     latest_reset: ClassVar[object] = object()
 
     def __init__(self) -> None:
+        # Calls that are not counted yet: the pass, whether it changed the value, how often.
         self.noted: deque[tuple[NodePass, bool, int]] = deque()
-        self.changes: set[str] = set()
+        self.changes: set[str] = set()  # the nodes at which a value was changed
         self._rows: dict[str, Row] = {}
         self._lock = threading.Lock()
         self._settling = threading.Lock()

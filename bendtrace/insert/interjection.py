@@ -239,11 +239,6 @@ class Passes:
         every: select only every n-th pass, beginning with the first.
         option: the name of the argument that has the numbers, for errors.
 
-    Attributes:
-        is_asked: whether a user function decides, which may decide differently the next time.
-        admits_all: whether every pass is selected.
-        needs_total: whether the total number of passes has to be known.
-
     Raises:
         InputError: an argument is invalid.
     """
@@ -265,8 +260,11 @@ class Passes:
             self._numbers = numbers
         elif numbers is not None:
             self._numbers = frozenset(_ints(numbers, option))
+        # True if a user function decides, which may decide differently the next time.
         self.is_asked: bool = callable(numbers)
+        # True if every pass is selected.
         self.admits_all: bool = numbers is None and every in (None, 1)
+        # True if the total number of passes has to be known.
         self.needs_total: bool = self._numbers is not None and any(
             number < 0 for number in self._numbers
         )
@@ -314,25 +312,20 @@ def _ints(numbers: Any, option: str) -> list[int]:
 
 
 class Effect(NamedTuple):
-    """The change of a tensor by an insertion in one call.
+    """The change of a tensor by an insertion in one call."""
 
-    Attributes:
-        function: given the tensor and `tensors`, returns the new tensor, or None to keep it. With
-            `keep` it returns a tuple of that and of the tensors to keep.
-        tensors: the other tensors that it needs. They are inputs of compiled graphs, so that one
-            graph serves calls with different tensors.
-        key: everything else that the function depends on: effects with equal keys do the same.
-        keep: called after the run with the tensors to keep.
-        kept: their number.
-        check: see `engine.splices.SpliceStep`.
-    """
-
+    # Given the tensor and `tensors`, returns the new tensor, or None to keep it. With `keep` it
+    # returns a tuple of that and of the tensors to keep.
     function: Callable[..., Any]
+    # The other tensors that it needs. They are inputs of compiled graphs, so that one graph serves
+    # calls with different tensors.
     tensors: tuple[Tensor, ...]
+    # Everything else that the function depends on: effects with equal keys do the same.
     key: Hashable
+    # Called after the run with the tensors to keep.
     keep: Callable[[tuple[Tensor, ...]], None] | None = None
-    kept: int = 0
-    check: Callable[..., str | None] | None = None
+    kept: int = 0  # their number
+    check: Callable[..., str | None] | None = None  # see `engine.splices.SpliceStep`
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

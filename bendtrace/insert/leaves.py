@@ -24,38 +24,23 @@ from bendtrace.watch.mode_queries import unseen
 
 @dataclasses.dataclass(frozen=True)
 class LeafShape:
-    """A placeholder in a structure: for a tensor, a number, or an object that stays the same.
-
-    Attributes:
-        kind: its type.
-        number: its position among the values that are passed on; -1 for none.
-    """
+    """A placeholder in a structure: for a tensor, a number, or an object that stays the same."""
 
     kind: type
-    number: int
+    number: int  # its position among the values that are passed on; -1 for none
 
 
 @dataclasses.dataclass(frozen=True)
 class ContainerShape:
-    """A container: its type and its items.
-
-    Attributes:
-        kind: its type.
-        keys: keys of a dict, else indices.
-        items: the items under the keys.
-        names: names of attributes.
-        attributes: their values.
-        mirrored: attributes that are also items of the same name.
-        order: the names of all attributes.
-    """
+    """A container: its type and its items."""
 
     kind: type
-    keys: tuple[Any, ...]
-    items: tuple[Any, ...]
-    names: tuple[Any, ...] = ()
-    attributes: tuple[Any, ...] = ()
-    mirrored: tuple[Any, ...] = ()
-    order: tuple[Any, ...] = ()
+    keys: tuple[Any, ...]  # keys of a dict, else indices
+    items: tuple[Any, ...]  # the items under the keys
+    names: tuple[Any, ...] = ()  # names of attributes
+    attributes: tuple[Any, ...] = ()  # their values
+    mirrored: tuple[Any, ...] = ()  # attributes that are also items of the same name
+    order: tuple[Any, ...] = ()  # the names of all attributes
 
 
 @dataclasses.dataclass(frozen=True)

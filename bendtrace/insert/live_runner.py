@@ -385,32 +385,15 @@ class _FunctionInterceptor(TorchFunctionMode):
 
 
 class _CallerFrame(NamedTuple):
-    """A frame around the call of a module.
+    """A frame around the call of a module."""
 
-    Attributes:
-        code: what runs in it.
-        at: the instruction.
-        module: the module that it calls, if it is torch's own code for that.
-    """
-
-    code: CodeType
-    at: int
-    module: nn.Module | None
+    code: CodeType  # what runs in it
+    at: int  # the instruction
+    module: nn.Module | None  # the module that it calls, if it is torch's own code for that
 
 
 class _CallPlace:
-    """Where a module or a function is called.
-
-    Attributes:
-        inner: the frames around the call, innermost first, up to the model's own outermost one.
-        outer: those around them.
-        scope: the call of the module; for a function, that around it.
-        spot: what is inserted there; None for a function that has not been called there.
-        site: for a function, the place of the call in the code of the module; None for a module.
-        gate: receives what it returns, if that is a tensor; None if more has to be done.
-        is_inside: whether the call is inside of something that is one op.
-        is_recomputed: whether the backward pass does it again, if there is one.
-    """
+    """Where a module or a function is called."""
 
     __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "site", "spot")
 
@@ -420,14 +403,20 @@ class _CallPlace:
         outermost = len(frames)
         while outermost and frames[outermost - 1].code.co_filename.startswith(_NOT_OF_MODELS):
             outermost -= 1
+        # The frames around the call, innermost first, up to the model's own outermost one.
         self.inner: tuple[_CallerFrame, ...] = frames[:outermost]
-        self.outer: tuple[_CallerFrame, ...] = frames[outermost:]
-        self.scope: ModuleCall = scope
+        self.outer: tuple[_CallerFrame, ...] = frames[outermost:]  # those around them
+        self.scope: ModuleCall = scope  # the call of the module; for a function, that around it
+        # What is inserted there; None for a function that has not been called there.
         self.spot: NodeSlots | None = spot
+        # For a function, the place of the call in the code of the module; None for a module.
         self.site: Site | None = None
+        # Receives what it returns, if that is a tensor; None if more has to be done.
         self.gate: AfterGate | None = None
         files = [one.code.co_filename for one in frames]
+        # True if the call is inside of something that is one op.
         self.is_inside: bool = any(file.startswith(AS_ONE) for file in files)
+        # True if the backward pass does it again, if there is one.
         self.is_recomputed: bool = _RECOMPUTES in files and not self.is_inside
 
     def is_at(self, frame: FrameType | None, run: _InsertionRun) -> bool:
@@ -462,12 +451,6 @@ class _InsertionRun:
         plan: the insertions.
         modules: the modules at whose calls they may be.
         functions: the functions at whose calls they may be.
-
-    Attributes:
-        mode: receives the calls of functions; None if nothing is inserted at any.
-        places: where modules are called, by the identity of the module.
-        outermost: the model's own outermost frame in this call; None if not known yet.
-        outer: the frames around it.
     """
 
     def __init__(
@@ -491,14 +474,17 @@ class _InsertionRun:
         self._inserter.begins(self._stage)
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
+        # Receives the calls of functions; None if nothing is inserted at any.
         self.mode: _FunctionInterceptor | None = None
         if functions:
             self.mode = _FunctionInterceptor(self, functions)
         # The places keep the code of their frames alive, so that no number is used again.
         self._calls: dict[tuple[Any, int, int], list[_CallPlace]] = {}
+        # Where modules are called, by the identity of the module.
         self.places: dict[int, list[_CallPlace]] = {id(module): [] for module in modules}
+        # The model's own outermost frame in this call; None if not known yet.
         self.outermost: FrameType | None = None
-        self.outer: tuple[_CallerFrame, ...] = ()
+        self.outer: tuple[_CallerFrame, ...] = ()  # the frames around it
 
     def ended(self) -> None:
         """Forget what belongs to the call."""

@@ -18,34 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A parameter or buffer.
+    """A parameter or buffer."""
 
-    Attributes:
-        name: its qualified name.
-        holder: path of the module call in whose code it is used; None for everywhere.
-    """
-
-    name: str
+    name: str  # its qualified name
+    # Path of the module call in whose code it is used; None for everywhere.
     holder: str | None = None
 
 
 @dataclass(frozen=True)
 class Location:
-    """The location of an insertion.
+    """The location of an insertion."""
 
-    Attributes:
-        role: whether it applies to outputs of nodes, to an input of a module, or to a parameter or
-            buffer.
-        matcher: selects the nodes; for parameters and buffers a `StateTensor`.
-        argument: name of the input.
-        dig: keys of the part inside the value.
-        shown: the path as the user writes it; only for single paths.
-    """
-
+    # To outputs of nodes, to an input of a module, or to a parameter or buffer.
     role: Literal["node", "input", "state"]
-    matcher: Any
-    argument: str = ""
-    dig: tuple[Hashable, ...] = ()
+    matcher: Any  # selects the nodes; for parameters and buffers a `StateTensor`
+    argument: str = ""  # name of the input
+    dig: tuple[Hashable, ...] = ()  # keys of the part inside the value
+    # The path as the user writes it; only for single paths.
     shown: str = field(default="", compare=False)
 
     def is_below(self, prefix: str, names: frozenset[str]) -> bool:
@@ -65,26 +54,14 @@ class Location:
 
 
 class Slot(NamedTuple):
-    """The properties shared by insertions that one trace can serve in turn.
+    """The properties shared by insertions that one trace can serve in turn."""
 
-    Attributes:
-        place: their location.
-        forms: the methods of `Interjection` that they override.
-    """
-
-    place: Location
-    forms: frozenset[str]
+    place: Location  # their location
+    forms: frozenset[str]  # the methods of `Interjection` that they override
 
 
 class LocatedInsertion:
-    """An insertion at one of its locations.
-
-    Attributes:
-        insertion: the insertion.
-        what: the interjection.
-        place: the location.
-        slot: the properties that it shares with other insertions.
-    """
+    """An insertion at one of its locations."""
 
     __slots__ = (
         "after", "backward", "before", "dig", "insertion", "instead", "place", "slot",
@@ -99,7 +76,7 @@ class LocatedInsertion:
         forms = forms_of(what)
         if insertion.allow_none:  # it may be at nodes without support for insertions
             forms |= {"permits"}
-        self.slot: Slot = Slot(place, forms)
+        self.slot: Slot = Slot(place, forms)  # the properties that it shares with other insertions
         self.before: bool = "before" in forms
         self.instead: bool = "instead" in forms
         self.after: bool = "after" in forms

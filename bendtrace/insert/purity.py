@@ -37,17 +37,11 @@ class _Impure(Exception):
 
 
 class LiftedCallable(NamedTuple):
-    """A callable, separated into its tensors and the rest.
+    """A callable, separated into its tensors and the rest."""
 
-    Attributes:
-        spec: `build_callable` rebuilds it from this and its tensors, or other ones.
-        tensors: the tensors.
-        key: everything else that it depends on.
-    """
-
-    spec: Any
+    spec: Any  # `build_callable` rebuilds it from this and its tensors, or other ones
     tensors: tuple[Tensor, ...]
-    key: Hashable
+    key: Hashable  # everything else that it depends on
 
 
 def effect_of_function(function: Callable[..., Any]) -> Effect | str:
@@ -178,9 +172,6 @@ class _Lifting:
     Args:
         trusted: whether to skip the inspection of code.
         facts: receives everything that is read; None if nobody needs it.
-
-    Attributes:
-        tensors: the tensors found.
     """
 
     def __init__(self, trusted: bool, facts: IdentityFacts | None = None) -> None:

@@ -496,27 +496,17 @@ class OneRun:
 
 @dataclass(eq=False)
 class _Name:
-    """A name that no run has shown so far.
+    """A name that no run has shown so far."""
 
-    Attributes:
-        insertion: the insertion at it.
-        target: what the user gave.
-        text: the name.
-        stem: the name without a pass.
-        chosen: the pass, counted from 0; None for all.
-        words: the words of the stem, in order.
-        layer: the type and the number of the layer that it may name; None for none.
-        found: what it means, as far as the run has shown.
-    """
-
-    insertion: Insertion
-    target: Target
-    text: str
-    stem: str
-    chosen: tuple[int, ...] | None
-    words: tuple[str, ...]
+    insertion: Insertion  # the insertion at it
+    target: Target  # what the user gave
+    text: str  # the name
+    stem: str  # the name without a pass
+    chosen: tuple[int, ...] | None  # the pass, counted from 0; None for all
+    words: tuple[str, ...]  # the words of the stem, in order
+    # The type and the number of the layer that it may name; None for none.
     layer: tuple[str, int] | None
-    found: tuple[Target, ...] = ()
+    found: tuple[Target, ...] = ()  # what it means, as far as the run has shown
 
 
 class NameLookup:
@@ -833,12 +823,10 @@ class InsertionGroup:
 
     Args:
         model: a `BendedModule`.
-
-    Attributes:
-        insertions: the insertions, in the order in which they were made.
     """
 
     def __init__(self, model: Bended) -> None:
+        # The insertions, in the order in which they were made.
         self.insertions: list[Insertion] = []
         self._insertion_registry = model._insertion_registry
         self._knowledge = model._knowledge

@@ -93,21 +93,14 @@ def node_name_of(where: Any, knowledge: NamedRuns) -> str | None:
 
 @dataclass(frozen=True)
 class Resolution:
-    """The result of resolving a string.
+    """The result of resolving a string."""
 
-    Attributes:
-        kind: the kind of object.
-        name: for modules and states, the qualified name.
-        module: for modules, the module.
-        places: nodes of runs: the root of the tree, the node, and its passes; None for all.
-        is_owned: whether it is one of the model's own modules, parameters or buffers.
-    """
-
-    kind: Literal["state", "module", "node", "layer"]
-    name: str = ""
-    module: nn.Module | None = None
+    kind: Literal["state", "module", "node", "layer"]  # the kind of object
+    name: str = ""  # for modules and states, the qualified name
+    module: nn.Module | None = None  # for modules, the module
+    # Nodes of runs: the root of the tree, the node, and its passes; None for all.
     places: tuple[tuple[TreeNode, TreeNode, Chosen], ...] = ()
-    is_owned: bool = False
+    is_owned: bool = False  # whether it is one of the model's own modules, parameters or buffers
 
     @property
     def is_whole_state(self) -> bool:
@@ -374,21 +367,13 @@ def node_of_name(model: Any, text: str) -> Node | None:
 
 
 class _Value(NamedTuple):
-    """The value of a node: a result, or a part of one.
+    """The value of a node: a result, or a part of one."""
 
-    Attributes:
-        path: the node of the function, or of the module call.
-        keys: the keys that lead to the part.
-        passes: the selected passes; None for all.
-        scope: path of the enclosing call, "" for the call of the model.
-        role: the role of the whole value there.
-    """
-
-    path: str
-    keys: tuple[str, ...]
-    passes: frozenset[int] | None
-    scope: str
-    role: str
+    path: str  # the node of the function, or of the module call
+    keys: tuple[str, ...]  # the keys that lead to the part
+    passes: frozenset[int] | None  # the selected passes; None for all
+    scope: str  # path of the enclosing call, "" for the call of the model
+    role: str  # the role of the whole value there
 
     @classmethod
     def of(cls, node: Node) -> _Value:
@@ -459,21 +444,13 @@ def flat(where: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ReplacementPoint:
-    """A position on a tape from which a given value, or a part of it, replaces a recorded one.
+    """A position on a tape from which a given value, or a part of it, replaces a recorded one."""
 
-    Attributes:
-        index: the op whose value it replaces.
-        start: the first position at which it applies.
-        call: the module call that outputs it; None if it is the op.
-        keys: its position inside the value of the node.
-        node: the part of the node.
-    """
-
-    index: int
-    start: int
-    call: ModuleCall | None
-    keys: tuple[Any, ...]
-    node: TreeNode
+    index: int  # the op whose value it replaces
+    start: int  # the first position at which it applies
+    call: ModuleCall | None  # the module call that outputs it; None if it is the op
+    keys: tuple[Any, ...]  # its position inside the value of the node
+    node: TreeNode  # the part of the node
 
 
 def path_in(tree: Tree, text: str) -> str:

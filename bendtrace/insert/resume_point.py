@@ -69,21 +69,13 @@ from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
 
 @dataclass(eq=False)
 class Deviation:
-    """A rest that has left the path of the run that it followed.
+    """A rest that has left the path of the run that it followed."""
 
-    Attributes:
-        run: the recorded run.
-        prepared: the rest.
-        number: the guard of the run that did not hold, or the op that raised, or did not.
-        outcome: what was found instead.
-        values: the variables of the code so far.
-    """
-
-    run: RecordedRun
-    prepared: PreparedSuffix
-    number: Stop
-    outcome: Any
-    values: dict[str, Any]
+    run: RecordedRun  # the recorded run
+    prepared: PreparedSuffix  # the rest
+    number: Stop  # the guard of the run that did not hold, or the op that raised, or did not
+    outcome: Any  # what was found instead
+    values: dict[str, Any]  # the variables of the code so far
     slots: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -655,38 +647,24 @@ _MOST = 64  # things that are kept for each model
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A recorded run that may have the required rest.
+    """A recorded run that may have the required rest."""
 
-    Attributes:
-        program: the program that it belongs to.
-        recording: the run.
-        arguments: the arguments of the call, by position; None for missing ones.
-        missing: positions of the missing ones.
-    """
-
-    program: Program
+    program: Program  # the program that it belongs to
     recording: Recording
-    arguments: tuple[Any, ...]
-    missing: frozenset[int] = frozenset()
+    arguments: tuple[Any, ...]  # the arguments of the call, by position; None for missing ones
+    missing: frozenset[int] = frozenset()  # positions of the missing ones
 
 
 @dataclass
 class PreparedSuffix:
-    """The rest of a recorded run, ready to run.
-
-    Attributes:
-        recording: the run.
-        spots: where on its tape the value of each node is given.
-        cuts: the same, by op.
-        rest: the required ops.
-        code: the same as code; None if it cannot be run.
-    """
+    """The rest of a recorded run, ready to run."""
 
     recording: Recording
+    # Where on its tape the value of each node is given.
     spots: dict[str, tuple[ReplacementPoint, ...]]
-    cuts: list[Cut]
-    rest: Suffix
-    code: SuffixCode | None = None
+    cuts: list[Cut]  # the same, by op
+    rest: Suffix  # the required ops
+    code: SuffixCode | None = None  # the same as code; None if it cannot be run
 
 
 class Suffixes:
@@ -873,9 +851,6 @@ class RecordedRuns:
         bound: the arguments by name, as far as they were passed.
         form: how they were passed, where the model may see that.
 
-    Attributes:
-        is_whole: whether the model can be called with these arguments.
-
     Raises:
         InputError: no runs are known, and no arguments are given.
     """
@@ -889,6 +864,7 @@ class RecordedRuns:
         programs = sorted(tree.programs(), key=lambda program: program.serial, reverse=True)
         self._same = list(tree.programs((*names, *form)))
         self._wider = [p for p in programs if set(names) < set(_argument_names(p))]
+        # True if the model can be called with these arguments.
         self.is_whole: bool = bool(self._same) or (bool(names) and not self._wider)
         if not (self.is_whole or self._wider):
             raise InputError(

@@ -36,17 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourcePattern:
-    """A user's description of a condition or a loop.
+    """A user's description of a condition or a loop."""
 
-    Attributes:
-        text: its source, a regular expression that is searched for in it, or None for any.
-        line: a line that it covers, or None for any.
-        file: the source file, or the end of its path; None for any.
-    """
-
+    # Its source, a regular expression that is searched for in it, or None for any.
     text: str | re.Pattern[str] | None = None
-    line: int | None = None
-    file: str | None = None
+    line: int | None = None  # a line that it covers, or None for any
+    file: str | None = None  # the source file, or the end of its path; None for any
 
     def means(self, text: str, lines: range, file: str) -> bool:
         """Return whether the description fits something in the source.
@@ -273,17 +268,11 @@ class AtLine(Selector):
 
 
 class ConditionSide(NamedTuple):
-    """A condition, as seen from code that depends on it.
+    """A condition, as seen from code that depends on it."""
 
-    Attributes:
-        text: its source.
-        lines: the lines that it is on.
-        side: whether it has to be true.
-    """
-
-    text: str
-    lines: range
-    side: bool
+    text: str  # its source
+    lines: range  # the lines that it is on
+    side: bool  # whether it has to be true
 
 
 def _outside_places(node: Candidate) -> Iterator[InstructionPlace]:

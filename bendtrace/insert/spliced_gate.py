@@ -31,9 +31,6 @@ class SplicedGate:
         splicer: has put it there.
         is_part: whether a tensor is a part of the model, or was one of its arguments.
         place: how many ops and guards of the run come before.
-
-    Attributes:
-        gates: those at the same place up to this one, in order.
     """
 
     def __init__(
@@ -43,6 +40,7 @@ class SplicedGate:
         is_part: Callable[[Tensor], bool],
         place: tuple[int, int],
     ) -> None:
+        # Those at the same place up to this one, in order.
         self.gates: tuple[AfterGate, ...] = (gate,)
         self._gate = gate
         self._path = gate.at.path

@@ -64,19 +64,15 @@ class Splicer:
         plan: insertions at these places.
         knowledge: the runs of the model.
         exits: gives all exits that calls may take.
-
-    Attributes:
-        is_apart: whether it has turned out that runs with the insertions have to be recorded.
-        calls: how many calls it has served to their end.
-        writes: whether a known run writes to tensors in place.
     """
 
     def __init__(
         self, plan: InsertionPlan, knowledge: Knowledge, exits: Callable[[], Iterable[Exit]]
     ) -> None:
+        # True if it has turned out that runs with the insertions have to be recorded.
         self.is_apart: bool = not plan.can_be_spliced
-        self.calls: int = 0
-        self.writes: bool = False
+        self.calls: int = 0  # how many calls it has served to their end
+        self.writes: bool = False  # whether a known run writes to tensors in place
         self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
@@ -174,9 +170,6 @@ class _Places:
         splicer: knows what is inserted.
         nodes: the nodes of a run.
         piece: the run.
-
-    Attributes:
-        is_open: whether gates reach all modules that it calls.
     """
 
     def __init__(self, splicer: Splicer, nodes: RunNodes, piece: RunPiece) -> None:
@@ -187,6 +180,7 @@ class _Places:
         self._tape: Tape = piece.recording.tape
         self._analysis: Analysis = piece.analysis
         self._positions = [guard.position for guard in self._tape.guards]
+        # True if gates reach all modules that it calls.
         self.is_open: bool = not self._tape.is_closed
 
     def find(self) -> tuple[ValueSplice, ...]:

@@ -265,24 +265,18 @@ _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # assign to new o
 
 
 class ReachedObjects(NamedTuple):
-    """The objects that the code of one insertion reaches.
-
-    Attributes:
-        what: the insertion.
-        codes: its code, and whether other code calls it: see `stores_in`.
-        objects: the containers, objects, modules and tensors that it holds, by identity.
-        numbers: the globals with plain values that it names.
-        is_contained: whether it can read nothing of the model but its arguments, unless the model
-            has some of what it holds, too.
-        is_plain: whether it could not by what it holds at present, which may change.
-    """
+    """The objects that the code of one insertion reaches."""
 
     what: Interjection
+    # Its code, and whether other code calls it: see `stores_in`.
     codes: Mapping[types.CodeType, bool]
+    # The containers, objects, modules and tensors that it holds, by identity.
     objects: Mapping[int, Any]
-    numbers: frozenset[str]
+    numbers: frozenset[str]  # the globals with plain values that it names
+    # True if it can read nothing of the model but its arguments, unless the model has some of what
+    # it holds, too.
     is_contained: bool
-    is_plain: bool
+    is_plain: bool  # whether it could not by what it holds at present, which may change
 
 
 def reach_of_insertion(what: Interjection, own: Container[int]) -> ReachedObjects:
@@ -466,15 +460,12 @@ def is_contained(function: Any, own: Container[int] | None = None) -> bool:
 
 
 class _PlainScan:
-    """The objects that a search has scanned, and the model's own modules.
-
-    Attributes:
-        may_change: whether something was found that can come to hold other objects.
-    """
+    """The objects that a search has scanned, and the model's own modules."""
 
     def __init__(self, own: Container[int] | None) -> None:
         self.seen: set[int] = set()
         self.own = own
+        # True if something was found that can come to hold other objects.
         self.may_change: bool = False
 
 

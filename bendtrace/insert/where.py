@@ -242,21 +242,14 @@ class _OfPart(Restricted):
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream of a model, by TransformerLens's names.
+    """The residual stream of a model, by TransformerLens's names."""
 
-    Attributes:
-        layers: the number of layers.
-        positions: the node path of the embeddings of positions; None if there are none.
-        norms: for each layer the norms before attention and before the MLP.
-        final: the norm after all layers.
-        unembed: the module that makes logits of the stream; None if there is none.
-    """
-
-    layers: int
-    positions: str | None
+    layers: int  # the number of layers
+    positions: str | None  # the node path of the embeddings of positions; None if there are none
+    # For each layer the norms before attention and before the MLP.
     norms: tuple[tuple[nn.Module, nn.Module], ...]
-    final: nn.Module
-    unembed: nn.Module | None
+    final: nn.Module  # the norm after all layers
+    unembed: nn.Module | None  # the module that makes logits of the stream; None if there is none
 
     def key(self, layer: int, is_mid: bool) -> tuple[str, int]:
         """Return the short name of the stream before a layer, or before its MLP."""
@@ -459,34 +452,22 @@ def require_equal(aliases: Aliases, name: str) -> None:
 
 
 class _Family(NamedTuple):
-    """The names of a family of models.
+    """The names of a family of models."""
 
-    Attributes:
-        kinds: `model_type` of their configurations.
-        block: the list of blocks.
-        parts: modules that each block has.
-        attention: the module of attention in a block.
-        heads: returns the shape that an axis of all heads has as (heads, size); None if unknown.
-        embed: the module of the embedding of tokens.
-        positions: the module of the embedding of positions; "" if there is none.
-        norms: the modules of the norms in a block, and after all blocks.
-        names: for each hook of a block its place in the block, which part of the value there, and
-            why the two are equal.
-        final: hooks after all blocks, and their places.
-        unequal: as for `Aliases`, with the prefix of the modules for `{prefix}`.
-    """
-
-    kinds: frozenset[str]
-    block: str
-    parts: tuple[str, ...]
-    attention: str
+    kinds: frozenset[str]  # `model_type` of their configurations
+    block: str  # the list of blocks
+    parts: tuple[str, ...]  # modules that each block has
+    attention: str  # the module of attention in a block
+    # Returns the shape that an axis of all heads has as (heads, size); None if unknown.
     heads: Callable[[Mapping[str, nn.Module], str], tuple[int, int] | None]
-    embed: str
-    positions: str
-    norms: tuple[str, str, str]
+    embed: str  # the module of the embedding of tokens
+    positions: str  # the module of the embedding of positions; "" if there is none
+    norms: tuple[str, str, str]  # the modules of the norms in a block, and after all blocks
+    # For each hook of a block its place in the block, which part of the value there, and why the
+    # two are equal.
     names: Mapping[str, tuple[str, str, str]]
-    final: Mapping[str, str]
-    unequal: Mapping[str, str]
+    final: Mapping[str, str]  # hooks after all blocks, and their places
+    unequal: Mapping[str, str]  # as for `Aliases`, with the prefix of the modules for `{prefix}`
 
 
 def _family_aliases(
@@ -721,15 +702,10 @@ class OfModule:
 
 @dataclass(frozen=True)
 class Selected:
-    """The nodes that a selector selects.
-
-    Attributes:
-        selector: the selector.
-        is_broad: whether it can select any node: a selector, or a function of a node.
-    """
+    """The nodes that a selector selects."""
 
     selector: NodeSelector
-    is_broad: bool
+    is_broad: bool  # whether it can select any node: a selector, or a function of a node
 
     @property
     def needs_output(self) -> bool:
@@ -770,17 +746,11 @@ class LocationText(str):
 
 @dataclass(frozen=True)
 class Target:
-    """One location, as the user gave it.
+    """One location, as the user gave it."""
 
-    Attributes:
-        original: as the user wrote it.
-        place: the resolved location, if it can be resolved without a run.
-        passes: the passes that it names, counted from 0; None for all.
-    """
-
-    original: Any
-    place: Location | None = None
-    passes: tuple[int, ...] | None = None
+    original: Any  # as the user wrote it
+    place: Location | None = None  # the resolved location, if it can be resolved without a run
+    passes: tuple[int, ...] | None = None  # the passes that it names, counted from 0; None for all
 
     @property
     def is_ahead(self) -> bool:

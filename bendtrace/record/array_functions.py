@@ -59,15 +59,9 @@ class ArrayFunction:
         given_tensors: whether the tensors that it receives, but for those that stand for arrays,
             are tensors to it as well.
         errors: numpy's handling of errors in which it is called; None for that around the run.
-
-    Attributes:
-        function: as given.
-        is_written: whether it writes to its first argument, or to `out`.
-        works_on_arrays: that it does (see `functions.works_on_arrays`).
-        __name__: as given; with the ending of torch's where it writes to its first argument.
     """
 
-    works_on_arrays = True
+    works_on_arrays = True  # that it does (see `functions.works_on_arrays`)
 
     def __init__(
         self,
@@ -78,7 +72,8 @@ class ArrayFunction:
         errors: tuple[tuple[str, Any], ...] | None,
     ) -> None:
         self.function: Callable[..., Any] = function
-        self.is_written: bool = written
+        self.is_written: bool = written  # whether it writes to its first argument, or to `out`
+        # As given; with the ending of torch's where it writes to its first argument.
         self.__name__: str = name
         self.__module__ = str(getattr(function, "__module__", None) or "numpy")
         self._given_tensors = given_tensors
@@ -266,22 +261,15 @@ ARRAYS = (
 
 @dataclass(slots=True)
 class _SharedArray:
-    """An array, and the tensors in its memory.
-
-    Attributes:
-        array: the array.
-        content: what was in it.
-        predates_run: whether it was there before the run: then a replay takes it, and no copy.
-        is_resumed: whether the tensors are those of the replay that the run resumes, which are in
-            the memory of another array.
-        place: where that was.
-    """
+    """An array, and the tensors in its memory."""
 
     array: Any
-    content: Array
-    predates_run: bool
+    content: Array  # what was in it
+    predates_run: bool  # whether it was there before the run: then a replay takes it, and no copy
+    # True if the tensors are those of the replay that the run resumes, which are in the memory of
+    # another array.
     is_resumed: bool
-    place: str
+    place: str  # where that was
 
 
 class SharedArrays:

@@ -42,9 +42,6 @@ class Checkpoints:
         writer: writes the tape.
         changes: lists what the run has changed so far; None if that cannot be followed.
         exchanges: whether something inserted exchanges parameters.
-
-    Attributes:
-        current: the block that the run is in.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class Checkpoints:
         self.writer: TapeWriter = writer
         self.changes: Callable[[], list[EnvironmentChange] | None] = changes
         self.exchanges: Callable[[], bool] = exchanges
-        self.current: CheckpointedBlock | None = None
+        self.current: CheckpointedBlock | None = None  # the block that the run is in
 
     def block(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
         """Return an iterator that is advanced where a block begins, and where it ends.
@@ -102,12 +99,6 @@ class CheckpointedBlock:
         call: the code of the block, with its arguments.
         settings: those of the checkpoint.
         given: the tensors among the arguments.
-
-    Attributes:
-        settings: as given.
-        has_gates: whether something inserted was called inside.
-        passing: how many ops and guards come before the value that something inserted came to
-            latest, the op that gives it, and the value.
     """
 
     def __init__(
@@ -128,7 +119,9 @@ class CheckpointedBlock:
         self._tensors: tuple[int, ...] = ()
         self._passages: list[Passage] = []
         self._originals: dict[int, Tensor] = {}
-        self.has_gates: bool = False
+        self.has_gates: bool = False  # whether something inserted was called inside
+        # How many ops and guards come before the value that something inserted came to latest, the
+        # op that gives it, and the value.
         self.passing: tuple[int, int, int, Tensor] | None = None
 
     def state_parts(self) -> CheckpointSettings:
@@ -282,20 +275,13 @@ def is_plain_context(context: Any) -> bool:
 
 
 class Passage(NamedTuple):
-    """A function that replaces a value in the middle of a block.
+    """A function that replaces a value in the middle of a block."""
 
-    Attributes:
-        position: how many ops come before.
-        guards: how many guards come before.
-        op: the op that gives the value.
-        function: the function.
-        context: the grad mode and so on that it runs under; None for the context of the block.
-    """
-
-    position: int
-    guards: int
-    op: int
+    position: int  # how many ops come before
+    guards: int  # how many guards come before
+    op: int  # the op that gives the value
     function: Callable[[Any], Any]
+    # The grad mode and so on that it runs under; None for the context of the block.
     context: Context | None
 
 
@@ -308,12 +294,6 @@ class Portion:
         tried: ops after whose errors the block goes on.
         write: gives code that carries all of them out, which is called with the values of `outside`
             and what switches contexts; None to go through them one by one.
-
-    Attributes:
-        outside: the ops outside of the portion whose values it uses.
-        ops: as given.
-        passages: in their order.
-        dying: the values that are used for the last time by an op, by that.
     """
 
     def __init__(
@@ -324,17 +304,19 @@ class Portion:
         write: Callable[[Portion], Callable[..., None]] | None = None,
     ) -> None:
         self.ops: list[Op] = list(ops)
-        self.passages: list[Passage] = sorted(passages, key=lambda one: one[:2])
+        self.passages: list[Passage] = sorted(passages, key=lambda one: one[:2])  # in their order
         own = {op.index for op in self.ops}
         self._tried = tried & own
         self._write = None if self._tried else write
         self._code: Callable[..., None] | None = None
         used = [index for op in self.ops for index in op.operands]
         used += [passage.op for passage in self.passages]
+        # The ops outside of the portion whose values it uses.
         self.outside: tuple[int, ...] = tuple(dict.fromkeys(i for i in used if i not in own))
         last = {index: op.index for op in self.ops for index in (op.index, *op.operands)}
         for passage in self.passages:
             last[passage.op] = max(passage.position, last.get(passage.op, 0))
+        # The values that are used for the last time by an op, by that.
         self.dying: dict[int, list[int]] = {}
         for index, moment in last.items():
             self.dying.setdefault(moment, []).append(index)
@@ -428,12 +410,10 @@ class Block:
     Args:
         settings: those of the checkpoint.
         tensors: its arguments.
-
-    Attributes:
-        function: the model's own function, if that is to be called again instead of the portions.
     """
 
     def __init__(self, settings: CheckpointSettings, tensors: Iterable[Tensor]) -> None:
+        # The model's own function, if that is to be called again instead of the portions.
         self.function: Callable[[], Any] | None = None
         self._portions: list[tuple[Portion, tuple[Any, ...], tuple[int, int] | None]] = []
         self._around = [keeper() for keeper in KEEPERS]

@@ -61,13 +61,10 @@ class Effects:
     Args:
         tape: the tape, which may grow.
         begin: the position from which on ops count; memory from before it was there before.
-
-    Attributes:
-        first: the op; None as long as there is none.
     """
 
     def __init__(self, tape: Tape, begin: int = 0) -> None:
-        self.first: int | None = None
+        self.first: int | None = None  # the op; None as long as there is none
         self._ops = tape.ops
         self._seen = begin
         self._outside: set[int] = {*range(begin)}  # whose values may have memory from before

@@ -69,10 +69,6 @@ class ListOperand:
     Args:
         numbers: the plain numbers in it.
         ref: the op.
-
-    Attributes:
-        numbers: as given.
-        ref: as given.
     """
 
     __slots__ = ("numbers", "ref")
@@ -94,13 +90,11 @@ class Encoder:
 
     Args:
         values: the mapping from values to ops.
-
-    Attributes:
-        called: the function that the arguments are for, if it is not one of the most usual.
     """
 
     def __init__(self, values: RunValues) -> None:
         self._values = values
+        # The function that the arguments are for, if it is not one of the most usual.
         self.called: Any = None
 
     def _tells_sizes(self) -> bool:

@@ -71,33 +71,11 @@ T = TypeVar("T")
 
 
 class Recording:
-    """The result of a finished run.
+    """The result of a finished run."""
 
-    Attributes:
-        tape: the records.
-        environment: the values that the run could read.
-        root: the outermost scope; its `output` is the encoded output.
-        changes: the changes of its environment, with encoded values.
-        result: the return value of the model, without traced scalars.
-        output_reads: for outputs that were written to after their op returned them, the op that
-            wrote.
-        is_transient: whether another run with the same inputs would behave differently, unnoticed
-            by guards: for example because a cache is filled by then.
-        draws: whether it drew from torch's generators.
-        error: what the function raised, where the run is kept nevertheless.
-        writes_outside: whether it wrote to tensors that were there before.
-        form: how its arguments were passed, where the function may see that.
-        places: where its numbers stay traced, as they differ between runs (`varying.py`).
-        follows_lists: whether lists that loops append to are values (`accumulation.py`).
-        useless: of these, where that is of no use.
-        guarded: of these, where numbers are guarded nevertheless.
-        keyed: the labels of lists and dicts in the state whose items it assigns by such numbers.
-        views: what `view` has derived from the run.
-    """
+    writes_outside: bool  # whether it wrote to tensors that were there before
 
-    writes_outside: bool
-
-    draws: bool
+    draws: bool  # whether it drew from torch's generators
 
     __slots__ = (
         "changes",
@@ -120,21 +98,32 @@ class Recording:
     )
 
     def __init__(self, tape: Tape, environment: Environment, root: ModuleCall) -> None:
-        self.tape: Tape = tape
-        self.environment: Environment = environment
-        self.root: ModuleCall = root
+        self.tape: Tape = tape  # the records
+        self.environment: Environment = environment  # the values that the run could read
+        self.root: ModuleCall = root  # the outermost scope; its `output` is the encoded output
+        # The changes of its environment, with encoded values.
         self.changes: list[EnvironmentChange] = []
+        # True if another run with the same inputs would behave differently, unnoticed by guards:
+        # for example because a cache is filled by then.
         self.is_transient: bool = False
         self.draws = self.writes_outside = False
+        # For outputs that were written to after their op returned them, the op that wrote.
         self.output_reads: dict[int, int] = {}
-        self.result: Any = None
+        self.result: Any = None  # the return value of the model, without traced scalars
+        # What the function raised, where the run is kept nevertheless.
         self.error: Exception | None = None
+        # How its arguments were passed, where the function may see that.
         self.form: tuple[str, ...] = ()
+        # Where its numbers stay traced, as they differ between runs (`varying.py`).
         self.places: frozenset[Place] = frozenset()
+        # True if lists that loops append to are values (`accumulation.py`).
         self.follows_lists: bool = False
-        self.useless: frozenset[Place] = frozenset()
+        self.useless: frozenset[Place] = frozenset()  # of these, where that is of no use
+        # Of these, where numbers are guarded nevertheless.
         self.guarded: frozenset[Place] = frozenset()
+        # The labels of lists and dicts in the state whose items it assigns by such numbers.
         self.keyed: frozenset[str] = frozenset()
+        # What `view` has derived from the run.
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:

@@ -40,13 +40,6 @@ class NumberRecorder:
         values: the mapping from values to ops.
         encoder: encodes operands.
         inserter: is called before arithmetic is recorded.
-
-    Attributes:
-        answers: returns the answer to a question, given its guard and the value; None where the
-            value is the answer.
-        compares: whether the interpreter leaves the operands of a comparison on the stack while it
-            asks for the truth of its result.
-        compared: the identities of the values that were compared last.
     """
 
     def __init__(
@@ -61,10 +54,15 @@ class NumberRecorder:
         self._recorder: Any = values.origin  # which is the watcher of the run as well
         self._encoder = encoder
         self._inserter = inserter
+        # Returns the answer to a question, given its guard and the value; None where the value is
+        # the answer.
         self.answers: Callable[[Guard, Any], Any] | None = None
         self._thread = get_ident()
         places = stacks.frame_layout()
+        # True if the interpreter leaves the operands of a comparison on the stack while it asks for
+        # the truth of its result.
         self.compares: bool = places is not None and places.leaves
+        # The identities of the values that were compared last.
         self.compared: frozenset[int] = frozenset()
 
     def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:

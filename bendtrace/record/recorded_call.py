@@ -32,17 +32,14 @@ class Signature:
 
     Args:
         function: the called module or function.
-
-    Attributes:
-        parameters: the names in its signature for passing an argument by name.
-        sees_forms: whether it may see more than this: which arguments are passed by position,
-            and the order of the others. So may a wrapper with the signature of what it calls.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         called = function.forward if isinstance(function, nn.Module) else function
         self._function = function
         self._called = getattr(called, "__func__", called)
+        # True if it may see more than this: which arguments are passed by position, and the order
+        # of the others. So may a wrapper with the signature of what it calls.
         self.sees_forms: bool = _sees_forms(function)
         self._forms: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
         self._arranged: dict[int | tuple[int | str, ...], _Arrangement] = {}
@@ -53,6 +50,7 @@ class Signature:
         gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         # `*a` names no argument `a`: with `**others`, that is one like others.
         named = [p.name for p in parameters if p.kind not in gathering]
+        # The names in its signature for passing an argument by name.
         self.parameters: frozenset[str] = frozenset(named)
         self._order = {name: position for position, name in enumerate(named)}
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]

@@ -65,41 +65,26 @@ Name: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A part of a recorded run that a call went along.
-
-    Attributes:
-        tape: the run.
-        entered: the question whose answer leads into it; -1 for the beginning of the run.
-        left: the question, or the op, at which the call left it.
-        asked: in the latter case, how many questions had been asked; 0 for those before the op.
-    """
+    """A part of a recorded run that a call went along."""
 
     tape: Tape
-    entered: int
-    left: Stop
+    entered: int  # the question whose answer leads into it; -1 for the beginning of the run
+    left: Stop  # the question, or the op, at which the call left it
+    # In the latter case, how many questions had been asked; 0 for those before the op.
     asked: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """An op of the script.
+    """An op of the script."""
 
-    Attributes:
-        op: the op, as it was recorded.
-        names: names the values of the recorded run that it is of.
-        tape: a run that has recorded its value, which the one before may not have.
-        index: the op there.
-        value: its value, if that is known.
-        has_value: whether it is known.
-        elements: what is known of its elements, if the value is not known.
-    """
-
-    op: Op
-    names: _SectionNames
-    tape: Tape
-    index: int
-    value: Any = None
-    has_value: bool = False
+    op: Op  # the op, as it was recorded
+    names: _SectionNames  # names the values of the recorded run that it is of
+    tape: Tape  # a run that has recorded its value, which the one before may not have
+    index: int  # the op there
+    value: Any = None  # its value, if that is known
+    has_value: bool = False  # whether it is known
+    # What is known of its elements, if the value is not known.
     elements: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
@@ -117,25 +102,15 @@ class _Same:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A question of the script.
+    """A question of the script."""
 
-    Attributes:
-        at: how many steps come before it.
-        name: the name of the value that is tested.
-        answer: the answer.
-        other: for a question on identity, the name of the tensor that it is compared with.
-        state: the state in which it was asked, if that was read.
-        holes: the names of the holes of that state.
-        guard: the guard with which it was recorded.
-    """
-
-    at: int
-    name: Name
+    at: int  # how many steps come before it
+    name: Name  # the name of the value that is tested
     answer: Any
-    other: Name
-    state: RunState | None
-    holes: tuple[Name, ...]
-    guard: Guard
+    other: Name  # for a question on identity, the name of the tensor that it is compared with
+    state: RunState | None  # the state in which it was asked, if that was read
+    holes: tuple[Name, ...]  # the names of the holes of that state
+    guard: Guard  # the guard with which it was recorded
 
 
 class _SectionNames:
@@ -219,19 +194,6 @@ class Script:
         is_exact: whether ops whose results are not held are carried out again, so that there are no
             stand-ins, and questions are asked as they come.
 
-    Attributes:
-        values: the results of ops, by their numbers in the run that follows the script.
-        errors: the errors that ops raise, likewise.
-        hold: as given.
-        of_block: the values that the run goes on with, by op, if it is in a checkpointed block.
-        follower: as given.
-        is_active: whether the run has not come to the end yet.
-        is_merged: whether two tensors that the script has are one in this call.
-        dead: once it has, the ops whose values are stand-ins, with what is known of the values.
-        firsts: for names of tensors that had a name before, the first one.
-        apart: names of tensors that had one when they were recorded, and have none in this call.
-        cached: tensors in caches that the program reads.
-
     Raises:
         NondeterminismError: a value that is needed is not among those of the state.
     """
@@ -246,17 +208,22 @@ class Script:
         follower: Follower | None = None,
         is_exact: bool = False,
     ) -> None:
+        # The results of ops, by their numbers in the run that follows the script.
         self.values: dict[int, Any] = {}
-        self.errors: dict[int, Exception] = {}
+        self.errors: dict[int, Exception] = {}  # the errors that ops raise, likewise
         self.hold: Hold = hold
+        # The values that the run goes on with, by op, if it is in a checkpointed block.
         self.of_block: dict[int, Any] = {}
         self.follower: Follower | None = follower
-        self.is_active: bool = True
-        self.is_merged: bool = False
+        self.is_active: bool = True  # whether the run has not come to the end yet
+        self.is_merged: bool = False  # whether two tensors that the script has are one in this call
+        # Once it has, the ops whose values are stand-ins, with what is known of the values.
         self.dead: dict[int, Any] = {}
+        # For names of tensors that had a name before, the first one.
         self.firsts: dict[Name, Name] = {}
+        # Names of tensors that had one when they were recorded, and have none in this call.
         self.apart: set[Name] = set()
-        self.cached: Sequence[Tensor] = ()
+        self.cached: Sequence[Tensor] = ()  # tensors in caches that the program reads
         self._steps: list[_Step] = []
         self._questions: list[_Question] = []
         self._objects: dict[Name, Any] = {}

@@ -346,20 +346,13 @@ def _tape(name: str, x: Tensor) -> Tape:
 
 
 class _TorchProbe(NamedTuple):
-    """A part of torch, a model that uses it, and the expected content of its tape.
+    """A part of torch, a model that uses it, and the expected content of its tape."""
 
-    Attributes:
-        part: its name in words.
-        model: its name in `self_test_models.py`.
-        ops: names of ops, for what can be followed.
-        reason: the start of the reason why a call runs live, for parts that cannot be followed.
-        names: code that uses one of these cannot be followed if the probe fails; "" covers all.
-    """
-
-    part: str
-    model: str
-    ops: tuple[str, ...]
-    reason: str
+    part: str  # its name in words
+    model: str  # its name in `self_test_models.py`
+    ops: tuple[str, ...]  # names of ops, for what can be followed
+    reason: str  # the start of the reason why a call runs live, for parts that cannot be followed
+    # Code that uses one of these cannot be followed if the probe fails; "" covers all.
     names: frozenset[str]
 
     def holds(self, tape: Tape) -> bool:

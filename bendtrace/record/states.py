@@ -89,11 +89,6 @@ class StateReader:
         outermost: the code that called the model.
         reads_all: whether to read all states, including those that take long to read.
         inserter: puts its own ops into the run, if something does.
-
-    Attributes:
-        unread: the reasons why states could not be read.
-        instruction: the turn, and the length of the tape, in which the tracer has begun to do an
-            instruction in the place of the interpreter (see `arrays.py`); None if it does none.
     """
 
     def __init__(
@@ -115,7 +110,9 @@ class StateReader:
         self._modes = dispatch_modes()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self._follower = None if writer.script is None else writer.script.follower
-        self.unread: list[str] = []
+        self.unread: list[str] = []  # the reasons why states could not be read
+        # The turn, and the length of the tape, in which the tracer has begun to do an instruction
+        # in the place of the interpreter (see `arrays.py`); None if it does none.
         self.instruction: tuple[int, int] | None = None
         self._before: RunState | None = None
         self._answer: tuple[str, str] = "", ""  # of the question before

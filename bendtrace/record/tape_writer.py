@@ -74,29 +74,6 @@ class TapeWriter:
         environment: the values that the run can read.
         script: for a resumed run, what was done before.
         boundaries: code at which the chain of calls to an op ends.
-
-    Attributes:
-        tape: the tape.
-        root: the outermost scope.
-        scope: the module call that the run is in.
-        tracked: the tensors on the tape, by identity.
-        aliases: those of the tape.
-        facts: the metadata of tensors that were asked for since the latest question, by op and
-            function. Which were asked for before does not matter from a question on, where runs
-            that came to it on different ways are in the same state.
-        handed: results of ops that need not be carried out, by op.
-        errors: errors that ops raise without being carried out, by op.
-        gone_astray: the error of a resumed run that behaved differently than before.
-        writes: tracks writes to tensors.
-        is_behind: whether the run is repeating what the resumed run did.
-        boundaries: identities of the code given as such.
-        given: the containers that code called as one op has received.
-        script: what the run follows, if it follows one.
-        read_state: reads the state at a guard (see `states.py`); None to read no states.
-        goes_on_from: receives the states that the script has read, with the answers.
-        before_question: is called before a guard is added, with the code that asks.
-        is_inside: whether code inside of an op runs.
-        resumed_at: how many ops the resumed run has repeated, once it has carried out its own.
     """
 
     def __init__(
@@ -106,30 +83,40 @@ class TapeWriter:
         boundaries: frozenset[CodeType],
     ) -> None:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
-        self.root: ModuleCall = ModuleCall("", None, 0, None, 0)
-        self.scope: ModuleCall = self.root
-        self.tracked: dict[int, TrackedTensor] = {}
-        self.aliases: dict[int, int] = self.tape.aliases
+        self.root: ModuleCall = ModuleCall("", None, 0, None, 0)  # the outermost scope
+        self.scope: ModuleCall = self.root  # the module call that the run is in
+        self.tracked: dict[int, TrackedTensor] = {}  # the tensors on the tape, by identity
+        self.aliases: dict[int, int] = self.tape.aliases  # those of the tape
+        # The metadata of tensors that were asked for since the latest question, by op and function.
+        # Which were asked for before does not matter from a question on, where runs that came to it
+        # on different ways are in the same state.
         self.facts: dict[tuple[int, Any], Any] = {}
+        # The error of a resumed run that behaved differently than before.
         self.gone_astray: errors.NondeterminismError | None = None
-        self.writes: Writes = Writes()
-        self.given: list[Any] = []
+        self.writes: Writes = Writes()  # tracks writes to tensors
+        self.given: list[Any] = []  # the containers that code called as one op has received
         self._environment = environment
-        self.script: Script | None = script
-        self.handed: dict[int, Any] = {}
+        self.script: Script | None = script  # what the run follows, if it follows one
+        self.handed: dict[int, Any] = {}  # results of ops that need not be carried out, by op
+        # Errors that ops raise without being carried out, by op.
         self.errors: dict[int, Exception] = {}
         if script is not None:
             script.begin(self.aliases, _readable_tensors(environment))
             self.handed, self.errors = script.values, script.errors
+        # True if the run is repeating what the resumed run did.
         self.is_behind: bool = script is not None and script.is_active
+        # Reads the state at a guard (see `states.py`); None to read no states.
         self.read_state: Callable[[Guard], RunState | None] | None = None
+        # Receives the states that the script has read, with the answers.
         self.goes_on_from: Callable[[RunState, Any], None] | None = None
+        # Is called before a guard is added, with the code that asks.
         self.before_question: Callable[[FrameType], None] | None = None
-        self.is_inside: bool = False
+        self.is_inside: bool = False  # whether code inside of an op runs
+        # How many ops the resumed run has repeated, once it has carried out its own.
         self.resumed_at: int | None = None
         self._caught: dict[tuple[int, int], bool] = {}
         self._sites = SiteTable(boundaries)
-        self.boundaries: set[int] = self._sites.boundaries
+        self.boundaries: set[int] = self._sites.boundaries  # identities of the code given as such
         self._settings = torch.get_default_dtype(), current_settings()
         self._before = changeable_settings(), lasting_settings()
 

@@ -40,10 +40,6 @@ class Texts:
         writer: records what is printed.
         as_one: carries out a recorded op: op, function, arguments, keyword arguments, frame.
         streams: the streams before the run, by their name in `sys`.
-
-    Attributes:
-        given: the op that returned each text, with the text.
-        printing: whether values are being formatted for the screen only.
     """
 
     def __init__(
@@ -51,8 +47,8 @@ class Texts:
     ) -> None:
         self._writer = writer
         self._as_one = as_one
-        self.given: list[tuple[int, str]] = []
-        self.printing: bool = False
+        self.given: list[tuple[int, str]] = []  # the op that returned each text, with the text
+        self.printing: bool = False  # whether values are being formatted for the screen only
         self._streams = streams
 
     def mark(self, index: int, text: str) -> str:

@@ -550,24 +550,15 @@ _GO, _STOP = b"go", b"stop"
 
 @dataclass
 class Ranks:
-    """The other ranks of the process, reachable through a store.
+    """The other ranks of the process, reachable through a store."""
 
-    Attributes:
-        store: the store of the default process group.
-        rank: this process.
-        size: the number of ranks.
-        timeout: the number of seconds to wait for others.
-        events: the number of meetings, by group.
-        messages: the number of requests to the store.
-        call: the latest call in which ranks communicate: its model, and its number.
-    """
-
-    store: Any
-    rank: int
-    size: int
-    timeout: float
-    events: dict[str, int] = field(default_factory=dict)
-    messages: int = 0
+    store: Any  # the store of the default process group
+    rank: int  # this process
+    size: int  # the number of ranks
+    timeout: float  # the number of seconds to wait for others
+    events: dict[str, int] = field(default_factory=dict)  # the number of meetings, by group
+    messages: int = 0  # the number of requests to the store
+    # The latest call in which ranks communicate: its model, and its number.
     call: tuple[str, int] = ("", 0)
     _has_withdrawn: bool = False
     _latest: dict[str, int] = field(default_factory=dict)  # at which all came to agree
@@ -830,25 +821,19 @@ _local = _CurrentJointCall()
 
 
 class JointCall:
-    """A call of a model whose collectives the ranks agree on.
-
-    Attributes:
-        model: the called model.
-        groups: the groups that communicate, as far as known.
-        counts: the number of collectives so far, by group.
-        tape: the tape of the run that is being recorded or replayed; None for a live one.
-        error: the error raised because ranks did not agree.
-        is_left: whether the call is suspended, to be continued by another run.
-    """
+    """A call of a model whose collectives the ranks agree on."""
 
     def __init__(self, model: Any, groups: Iterable[RankGroup]) -> None:
         self.model = model
+        # The groups that communicate, as far as known.
         self.groups: list[RankGroup] = list(dict.fromkeys(groups))
-        self.counts: dict[RankGroup, int] = {}
+        self.counts: dict[RankGroup, int] = {}  # the number of collectives so far, by group
+        # The tape of the run that is being recorded or replayed; None for a live one.
         self.tape: Tape | None = None
         self.replays: bool = False
+        # The error raised because ranks did not agree.
         self.error: RankDivergenceError | None = None
-        self.is_left: bool = False
+        self.is_left: bool = False  # whether the call is suspended, to be continued by another run
 
     def follows(self, tape: Tape) -> None:
         """Record the tape that is replayed from now on."""

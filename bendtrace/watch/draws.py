@@ -103,14 +103,12 @@ class RandomStates:
 
     Args:
         others: further generators.
-
-    Attributes:
-        states: their states, as something that can be compared.
     """
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self._others = tuple(others)
         found = self._generators()
+        # Their states, as something that can be compared.
         self.states: list[Any] = [*map(generator_state, found)]
         self._restorers = [*map(restorer_of, found)]
 

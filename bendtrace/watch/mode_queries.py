@@ -27,12 +27,9 @@ from bendtrace.tape.contexts import function_modes
 
 
 class RecordingMode(TorchFunctionMode):
-    """A mode that the code which runs under it does not see.
+    """A mode that the code which runs under it does not see."""
 
-    Attributes:
-        around: the modes around the run that see what the model does, and nothing else.
-    """
-
+    # The modes around the run that see what the model does, and nothing else.
     around: tuple[Any, ...] = ()
 
 

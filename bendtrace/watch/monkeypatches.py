@@ -52,17 +52,11 @@ def _is_torch_defined(function: Any) -> bool:
 
 
 class Monkeypatch(NamedTuple):
-    """The replacement of a function.
+    """The replacement of a function."""
 
-    Attributes:
-        name: of the function.
-        value: the replacement; None if the function was deleted.
-        original: the original function.
-    """
-
-    name: str
-    value: Any
-    original: Any
+    name: str  # of the function
+    value: Any  # the replacement; None if the function was deleted
+    original: Any  # the original function
 
 
 Monkeypatches = tuple[Monkeypatch, ...]
@@ -75,10 +69,6 @@ class _Space:
         name: of the module or class.
         table: its attributes.
         functions: its functions, for a class those that it inherits as well.
-
-    Attributes:
-        table: as given.
-        functions: as given.
     """
 
     def __init__(self, name: str, table: dict[str, Any], functions: dict[str, Any]) -> None:

@@ -50,38 +50,29 @@ _AS_ONE_OP = frozenset(torch.autograd.Function.__mro__)
 
 
 class Reachable(NamedTuple):
-    """The functions, globals and members that code can reach.
+    """The functions, globals and members that code can reach."""
 
-    Attributes:
-        functions: methods, the functions of properties, and plain functions, its own and others.
-        opaque: functions that `bt.opaque` returned: each is recorded as one op.
-        globals: (namespace, name) of the globals that these name, also in other modules.
-        owners: the namespaces of the classes that it looks for members in.
-        members: (class namespace, name) of the class attributes and methods that they name.
-        lacking: namespaces of Python modules, with the names that it uses and that are not in
-            them; None for all, where it looks names up that it computes.
-        modules: modules that it passes to other code, which may name what is in them.
-        names: all names of globals and attributes in it.
-        stores: names of attributes that it assigns.
-        tells_numbers: whether some of it asks for the exact type of a number.
-        computes: whether it looks attributes up by names that it computes.
-        computes_outside: whether it does so in other objects than `self`.
-        depends: what all of this depends on.
-    """
-
+    # Methods, the functions of properties, and plain functions, its own and others.
     functions: tuple[types.FunctionType, ...]
+    # Functions that `bt.opaque` returned: each is recorded as one op.
     opaque: tuple[types.FunctionType, ...]
+    # (namespace, name) of the globals that these name, also in other modules.
     globals: tuple[Named, ...]
+    # The namespaces of the classes that it looks for members in.
     owners: tuple[Mapping[str, Any], ...]
+    # (class namespace, name) of the class attributes and methods that they name.
     members: tuple[Named, ...]
+    # Namespaces of Python modules, with the names that it uses and that are not in them; None for
+    # all, where it looks names up that it computes.
     lacking: tuple[tuple[Mapping[str, Any], frozenset[str] | None], ...]
+    # Modules that it passes to other code, which may name what is in them.
     modules: tuple[types.ModuleType, ...]
-    names: frozenset[str]
-    stores: frozenset[str]
-    tells_numbers: bool
-    computes: bool
-    computes_outside: bool
-    depends: Depends
+    names: frozenset[str]  # all names of globals and attributes in it
+    stores: frozenset[str]  # names of attributes that it assigns
+    tells_numbers: bool  # whether some of it asks for the exact type of a number
+    computes: bool  # whether it looks attributes up by names that it computes
+    computes_outside: bool  # whether it does so in other objects than `self`
+    depends: Depends  # what all of this depends on
 
 
 _KEPT = 1024

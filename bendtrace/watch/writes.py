@@ -48,16 +48,12 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Writes:
-    """Watches the tensors that an op receives.
+    """Watches the tensors that an op receives."""
 
-    Attributes:
-        stale: the arguments of the current op that were written to since they were named.
-        latest_unseen: the last op that wrote without changing a version; -1 if none did.
-    """
-
-    latest_unseen: int
+    latest_unseen: int  # the last op that wrote without changing a version; -1 if none did
 
     def __init__(self) -> None:
+        # The arguments of the current op that were written to since they were named.
         self.stale: list[tuple[Ref, Tensor]] = []
         self._given: list[tuple[Ref, Tensor, int]] = []
         self._memory: list[int] = []  # of what the current op received, if that is watched
