@@ -190,12 +190,7 @@ def grow(holes: Holes, growth: Growth, holder: Any, old: Tensor, new: Tensor) ->
 
 
 def may_write_to(tape: Tape, values: set[int]) -> bool:
-    """Return whether a replay may write to the memory of some values, under whatever name.
-
-    Args:
-        tape: what is replayed.
-        values: the ops that give them.
-    """
+    """Return whether a replay may write to the memory of the values of some ops, under any name."""
     names = set(values)
     for op in tape.ops:
         if op.kind is OpKind.CALL and not sets_nothing(op):

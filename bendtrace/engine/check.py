@@ -54,12 +54,9 @@ from bendtrace.watch.writes import overlap
 class CheckWriter:
     """Writes `check(A)`: None if all input guards hold, else the number of one that fails.
 
-    Args:
-        recording: the run that the guards come from.
-        analysis: its guards, sorted.
-        ignored: parts that are not checked, because the run is going to be live anyway.
-        ties: whether it is asked in any case that no argument is something the model holds.
-        patches: the replacements of functions of torch; None if they are compared elsewhere.
+    Parts in `ignored` are not checked, because the run is going to be live anyway. With `ties` it
+    asks in any case that no argument is something the model holds. Replaced functions of torch are
+    compared elsewhere if `patches` is None.
     """
 
     def __init__(
@@ -595,11 +592,8 @@ def may_change_class(part: Captured) -> bool:
 class GuardClasses:
     """The parts of a run's environment, sorted by how they are checked.
 
-    Args:
-        recording: the run.
-        analysis: its guards, sorted.
-        marked: state tensors on which the run sets attributes that were not there.
-        ignored: parts that are not checked.
+    `marked` are the state tensors on which the run sets attributes that were not there; parts in
+    `ignored` are not checked.
     """
 
     def __init__(
@@ -778,12 +772,7 @@ class Check:
 
 
 class GuardCode:
-    """Writes lines that give the number of a check that fails.
-
-    Args:
-        recording: the run that the guards come from.
-        analysis: its guards, sorted.
-    """
+    """Writes lines that give the number of a check that fails."""
 
     def __init__(self, recording: Recording, analysis: Analysis) -> None:
         self.checks: list[Check] = []  # what each number stands for
@@ -944,14 +933,7 @@ def _check_tensor(
 
 
 class AliasGuards:
-    """Writes what is asked about the tensors, containers and objects of arguments and model.
-
-    Args:
-        recording: the run that the guards come from.
-        questions: writes what is asked of parts.
-        ignored: parts that are not checked.
-        ties: whether it is asked in any case that no argument is something the model holds.
-    """
+    """Writes what is asked about the tensors, containers and objects of arguments and model."""
 
     def __init__(
         self,

@@ -127,12 +127,7 @@ class CompiledFunction:
         return self._function.find(given)
 
     def call(self, given: Sequence[Any], found: Shortcut | None) -> CompiledResult | None:
-        """Call it; return None if its guards cannot hold.
-
-        Args:
-            given: its arguments.
-            found: the graph for them, if there is one.
-        """
+        """Call it; return None if its guards cannot hold."""
         assert self._function is not None
         grad = torch.is_grad_enabled()
         static = [] if found is not None else [v for v in given if not is_marked_static(v)]
@@ -169,11 +164,8 @@ class CompiledFunction:
     ) -> bool:
         """Use a newly compiled graph from now on, if its results equal those of a replay.
 
-        Args:
-            ours: the output that was made of the results of the graph.
-            theirs: the output of the replay.
-            result: what the graph returned.
-            inputs: the tensors that existed before the call.
+        `ours` is the output that was made of the results of the graph, `theirs` the output of the
+        replay. The `inputs` existed before the call.
         """
         inputs = list(inputs)
         compared = _Comparison(inputs.copy())
@@ -472,10 +464,8 @@ def missing(
 ) -> ZeroGradientHook | str | None:
     """Return what takes zeros away; None if there are none, or why that is impossible.
 
-    Args:
-        pairs: results that require gradients: their slots, what a graph returned, and the same
-            of a replay.
-        roots: the tensors that existed before the call.
+    The pairs are results that require gradients: their slots, what a graph returned, and the same
+    of a replay. The roots are the tensors that existed before the call.
     """
     pairs = list(pairs)
     if len(pairs) < 2:
@@ -575,10 +565,7 @@ _MOST = 8
 class Backend:
     """A backend of torch.compile that records its graphs, and the calls of them.
 
-    Args:
-        backend: what compiles.
-        may_assume: whether to compile graphs that make assumptions about sizes that depend on
-            values.
+    `may_assume` lets it compile graphs that make assumptions about sizes that depend on values.
     """
 
     graphs: int  # the number of graphs that it has compiled
@@ -730,12 +717,7 @@ class Shortcut:
 
 
 class Shortcuts:
-    """The graphs of one function, by the guards on their arguments.
-
-    Args:
-        function: the function that torch.compile returned.
-        backend: what it compiles with.
-    """
+    """The graphs of one function, by the guards on their arguments."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
         self._function = function

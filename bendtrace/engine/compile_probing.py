@@ -81,14 +81,8 @@ def probe(
 ) -> ProbeFindings | None:
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
-    Args:
-        recording: the path; none of its ops is Python's own or a user's (see
-            `obstacle_to_compiling`).
-        arguments: the bound arguments of a call, for which the input guards hold.
-        splices: what is called at its gates.
-
-    Returns:
-        What was found; None if the arguments lead another way.
+    None of its ops is Python's own or a user's (see `obstacle_to_compiling`), and the input guards
+    hold for the arguments. Return None if they lead another way.
 
     Raises:
         CompileRefusal: an op writes to what was there before, or draws random numbers.
@@ -321,12 +315,7 @@ class Unknown(Exception):
 
 
 class Extents:
-    """Follows sizes back to the masks that they were counted in.
-
-    Args:
-        recording: the run.
-        findings: what a probe found out about it.
-    """
+    """Follows sizes back to the masks that they were counted in."""
 
     def __init__(self, recording: Recording, findings: ProbeFindings) -> None:
         self._ops = recording.tape.ops
@@ -531,10 +520,7 @@ def obstacle_to_compiling(
 ) -> str | None:
     """Say why a path cannot be run ahead of its guards; None if nothing on its tape forbids it.
 
-    Args:
-        recording: the path.
-        global_state: the global state that it ran under.
-        spliced: the gates for which there are splices.
+    There are splices for the gates in `spliced`.
     """
     tape = recording.tape
     if tape.blockers:
@@ -587,12 +573,7 @@ def why_not_under(global_state: GlobalState) -> str | None:
 
 
 def why_not_op(op: Op, entry: Context) -> str | None:
-    """Say why an op cannot be compiled; None if it can.
-
-    Args:
-        op: the op.
-        entry: grad mode and so on of the function that it is compiled in.
-    """
+    """Say why an op cannot be compiled; None if it can."""
     if op.is_given:
         return None
     if op.kind is OpKind.UNKNOWN:

@@ -107,13 +107,7 @@ class CompileSettings:
 def settings_of(
     backend: Any, options: Mapping[str, Any] | None, cache_dir: Any = None
 ) -> CompileSettings | None:
-    """Check what a user gave.
-
-    Args:
-        backend: None for no compilation, a name, or a function.
-        options: `mode`, `options`, `dynamic`, `drop_slower`, `max_paths`, `max_segments`,
-            `cuda_graphs`.
-        cache_dir: where compiled code is kept.
+    """Check what a user gave; without a backend, nothing is compiled.
 
     Raises:
         InputError: there is no such backend or option, or an option makes no sense.
@@ -223,12 +217,7 @@ _one_at_a_time = threading.RLock()  # the directory is that of the process
 
 
 class Artefacts:
-    """Compiled code in a directory.
-
-    Args:
-        directory: the directory; it is made when something is first kept.
-        settings: how code is compiled, as plain values.
-    """
+    """Compiled code in a directory, which is made when something is first kept."""
 
     def __init__(self, directory: str, settings: Mapping[str, Any]) -> None:
         self.directory = directory

@@ -98,11 +98,7 @@ class SplicedCall:
 class CompiledPath(CompiledFunction):
     """One path, compiled.
 
-    Args:
-        home: the program that the path belongs to.
-        stretch: the last stretch of its code.
-        settings: how to compile.
-        spliced: the insertions at its gates; None without gates.
+    Its last stretch is given. The insertions at its gates are None without gates.
     """
 
     failures: int
@@ -151,13 +147,9 @@ class CompiledPath(CompiledFunction):
         spliced: PathSplices | None = None,
         may_be_silent: bool = True,
     ) -> None:
-        """Write, compile and confirm the function after a replay of the call.
+        """Write, compile and confirm the function after a replay of the call, with its output.
 
-        Args:
-            arguments: the bound arguments of the call.
-            output: the output of the replay.
-            spliced: the insertions at its gates.
-            may_be_silent: whether the graph may leave out whether they change their values.
+        With `may_be_silent`, the graph may leave out whether insertions change their values.
         """
         if spliced is not None and may_be_silent:
             self.silent = spliced.changing(_STEADY)
@@ -300,14 +292,9 @@ class CompiledPath(CompiledFunction):
     ) -> Any:
         """Run it, for arguments for which the input guards hold.
 
-        Args:
-            arguments: the bound arguments.
-            spliced: the insertions at its gates.
-            raises: whether an error is raised as a `CompileRefusal`.
-
-        Returns:
-            The output, for a path with splices in a `SplicedCall`; an `UncheckedResult` if a graph
-            was compiled in between; or `FAILED`.
+        Return the output, for a path with splices in a `SplicedCall`; an `UncheckedResult` if a
+        graph was compiled in between; or `FAILED`. With `raises`, an error is raised as a
+        `CompileRefusal`.
         """
         if any(environ(name) != value for name, value in self._variables):
             return self._missed()
@@ -568,14 +555,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype | None:
 class StraightFunction(Expressions):
     """The function of a path.
 
-    Args:
-        recording: the path.
-        analysis: its guards, sorted.
-        findings: the findings of a probe.
-        entry: the grad mode, autocast state etc. at its start.
-        leaves: the ops whose tensors the output consists of.
-        exactly: whether all value-dependent sizes must equal the recorded ones.
-        splices: the insertions at its gates.
+    The `entry` context is the one at its start; the output consists of the tensors of the ops in
+    `leaves`. With `exactly`, all value-dependent sizes must equal the recorded ones.
 
     Raises:
         Refusal: something cannot be tested with a tensor.

@@ -224,12 +224,7 @@ ENTRIES: dict[Any, FunctionEquivalent] = _all_equivalents()
 
 
 def cheapest(op: Op, plain: frozenset[int] | set[int]) -> EquivalentCall | None:
-    """Return a cheaper call that a replay makes instead of a recorded one, if there is one.
-
-    Args:
-        op: the recorded call.
-        plain: see `plain_values`.
-    """
+    """Return a cheaper call that a replay makes instead of a recorded one, if there is one."""
     entry = ENTRIES.get(op.target) if op.kind is OpKind.CALL and op.raised is None else None
     if entry is None or not _is_plain_argument((*op.args, *op.kwargs.values()), plain):
         return None

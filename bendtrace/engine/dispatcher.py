@@ -215,19 +215,13 @@ class Dispatcher:
     ) -> Any:  # fmt: skip
         """Serve a call.
 
-        The questions stand in this order: whether a mode around the call sees the model, since
-        then nothing known may serve it; whether the model is to run itself, since that has to
-        cost nothing more; whether what is inserted can be written into plain code; whether a
-        compiled path serves it; which program does. Without a program, modules that are lazy
-        have to be called first, and a call that would be live does not have to be recorded. With
-        one, the reasons to run live come before the replay, which cannot be taken back.
-
-        Args:
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            plan: the insertions; None without any.
-            auditor: compares a replay with the model.
-            guess: the result of trying it on a compiled path, if that was done.
+        The questions stand in this order: whether a mode around the call sees the model, since then
+        nothing known may serve it; whether the model is to run itself, since that has to cost
+        nothing more; whether what is inserted can be written into plain code; whether a compiled
+        path serves it; which program does. Without a program, modules that are lazy have to be
+        called first, and a call that would be live does not have to be recorded. With one, the
+        reasons to run live come before the replay, which cannot be taken back. The guess is the
+        result of trying it on a compiled path, if that was done.
         """
         if modes := seeing_modes():
             self.passing[_reason_of_mode(modes[-1])] = None
@@ -760,9 +754,6 @@ class Trees:
     The inserted objects are not part of a path: another patch at the same node uses the same paths.
     If there are too many sets of locations, the paths of the least recently used sets are
     forgotten.
-
-    Args:
-        limit: how many paths each tree keeps; None for all.
     """
 
     plain: TraceTree  # the paths without insertions
@@ -947,12 +938,9 @@ class Floor:
 class _Account:
     """Pays for calls that cost more than the model.
 
-    Args:
-        free: what it holds at first, and at most.
-        earned: what a call along a known path adds.
-        waits: for how many calls none is made when it is empty: each time for the next number.
-        trial: what it holds after a wait.
-        last: how many of the last waits are repeated.
+    It holds `free` at first and at most; a call along a known path adds `earned`. When it is empty,
+    none is made for some calls, each time for the next number of `waits`, of which the `last` ones
+    are repeated. After a wait it holds `trial`.
     """
 
     def __init__(

@@ -44,10 +44,8 @@ class GlobalState(NamedTuple):
         """Return whether the state is the same now: `self == GlobalState.current()`, at less cost.
 
         Asked for at each call, and mostly by code that the processor has long forgotten: what
-        counts is how much code that is.
-
-        Args:
-            but_patches: whether somebody else asks for the functions that were replaced.
+        counts is how much code that is. With `but_patches`, somebody else asks for the functions
+        that were replaced.
         """
         context, dtype, modes, hooked, fast, settings, others = self
         if context.autocast or modes or any_autocast() or function_modes():

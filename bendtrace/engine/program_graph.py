@@ -37,14 +37,10 @@ else:
 
 
 class ProgramGraph:
-    """The states that runs of one program have been in.
+    """The states that runs of one program have been in, beginning with those of the first run.
 
-    Args:
-        recording: the first run.
-        entry: grad mode, autocast and similar settings when a run begins.
-        direct: whether generated code may call what torch functions end up calling.
-        analysis: the analysis of the first run.
-        joins: whether paths may join: if not, each state belongs to one path.
+    With `direct`, generated code may call what torch functions end up calling. Without `joins`,
+    each state belongs to one path.
     """
 
     has_begun_anew: bool  # whether the graph has been started again from a later run
@@ -102,15 +98,10 @@ class ProgramGraph:
         return list(found.values())
 
     def add(self, recording: Recording, hits: int = 1) -> list[tuple[StateNode, RunPiece]] | None:
-        """Add the work that a run was the first to do.
+        """Add the work that a run was the first to do, whose path `hits` calls have taken.
 
-        Args:
-            recording: the run.
-            hits: how many calls have taken its path.
-
-        Returns:
-            The new pieces, with the states at which they begin; None if the run does not fit in:
-            the graph is unusable from then on.
+        Return the new pieces, with the states at which they begin; None if the run does not fit in:
+        the graph is unusable from then on.
 
         Raises:
             NondeterminismError: from one state, the run did something different from an earlier
@@ -260,13 +251,10 @@ class ProgramGraph:
         self._rewrite_first()
 
     def _learn(self, recording: Recording, after: int, number: int, exit: Exit) -> bool:
-        """Copy from a run the state in which the first run was at a guard.
+        """Copy from a run the state in which the first run was at a guard; return whether it could.
 
         The first run is recorded without its states: most calls take its path, and never need them.
         A run that did the same from some state on was in the same states.
-
-        Returns:
-            Whether the state could be copied.
         """
         first, tape = self.first.recording.tape, recording.tape
         ahead = exit.number + number - after
@@ -338,12 +326,7 @@ def _know_states(recording: Recording, analysis: Analysis, joins: bool = True) -
     """Give questions whose states were not read states that are equal only to themselves.
 
     From a question without a state, the model has to begin again. That may be where nothing was
-    done before that cannot be done twice.
-
-    Args:
-        recording: the run.
-        analysis: its guards, sorted.
-        joins: whether a run may be in the states of others; else no question keeps its own.
+    done before that cannot be done twice. Without `joins`, no question keeps its own.
     """
     tape = recording.tape
     if not joins:

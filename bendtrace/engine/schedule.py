@@ -124,15 +124,9 @@ class Schedule:
     ) -> Schedule:
         """Return the schedule of a segment: from a state to another, or to the end of the run.
 
-        Args:
-            recording: the run.
-            analysis: its guards, sorted.
-            entry: grad mode and so on when a run begins.
-            after: the guard whose recorded answer leads into the segment; -1 for the beginning
-                of the run, when input guards have been tested.
-            stop: the guard that it ends with; None for the end of the run.
-            growths: what may be exchanged before the end of the run.
-            splices: what values of the run are passed through, in order.
+        The recorded answer of guard `after` leads into the segment, -1 to the beginning of the run,
+        when input guards have been tested. It ends with guard `stop`, or for None at the end of the
+        run.
         """
         tape = recording.tape
         is_first = after < 0
@@ -201,12 +195,7 @@ class Schedule:
         block: Checkpoint,
         write: Callable[[checkpoints.Portion], Callable[..., None]] | None = None,
     ) -> checkpoints.Portion:
-        """Return its work in a block.
-
-        Args:
-            block: the block.
-            write: see `Portion`.
-        """
+        """Return its work in a block."""
         start = self.start if block is self.entered else block.begin[0]
         ops = map(self.op_at, range(start, min(block.end[0], self.end)))
         passages = [
@@ -261,10 +250,7 @@ class Schedule:
         return last
 
     def deaths(self, kept_until: int = -1) -> dict[int, list[int]]:
-        """Return, for each moment, the values that nothing uses from then on.
-
-        Args:
-            kept_until: the moment until which all values are kept.
+        """Return, for each moment, the values not used any more; until `kept_until` all are kept.
         """
         dying: dict[int, list[int]] = {}
         for index, moment in self.last_use.items():
@@ -300,10 +286,6 @@ class Schedule:
 
     def missing(self, number: int, computed: Collection[int]) -> list[Op]:
         """Return what has to be computed where a guard does not hold, for what is handed on.
-
-        Args:
-            number: the guard.
-            computed: the ops whose values are there.
 
         Raises:
             Unlinked: that needs a value which is not there.

@@ -338,13 +338,10 @@ def dependencies_of(
     available: Collection[int] = (),
     same: Mapping[int, int] = MappingProxyType({}),
 ) -> set[int]:
-    """Return the ops that the values of some depend on, these included.
+    """Return the ops that the values of the roots depend on, these included.
 
-    Args:
-        ops: all ops.
-        roots: these.
-        available: ops whose values are there, whatever they depend on.
-        same: ops whose values are those of others.
+    The values of `available` are there, whatever they depend on; `same` are ops whose values are
+    those of others.
     """
     needed: set[int] = set()
     waiting = list(roots)
@@ -415,11 +412,8 @@ class Unfit(Exception):
 class Interrupted(Exception):
     """A call cannot go on behind a splice, so that the model's Python takes over there.
 
-    Args:
-        position: how many ops of the run come before the place.
-        guards: how many guards come before.
-        unfit: raised instead by a call that can begin again; None if none is to do so.
-        hand_on: is called before Python takes over.
+    So many ops and guards of the run come before the place. `unfit` is raised instead by a call
+    that can begin again. `hand_on` is called before Python takes over.
     """
 
     def __init__(

@@ -113,13 +113,7 @@ class Speculation:
         arguments: tuple[Any, ...],
         inserted: CallInsertions | None = None,
     ) -> SpeculationResult:
-        """Try a call on the leading compiled path for its input guards, if there is one.
-
-        Args:
-            names: names of the arguments.
-            arguments: the arguments.
-            inserted: the insertions of the call; None without any.
-        """
+        """Try a call on the leading compiled path for its input guards, if there is one."""
         if _is_watched():
             return _WATCHED
         calls = names if inserted is None else (names, inserted.places)
@@ -177,15 +171,7 @@ class Speculation:
         finished: FinishedReplay,
         arguments: tuple[Any, ...],
     ) -> None:
-        """Learn from a call that was replayed.
-
-        Args:
-            guess: the result of trying it on a compiled path before.
-            names: names of the arguments.
-            program: the program that it was replayed with.
-            finished: how it ended.
-            arguments: the arguments.
-        """
+        """Learn from a call that was replayed, after it was tried on a compiled path."""
         stretch, inserted = program.path_end(finished), guess.inserted
         calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
@@ -466,14 +452,9 @@ _PASSES = 8  # of a segment before it is compiled
 class CompiledBody(CompiledFunction):
     """Consecutive ops, compiled.
 
-    The code of segments calls it with the operands of the ops, and receives their results; or
-    None, in which case it runs the ops one by one, and passes their results to `seen`.
-
-    Args:
-        text: the source of a function of tensors and sizes.
-        names: the values of the names in it.
-        settings: how to compile.
-        ops: the ops, one for each line.
+    The code of segments calls it with the operands of the ops, and receives their results; or None,
+    in which case it runs the ops one by one, and passes their results to `seen`. The text, with
+    names for values, is the source of a function of tensors and sizes, with a line for each op.
     """
 
     def __init__(
@@ -663,13 +644,7 @@ class _CompiledProgram:
 
 
 class CompiledWriter(SegmentWriter):
-    """Writes a segment that calls bodies.
-
-    Args:
-        schedule: its ops, in order.
-        direct: see `write_run`.
-        find: returns the body for a text, the names in it, and its ops; or None.
-    """
+    """Writes a segment that calls bodies; `find` gives one for a text, names in it, and its ops."""
 
     def __init__(
         self,
@@ -794,11 +769,8 @@ class CompiledWriter(SegmentWriter):
 class _BodyPlan(Expressions):
     """A body that has not been compiled yet.
 
-    Args:
-        ops: the ops.
-        again: those that run once more after it.
-        later: the ops whose values are used after it.
-        same: for ops that return a tensor unchanged, the op that returned it first.
+    The ops `again` run once more after it; the values of `later` are used after it. `same` has, for
+    ops that return a tensor unchanged, the op that returned it first.
     """
 
     def __init__(

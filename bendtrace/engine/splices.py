@@ -74,11 +74,7 @@ class PathSplices(Protocol):
         """The identities of these tensors."""
 
     def changing(self, calls: int) -> frozenset[int]:
-        """Return the numbers of functions that are known to change their value.
-
-        Args:
-            calls: in how many calls they did, or more.
-        """
+        """Return the numbers of functions that changed their value in so many calls, or in more."""
 
     def served(
         self,
@@ -90,12 +86,10 @@ class PathSplices(Protocol):
     ) -> None:
         """Let the insertions record what a graph did in their place.
 
-        Args:
-            kept: the observed values, in order.
-            changed: for each function but the silent ones, whether it has changed its value.
-            unchanged: the numbers of the functions that return their argument itself.
-            silent: the numbers of those of which the graph does not say so.
-            alone: those of the observed values that nobody else has, nor their memory.
+        It has kept the observed values, in order. `changed` says for each function but the silent
+        ones whether it has changed its value; the unchanged ones return their argument itself. The
+        graph does not say so of the silent ones. Nobody else has the values in `alone`, nor their
+        memory.
         """
 
 

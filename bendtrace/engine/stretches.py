@@ -237,9 +237,7 @@ class Holes(list[Any]):
     def may_enter(self, growths: Collection[Growth], taken: frozenset[Any]) -> bool:
         """Return whether code that expects the tensors as they were can continue.
 
-        Args:
-            growths: what the run that the code is of makes longer.
-            taken: where the code reads tensors.
+        Its run makes `growths` longer, and it reads tensors in the places `taken`.
         """
         return self.places.isdisjoint(taken) and self.places <= {g.place for g in growths}
 

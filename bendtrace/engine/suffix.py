@@ -166,12 +166,8 @@ class Suffix:
     ) -> None:
         """Note that a value is needed at a position, with all its sources.
 
-        Args:
-            index: the op that gives it.
-            position: where.
-            scope: for a guard, the call that it was put in.
-            by: the op that needs it; -1 for the output and for guards.
-            writer: the op that wrote to it last, if one did.
+        The scope is, for a guard, the call that it was put in. The op `by` needs the value, -1
+        stands for the output and for guards; `writer` is the op that wrote to it last, if one did.
         """
         waiting = [(index, position, scope, by, writer)]
         while waiting:
@@ -380,12 +376,7 @@ class Suffix:
         )
 
     def disturbs(self, done: Collection[int], until: int) -> bool:
-        """Return whether ops that were left out up to a position would now see what others wrote.
-
-        Args:
-            done: the ops that were carried out.
-            until: the position.
-        """
+        """Return whether ops left out up to a position would now see what others wrote."""
         written = self.memory.written_by(done)
         return any(
             self.memory.sees(op, written)
@@ -446,11 +437,6 @@ def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> SuffixCode:
 
     It takes the given values, and for a run that goes on those computed so far, from `E`:
     `s<slot>` and `v<op>`.
-
-    Args:
-        rest: what is needed.
-        analysis: the guards of the run, sorted.
-        entry: grad mode and so on when it begins.
     """
     whole = rest.recording
     kept = Recording(whole.tape, whole.environment, whole.root)
@@ -544,12 +530,9 @@ class Cuts:
         return self._of.keys()
 
     def at(self, index: int, position: int, scope: ModuleCall | None = None) -> Cut | None:
-        """Return the cut that counts for the value of an op at a position, if one does.
+        """Return the cut that counts for the value of an op used at a position, if one does.
 
-        Args:
-            index: the op.
-            position: where the value is used.
-            scope: for a guard, the call that it was put in.
+        The scope is, for a guard, the call that it was put in.
         """
         found = None
         for cut in self._of.get(index, ()):
@@ -606,11 +589,7 @@ _VIEWS = frozenset(
 
 
 class TensorMemory:
-    """The tensors of a run, and the known facts about their memory.
-
-    Args:
-        recording: the run.
-    """
+    """The tensors of a run, and the known facts about their memory."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

@@ -263,14 +263,10 @@ def _is_bendable(value: Any) -> bool:
 
 
 def _replace_in(value: Any, at: NodePass, change: _Change) -> Any:
-    """Return a value with every bendable tensor in it changed.
+    """Return a value with every bendable tensor in it changed, in containers nested in any way.
 
-    Containers in which nothing has changed stay the same objects.
-
-    Args:
-        value: a tensor, a tuple, list, dict or data class, nested in any way.
-        at: the node that returned it.
-        change: called with each tensor and its path, such as `lstm.output|sub_1.sub_0`.
+    Containers in which nothing has changed stay the same objects. `change` is called with each
+    tensor and its path, such as `lstm.output|sub_1.sub_0`.
     """
     if isinstance(value, Tensor):
         return change(value, at.path) if _is_bendable(value) else value

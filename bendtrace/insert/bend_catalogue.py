@@ -77,11 +77,8 @@ class NamedActivations(NodeSelector):
 def means(pattern: re.Pattern[str], level: Level, name: str) -> bool:
     """Return whether a pattern selects something that has a name.
 
-    Args:
-        pattern: the pattern.
-        level: "whole" for activations, "around" for modules that contain some, "inside" for nodes
-            inside an activation.
-        name: one of its names.
+    The level is "whole" for activations, "around" for modules that contain some, "inside" for nodes
+    inside an activation.
     """
     if level == "whole":
         return pattern.match(name) is not None
@@ -127,12 +124,9 @@ def weights_named(
 ) -> list[str]:
     """Return the parameters and buffers that patterns select, by their names in the state dict.
 
-    Args:
-        model: the model.
-        patterns: the patterns.
-        weights: None for those that a pattern names: it matches the full name, and would not match
-            with another last part. True for these, and for the parameters that a pattern matches
-            from the start. False for none.
+    With None, `weights` selects those that a pattern names: it matches the full name, and would not
+    match with another last part. True selects these, and the parameters that a pattern matches from
+    the start; False none.
     """
     if weights is False:
         return []
@@ -206,12 +200,7 @@ def of_candidate(node: Candidate, leaves: frozenset[str]) -> Activation | None:
 
 
 def inputs_in(recording: Recording, registry: Registry) -> Iterator[Activation]:
-    """Yield the inputs of the model that are tensors and can be bent.
-
-    Args:
-        recording: a run.
-        registry: gives the names of nodes.
-    """
+    """Yield the inputs of the model that are tensors and can be bent."""
     for op in recording.tape.ops:
         if op.kind is not OpKind.INPUT or not str(op.target).isidentifier():
             continue
@@ -236,10 +225,7 @@ def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Ac
 def passes_filter(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
     """Return whether something that has some names passes a filter.
 
-    Args:
-        names: its names.
-        flt: patterns, each of which has to match one of the names from the start.
-        exclude: patterns, none of which may match.
+    Each pattern of `flt` has to match one of them from the start, none of `exclude` may match.
     """
     names = list(names)
 
@@ -286,11 +272,7 @@ _NOTHING = frozenset[str]()
 
 
 class Catalogue:
-    """The activations and weights of a model that can be bent.
-
-    Args:
-        knowledge: the recorded runs of the model.
-    """
+    """The activations and weights of a model that can be bent."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge

@@ -251,11 +251,7 @@ def encode_bends(bends: Iterable[BendSpec]) -> dict[str, Any]:
 
 
 def decode_bends(data: Any, parameters: Mapping[str, BendingParameter]) -> list[BendSpec]:
-    """Create bends from a result of `encode_bends`.
-
-    Args:
-        data: the plain values.
-        parameters: parameters to use instead of those of the same name.
+    """Create bends from a result of `encode_bends`, with parameters for those of the same name.
 
     Raises:
         InputError: the data is invalid, or names an unknown class of callbacks.
@@ -806,8 +802,7 @@ class Bending:
     def _copyable_state(self, memo: dict[int, Any] | None) -> Any:
         """Return the part of the bends' state that a copy of the model needs.
 
-        Args:
-            memo: the objects copied so far, for a deep copy; None when everything is pickled.
+        The memo has the objects copied so far, for a deep copy; None when everything is pickled.
         """
         state = self.versions, self.configs, self._sources.copyable_state()
         if memo is None:
@@ -873,11 +868,6 @@ class Sources:
     """The bends of one model, and their insertions.
 
     A version of the weights comes first, so that bends apply to the weights of any version.
-
-    Args:
-        owner: where they are inserted.
-        catalogue: the values that can be bent.
-        versions: the versions of the weights.
     """
 
     def __init__(self, owner: BendableModel, catalogue: Catalogue, versions: Versions) -> None:
@@ -1037,13 +1027,10 @@ class Versions(Interjection):
         return dict(self._weights.get(name, {}))
 
     def add(self, name: str, weights: Mapping[str, Tensor], *, strict: bool, force: bool) -> None:
-        """Save copies of weights under a name.
+        """Save copies of weights, some or all of a state dict of the model, under a name.
 
-        Args:
-            name: the name.
-            weights: some or all of a state dict of the model.
-            strict: whether all parameters are required.
-            force: whether a version of that name may be replaced.
+        With `strict`, all parameters are required; with `force`, a version of that name may be
+        replaced.
 
         Raises:
             InputError: the weights are not those of the model, or the name is taken.

@@ -77,11 +77,7 @@ def insertions_of_plan(plan: InsertionPlan) -> PlannedInsertions:
 
 
 class PlannedInsertions:
-    """The insertions of a plan (see `engine.splices.CallInsertions`).
-
-    Args:
-        plan: the insertions.
-    """
+    """The insertions of a plan (see `engine.splices.CallInsertions`)."""
 
     def __init__(self, plan: InsertionPlan) -> None:
         self.places: Hashable = plan.key  # the key of their locations
@@ -101,12 +97,7 @@ class PlannedInsertions:
 
 
 class _Path:
-    """The insertions along one path.
-
-    Args:
-        recording: the path.
-        plan: the insertions.
-    """
+    """The insertions along one path."""
 
     def __init__(self, recording: Recording, plan: InsertionPlan) -> None:
         # The latest splices, or why there are none, and the facts that this depends on; None if
@@ -177,10 +168,7 @@ class _Path:
 class SplicedTurns:
     """The splices of one path in one call (see `engine.splices.PathSplices`).
 
-    Args:
-        path: the path.
-        gates: the gates with their insertions.
-        effects: for each gate, the effects of its insertions; None for observers.
+    The effects of the insertions at each gate are None for observers.
     """
 
     def __init__(

@@ -69,16 +69,9 @@ class Containers:
     ) -> tuple[Any, ...]:  # fmt: skip
         """Note whether lists and dicts that an insertion was given have to be updated in place.
 
-        Args:
-            shapes: the structures of the values that it received.
-            given: these values.
-            results: what it returned in their place.
-            found: the tensors and numbers of these values, as they were before it was called.
-            at: the pass.
-            entry: the insertion.
-
-        Returns:
-            The results, and what was given for those that are None.
+        It received the given values, with their shapes, and returned the results in their place.
+        `found` are the tensors and numbers of these values, as they were before it was called.
+        Return the results, and what was given for those that are None.
 
         Raises:
             InterjectionError: it has changed some in place, and returned others.
@@ -113,12 +106,7 @@ class Containers:
 
 
 class ObservedNode:
-    """A node that an insertion may or may not call, and the outcome.
-
-    Args:
-        call: the node.
-        given: its original arguments.
-    """
+    """A node, with its original arguments, that an insertion may call or not, and the outcome."""
 
     def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
         self.given = given
@@ -230,15 +218,10 @@ class Attempt:
         may_change: bool,
         version: int | None = None,
     ) -> None:
-        """Note what a gate has returned.
+        """Note what a gate has returned, in a pass of a node.
 
-        Args:
-            path: the node.
-            number: the pass.
-            given: what was returned.
-            keeps: whether to keep it alive.
-            may_change: whether the model may change it in place.
-            version: its version, if that is known.
+        With `keeps`, it is kept alive; with `may_change`, the model may change it in place. Its
+        version may not be known.
         """
         self._met[id(given)] = reference = weakref.ref(given)
         version = write_count(given) if version is None else version
@@ -259,12 +242,9 @@ class Attempt:
     def hands_on(self, gates: Sequence[Gate], given: Any) -> None:
         """Have the gates at a place in known code return once more what they have returned.
 
-        The model's Python takes over behind the op before that place, and comes to all of them.
-
-        Args:
-            gates: those that were called there, in order.
-            given: what the last of them has returned, or the error that it has raised; None for the
-                value that it received.
+        The model's Python takes over behind the op before that place, and comes to all of them. The
+        last of the gates, in the order in which they were called there, has returned what is given,
+        or has raised the given error; None stands for the value that it received.
         """
         for gate in gates:
             take_back(gate)
@@ -321,12 +301,7 @@ _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
 class CallState:
-    """The state of one call of the model that gates share.
-
-    Args:
-        plan: the insertions; None outside of calls.
-        outer: the state of the code around the call.
-    """
+    """The state of one call of the model that gates share. Outside of calls, there is no plan."""
 
     __slots__ = (
         "attempt", "containers", "error", "is_repeated", "kept", "models_own", "passes", "plan",
@@ -538,11 +513,8 @@ def exchange_store(store: dict[Any, Any]) -> dict[Any, Any]:
 class Gate:
     """A place around a node at which insertions are called.
 
-    Args:
-        at: the node, in the pass in which the gate was recorded.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the values passed to them.
-        plan: the insertions that were active when the gate was recorded.
+    The node is given in the pass in which the gate was recorded, with the structure of the values
+    passed to them, and the plan of the insertions that were active then.
     """
 
     is_gate = True
@@ -603,9 +575,8 @@ class Gate:
     def __call__(self, *values: Any) -> Any:
         """Call the insertions.
 
-        Returns:
-            The tensors and numbers to continue with; if there are lists or dicts, followed by a
-            flag that says whether to update these in place.
+        Return the tensors and numbers to continue with; if there are lists or dicts, followed by a
+        flag that says whether to update these in place.
         """
         outer, _local.call.containers = _local.call.containers, Containers()
         answers = _local.call.attempt.answers
@@ -689,14 +660,8 @@ class Gate:
 class AfterGate(Gate):
     """Receives the output of a node, and its inputs if an insertion wants them.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the node's output.
-        plan: the insertions that were active when the gate was recorded.
-        given: the structure of the node's inputs; None if no insertion wants them.
-        writes: whether the node worked in place, on a copy of the last tensor passed here, which
-            has to receive the value.
+    The structure of its inputs is None if no insertion wants them. If the node `writes`, it worked
+    in place, on a copy of the last tensor passed here, which has to receive the value.
     """
 
     role = "after"
@@ -829,12 +794,7 @@ class AfterGate(Gate):
     ) -> Any:
         """Return what takes the place of a value, for what an insertion has returned.
 
-        Args:
-            entry: the insertion.
-            value: the value that it received.
-            result: what it has returned.
-            at: the pass.
-            version: the version of the value before.
+        The version is the one that the value had before.
 
         Raises:
             InterjectionError: it does not fit.
@@ -908,12 +868,8 @@ class StateGate(AfterGate):
 class BeforeGate(Gate):
     """Receives the inputs of a node before it runs.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the arguments: a tuple of them, and a dict.
-        plan: the insertions that were active when the gate was recorded.
-        places: the inputs that insertions apply to: for each slot the keys that lead to it.
+    The shape is of its arguments: a tuple of them, and a dict. The places are the inputs that
+    insertions apply to: for each slot the keys that lead to it.
     """
 
     role = "before"
@@ -985,12 +941,9 @@ class BeforeGate(Gate):
 class EntryGate(Gate):
     """Exchanges tensors that a node is given: the node works on aliases, or on a copy.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that receive the gradients of the node's inputs.
-        shape: the structure of the arguments: a tuple of them, and a dict.
-        plan: the insertions that were active when the gate was recorded.
-        written: the number of the tensor that the node works on in place; None if it does not.
+    The insertions of the slots receive the gradients of the node's inputs. The shape is of its
+    arguments: a tuple of them, and a dict. `written` is the number of the tensor that the node
+    works on in place; None if it does not.
     """
 
     role = "entry"
@@ -1070,13 +1023,7 @@ class InputsGate(Gate):
 
 
 class CountGate(Gate):
-    """Reports that a node was reached, and receives no values.
-
-    Args:
-        at: the pass.
-        slots: the slots of the insertions to notify.
-        plan: the insertions that were active when the gate was recorded.
-    """
+    """Reports that a node was reached, and receives no values."""
 
     role = "before"
 
@@ -1094,11 +1041,7 @@ class CountGate(Gate):
 class InsteadGate(Gate):
     """Is called instead of a function or a module.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the arguments: a tuple of them, and a dict.
-        plan: the insertions that were active when the gate was recorded.
+    The shape is of the arguments: a tuple of them, and a dict.
     """
 
     role = "instead"

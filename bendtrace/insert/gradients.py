@@ -58,13 +58,9 @@ class ChecksGradients(Interjection):
         passing: frozenset[int],
         shapes: Sequence[Sequence[int]],
     ) -> Gradients:
-        """Return the gradients to pass on.
+        """Return the gradients to pass on, for what `backward` returned.
 
-        Args:
-            result: what `backward` returned.
-            before: the gradients that it was given.
-            passing: the indices of the inputs that pass a gradient on.
-            shapes: the shapes of the inputs.
+        It was given those before. `passing` are the indices of the inputs that pass a gradient on.
         """
         raise NotImplementedError
 
@@ -72,14 +68,11 @@ class ChecksGradients(Interjection):
 class CallGradients:
     """Manages the gradients of one call of a module, from before the call to all backward passes.
 
-    Args:
-        receivers: interjections whose `backward` is called, the node pass that each sees, and a
-            callback for afterwards.
-        inputs: the input tensors of the node.
-        writes: whether the node may change them in place; if not, torch refuses it.
-        apart: whether a tensor that is passed in several positions has a separate gradient for
-            each; if not, it is one tensor for the node as well, with the sum of the gradients.
-        keeps_casts: whether to leave tensors alone of which autocast keeps a cast.
+    The receivers are interjections whose `backward` is called, the node pass that each sees, and a
+    callback for afterwards. If the node `writes`, it may change inputs in place; if not, torch
+    refuses it. With `apart`, a tensor that is passed in several positions has a separate gradient
+    for each; if not, it is one tensor for the node as well, with the sum of the gradients. With
+    `keeps_casts`, tensors are left alone of which autocast keeps a cast.
     """
 
     def __init__(
@@ -132,8 +125,7 @@ class CallGradients:
     def close(self, outputs: list[Tensor]) -> dict[int, Tensor]:
         """Pass on to the inputs how they were changed in place.
 
-        Returns:
-            By id of each replacement: the input with the same value now.
+        Return, by id of each replacement, the input with the same value now.
 
         Raises:
             InputError: in-place changes make it impossible to separate the gradients.
@@ -299,14 +291,7 @@ class CallGradients:
         before: Gradients,
         passing: frozenset[int],
     ) -> Gradients:
-        """Return the gradients that an interjection returned.
-
-        Args:
-            what: the interjection.
-            at: the node pass.
-            result: what it returned.
-            before: the gradients that it was given.
-            passing: the indices of the inputs that pass a gradient on.
+        """Return the gradients that an interjection returned (see `checked_gradients`).
 
         Raises:
             InterjectionError: these are not valid gradients of the inputs.
@@ -411,10 +396,6 @@ class Watch:
 
     The history of one tensor does not show changes of the other. This is harmless if the input no
     longer exists, or if nothing else uses it.
-
-    Args:
-        alias: the input, and its replacement that is (or underlies) an output.
-        name: the name of the module, for messages.
     """
 
     def __init__(self, alias: InputReplacement, name: str) -> None:
@@ -474,10 +455,8 @@ def enter(
 ) -> tuple[tuple[Tensor, ...], Node]:
     """Return tensors that share values and storage with others, and the step's autograd node.
 
-    Args:
-        traffic: receives the gradients.
-        tensors: the other tensors.
-        writable: whether they can be changed in place; if not, torch refuses it (`NOT_WRITABLE`).
+    The traffic receives the gradients. If they are not writable, torch refuses to change them in
+    place (`NOT_WRITABLE`).
     """
     step = _Entry if writable else _ReadOnlyEntry
     inside: tuple[Tensor, ...] = step.apply(*tensors)

@@ -225,11 +225,7 @@ class HookHandle:
 
 
 class _Hook(Interjection):
-    """Calls a hook for the calls of a module.
-
-    Args:
-        handle: the hook.
-    """
+    """Calls a hook for the calls of a module."""
 
     checks_itself = True
 
@@ -249,13 +245,9 @@ class _Hook(Interjection):
     def _call(
         self, at: NodePass, seen: tuple[Any, ...], given: tuple[Any, ...], what: str
     ) -> tuple[Any, ...]:
-        """Return the result of the hook for some tensors, if it is active.
+        """Return the result of the hook for some tensors, if it is active; messages name these.
 
-        Args:
-            at: the call of the module.
-            seen: the arguments of the hook before these.
-            given: the tensors.
-            what: their name in messages.
+        Its arguments are those seen, and these tensors.
         """
         handle = self.handle
         if not handle.active:

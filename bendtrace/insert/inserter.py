@@ -118,13 +118,10 @@ def _slots_with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
 class LiveInserter:
     """An `Inserter` that adds the gates of a plan to one run.
 
-    Args:
-        plan: the insertions.
-        registry: gives the names of nodes, as in all trees of the model.
-        function: what is run.
-        position: where that is, if it is a part of the model.
-        path_of: for a method of the model, gives the paths of modules from qualified names.
-        splicer: splices insertions into known code where it can; None if each insertion is an op.
+    The registry gives the names of nodes, as in all trees of the model. If the function is a part
+    of the model, its position says where. For a method of the model, `path_of` gives the paths of
+    modules from qualified names. A splicer splices insertions into known code where it can; without
+    one, each insertion is an op.
     """
 
     # What it has followed like the model's code, by name: nothing.
@@ -458,9 +455,7 @@ class LiveInserter:
     def require_once(self, path: str, backward: bool = False) -> None:
         """Raise if the backward pass will run the current code again without what is inserted.
 
-        Args:
-            path: the node at which something is inserted.
-            backward: whether that receives gradients.
+        With `backward`, that receives gradients.
         """
         is_lost = self._recomputed or (backward and self.stage.is_in_block)
         if is_lost and torch.is_grad_enabled():
@@ -545,15 +540,9 @@ class LiveInserter:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that a node works on: aliases of tensors, and a copy of one.
 
-        The node receives its own lists and dicts, since it may change them.
-
-        Args:
-            spot: the node.
-            args: what it is given.
-            kwargs: as `args`.
-            frame: the frame that calls it.
-            written: the tensor that it works on in place, if that has to be copied.
-            undo: receives what puts the former tensors back into lists and dicts.
+        The node receives its own lists and dicts, since it may change them. The tensor that it
+        works on in place is `written`, if it has to be copied. `undo` receives what puts the former
+        tensors back into lists and dicts.
         """
         if not spot.receivers and written is None:
             return args, kwargs
@@ -876,13 +865,7 @@ def _tensors_among(value: Any) -> Iterator[Tensor]:
 
 
 class StateInsertions:
-    """The parameters and buffers with insertions.
-
-    Args:
-        plan: the insertions of the run.
-        model: the model.
-        host: the inserter.
-    """
+    """The parameters and buffers with insertions."""
 
     def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: LiveInserter) -> None:
         # The insertions at them, by qualified name.

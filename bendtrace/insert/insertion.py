@@ -37,8 +37,7 @@ What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass]
 class Function(Interjection):
     """A plain function or module as an interjection on the output of a node.
 
-    Args:
-        function: called with the value; if it takes two arguments, also with the `NodePass`.
+    It is called with the value; if it takes two arguments, also with the `NodePass`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -122,12 +121,7 @@ def _refuse_object(what: Any) -> NoReturn:
 
 @contextmanager
 def blaming(insertion: Insertion, number: int) -> Iterator[None]:
-    """Say on an error about a name how to take away the insertion that has it.
-
-    Args:
-        insertion: the insertion.
-        number: its number among those of the model.
-    """
+    """Say on an error about a name how to take away the insertion that has it."""
     try:
         yield
     except NodePathError as error:

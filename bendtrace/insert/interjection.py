@@ -233,11 +233,9 @@ PassNumbers: TypeAlias = int | Iterable[int] | Callable[[int], bool] | None
 class Passes:
     """Selects passes of a node.
 
-    Args:
-        numbers: the numbers of passes, counted from 0, or from the end if negative; a predicate of
-            the number; None for all.
-        every: select only every n-th pass, beginning with the first.
-        option: the name of the argument that has the numbers, for errors.
+    Their numbers are counted from 0, or from the end if negative; a predicate of the number selects
+    as well, None all. With `every`, only each n-th pass is selected, beginning with the first. The
+    option is the name of the argument that has the numbers, for errors.
 
     Raises:
         InputError: an argument is invalid.
@@ -270,12 +268,7 @@ class Passes:
         )
 
     def admits(self, number: int, total: int | None) -> bool:
-        """Return whether a pass is selected.
-
-        Args:
-            number: the pass.
-            total: the total number of passes; None if unknown.
-        """
+        """Return whether a pass is selected, of a total number of passes, if that is known."""
         if number % self._every:
             return False
         if self._predicate is not None:
@@ -360,14 +353,9 @@ _DECIDING = ("effect_of_bend", "effect", "get_value")
 
 
 def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
-    """Return an operand as a tensor that gives the same results.
+    """Return an operand as a tensor that gives the same results with another operand.
 
-    Args:
-        value: the operand: a number or tensor.
-        like: the metadata of the other operand.
-
-    Returns:
-        The tensor; None for a constant of the graph; or why it can be neither.
+    None for a constant of the graph; or why it can be neither.
     """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
@@ -384,13 +372,9 @@ def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
 def effect_of_value(
     compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta, *key: Hashable
 ) -> Effect | str:
-    """Return the effect of a function of a tensor and one value.
+    """Return the effect of a function of a tensor and one value, a number or tensor.
 
-    Args:
-        compute: given both, returns the new tensor.
-        value: the value: a number or tensor.
-        like: the metadata of the tensor.
-        key: everything that `compute` depends on.
+    Given both, `compute` returns the new tensor; the key is everything that it depends on.
     """
     given = _number_or_tensor(value, like)
     if isinstance(given, str):

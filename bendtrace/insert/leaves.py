@@ -61,9 +61,7 @@ class StructureMismatch(Exception):
 def take_apart(value: Any, objects: bool = True) -> tuple[Any, list[Any]]:
     """Return the structure of a value, and the tensors, traced numbers and objects in it.
 
-    Args:
-        value: anything.
-        objects: whether to pass other objects on, or leave them out.
+    Without `objects`, others are left out.
     """
     found: list[Any] = []
     return _shape_of(value, found, objects), found
@@ -136,13 +134,7 @@ def assemble(shape: Any, values: list[Any]) -> Any:
 
 
 def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
-    """Build a value again, with other tensors and numbers and the same objects.
-
-    Args:
-        value: the original value.
-        shape: its structure.
-        values: its new contents.
-    """
+    """Build a value of a structure again, with other tensors and numbers but the same objects."""
     if type(shape) is LeafShape:
         return values[shape.number] if shape.number >= 0 else value
     if type(shape) is not ContainerShape:
@@ -174,11 +166,7 @@ def refill_value(
 ) -> Any:
     """Put other tensors and numbers into the lists, dicts and objects of a value, in place.
 
-    Args:
-        value: the value.
-        shape: its structure.
-        values: its new contents.
-        undo: receives functions that put the former contents back where the new ones still are.
+    `undo` receives functions that put the former contents back where the new ones still are.
     """
     if type(shape) is not ContainerShape:
         return with_values(value, shape, values)
@@ -306,13 +294,7 @@ class OmittedObject:
 
 
 def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
-    """Collect the tensors and numbers of a value that must have a given structure.
-
-    Args:
-        shape: the shape.
-        value: the value.
-        found: receives the values, one for each leaf of the structure.
-        where: the position of the value, for messages.
+    """Collect the tensors and numbers of a value of a given structure, one for each leaf.
 
     Raises:
         Mismatch: the value has another structure.
@@ -444,13 +426,10 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 class TensorExchange:
-    """Tensors that temporarily replace others.
+    """Tensors that temporarily replace others, by the ids of these.
 
     Lists, dicts and dataclasses are changed in place, not copied: the receiver may append to them,
     and the caller expects to see that. `undo` puts the tensors back.
-
-    Args:
-        exchanged: the replacement of each tensor, by the tensor's id.
     """
 
     def __init__(self, exchanged: dict[int, Tensor]) -> None:
@@ -498,12 +477,9 @@ def _map_tensors(
 ) -> Any:
     """Return a value with other tensors.
 
-    Args:
-        value: the value.
-        new: returns the replacement of a tensor.
-        changeable: returns the list, dict or dataclass to change instead of one.
-        note: called with each replaced tuple, and its replacement.
-        around: the ids of the containers that the value is in.
+    `changeable` returns the list, dict or dataclass to change instead of one. `note` is called with
+    each replaced tuple, and its replacement. `around` has the ids of the containers around the
+    value.
     """
     if isinstance(value, Tensor):
         return new(value)
@@ -526,12 +502,9 @@ def _map_tensors(
 def with_items(
     value: Any, changed: Iterable[tuple[Any, Any]], changeable: Callable[[Any], Any] = copy.copy
 ) -> Any:
-    """Return a container with other items under some keys.
+    """Return a tuple, list, dict or dataclass with other items under some keys, indices or fields.
 
-    Args:
-        value: a tuple, list, dict or dataclass.
-        changed: keys, indices or names of fields, with the new items.
-        changeable: returns the list, dict or dataclass to change.
+    `changeable` returns the list, dict or dataclass to change.
     """
     if isinstance(value, tuple):
         return _tuple_with(value, dict(changed))

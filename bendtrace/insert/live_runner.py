@@ -83,14 +83,7 @@ _NOT_OF_MODELS = (TORCH, PACKAGE)
 
 
 class LiveRunner:
-    """Runs a model with insertions at calls of its modules, and of torch functions.
-
-    Args:
-        knowledge: what is known of the model.
-        plan: the insertions.
-        modules: the modules at whose calls they may be.
-        functions: the functions at whose calls they may be.
-    """
+    """Runs a model with insertions at calls of its modules, and of torch functions."""
 
     def __init__(
         self,
@@ -117,10 +110,7 @@ class LiveRunner:
     ) -> Any:
         """Call the model; the gates of this thread call the insertions (see `gates.applying`).
 
-        Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            recording: the run that the call is likely to be like, for reports; None if none is.
+        The run is the one that the call is likely to be like, for reports; None if none is.
         """
         with _lock:
             run = self._idle.pop() if self._idle else None
@@ -229,11 +219,8 @@ def _modules_at(
 ) -> list[nn.Module] | None:
     """Return the modules at whose calls an insertion may be; None if a run has to be recorded.
 
-    Args:
-        knowledge: what is known of the model.
-        slot: the insertion.
-        parts: the modules of the model, by their qualified names.
-        functions: receives the functions at whose calls it may be.
+    The parts are modules by qualified name. `functions` receives the functions at whose calls it
+    may be.
     """
     matcher = slot.place.matcher
     if slot.place.role == "state" or matcher.needs_output:
@@ -352,12 +339,7 @@ class _ModuleInterceptor:
 
 
 class _FunctionInterceptor(TorchFunctionMode):
-    """Takes the calls of functions at which insertions may be.
-
-    Args:
-        run: calls the functions, with what is inserted.
-        places: the functions.
-    """
+    """Takes the calls of functions at which insertions may be."""
 
     def __init__(self, run: _InsertionRun, places: _FunctionPlaces) -> None:
         super().__init__()
@@ -444,14 +426,7 @@ class _CallPlace:
 
 
 class _InsertionRun:
-    """One call of the model after the other, with insertions.
-
-    Args:
-        knowledge: what is known of the model.
-        plan: the insertions.
-        modules: the modules at whose calls they may be.
-        functions: the functions at whose calls they may be.
-    """
+    """One call of the model after the other, with insertions at calls of modules and functions."""
 
     def __init__(
         self,
@@ -499,15 +474,7 @@ class _InsertionRun:
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:
-        """Call a module, and what is inserted there.
-
-        Args:
-            module: the module.
-            own: calls the module itself.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            frame: the frame that calls it.
-        """
+        """Call a module by `own`, and what is inserted there."""
         places = self.places[id(module)]
         place = self._known(places, frame)
         if place is None:
@@ -611,9 +578,7 @@ class _InsertionRun:
     ) -> tuple[tuple[_CallerFrame, ...], ModuleCall]:
         """Return the frames around a call, and the call of a module that is the innermost.
 
-        Args:
-            module: the module that is called; None for a function.
-            frame: the frame that calls it.
+        The module is None for a call of a function.
         """
         frames: list[_CallerFrame] = []
         calls: list[tuple[nn.Module, FrameType]] = []

@@ -60,14 +60,7 @@ class Counts:
 
 
 class AttachedInterjection:
-    """An interjection at the calls of one module.
-
-    Args:
-        module: the module.
-        what: the interjection.
-        path: the node path that it sees.
-        counts: counts the calls; None if their numbers are not needed.
-    """
+    """An interjection at the calls of one module, which may be counted. It sees the path."""
 
     active = True  # as long as it is installed: nobody else takes it away
 

@@ -134,10 +134,6 @@ def copy_tensors(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with all tensors in it copied, and the containers that hold them.
 
     Objects of other kinds, such as the caches of language models, are not copied.
-
-    Args:
-        value: a tensor, or tuples, lists and dicts of tensors.
-        copied: copies a tensor.
     """
     if isinstance(value, Tensor):
         return copied(value)
@@ -468,12 +464,7 @@ def _check_number(original: Any, value: Any) -> None:
 
 
 def edit_part(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a tensor with one part changed.
-
-    Args:
-        original: the tensor; it is not changed.
-        index: the part.
-        edit: returns the new part for the present one.
+    """Return a copy of a tensor with one part changed: `edit` returns the new for the present one.
 
     Raises:
         PatchError: the part does not exist, or the new part does not fit.
@@ -485,12 +476,7 @@ def edit_part(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any
 
 
 def add_to_part(original: Any, index: Index, value: Any) -> Any:
-    """Return a value with something added to a part of it.
-
-    Args:
-        original: a tensor or a number; it is not changed.
-        index: the part; None for all of it.
-        value: the summand.
+    """Return a tensor or a number with something added to a part of a copy; None for all of it.
 
     Raises:
         PatchError: the part does not exist, or the value cannot hold the sum.
@@ -512,12 +498,7 @@ def add_to_part(original: Any, index: Index, value: Any) -> Any:
 
 
 def replace_part(original: Any, index: Index, value: Any) -> Any:
-    """Return a value with a part of it replaced.
-
-    Args:
-        original: a tensor or a number; it is not changed.
-        index: the part; None for all of it.
-        value: the new part.
+    """Return a tensor or a number with a part replaced in a copy; None for all of it.
 
     Raises:
         PatchError: the part does not exist, or cannot hold the value.
@@ -922,11 +903,7 @@ def _detach_copy(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def patched_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
-    """Within it, numbers that modules have are patched, and another context is entered.
-
-    Args:
-        numbers: the patches, by module and attribute.
-        others: the other context.
+    """Within it, numbers are patched, by module and attribute, and another context is entered.
 
     Raises:
         InputError: something is not a patch, or makes something else than a number.

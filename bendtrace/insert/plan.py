@@ -38,12 +38,7 @@ class Location:
     shown: str = field(default="", compare=False)
 
     def is_below(self, prefix: str, names: frozenset[str]) -> bool:
-        """Return whether it is at nodes with known paths, one of which leads through some names.
-
-        Args:
-            prefix: the beginning of the path.
-            names: the following names.
-        """
+        """Return whether it is at nodes with known paths, one of which has a prefix and names."""
         paths = getattr(self.matcher, "paths", (getattr(self.matcher, "path", None),))
         return any(
             path is not None

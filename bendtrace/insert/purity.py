@@ -127,9 +127,7 @@ def _follow(thing: Any, facts: IdentityFacts) -> None:
 def lift_tensors(function: Any, trusted: bool = False) -> LiftedCallable | str:
     """Separate a callable into its tensors and the rest, or return why that is impossible.
 
-    Args:
-        function: a function, method, partial or module.
-        trusted: whether its author promises that it only computes new tensors.
+    It is trusted if its author promises that it only computes new tensors.
     """
     lifting = _Lifting(trusted)
     try:
@@ -167,11 +165,9 @@ def _caller(spec: Any) -> Callable[..., Any]:
 
 
 class _Lifting:
-    """Separates callables into tensors and the rest.
+    """Separates callables into tensors and the rest. The code of trusted ones is not inspected.
 
-    Args:
-        trusted: whether to skip the inspection of code.
-        facts: receives everything that is read; None if nobody needs it.
+    The facts receive everything that is read.
     """
 
     def __init__(self, trusted: bool, facts: IdentityFacts | None = None) -> None:

@@ -57,10 +57,8 @@ InsertionRow = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
 class InsertionRegistry:
     """The insertions of one model, in the order in which they were made.
 
-    Args:
-        model: the model.
-        changed: called when insertions change, with whether there are any.
-        calls: the calls of the model that each thread is in.
+    `changed` is called when they change, with whether there are any. The calls of the model are
+    those that each thread is in.
     """
 
     def __init__(self, model: Knowledge, changed: Callable[[bool], None], calls: Calls) -> None:
@@ -175,8 +173,7 @@ class InsertionRegistry:
     def copyable_rows(self, memo: dict[int, Any] | None) -> list[InsertionRow]:
         """Return the insertions for a copy of the model.
 
-        Args:
-            memo: the objects copied so far, for a deep copy; None when everything is pickled.
+        The memo has the objects copied so far, for a deep copy; None when everything is pickled.
         """
         found: list[InsertionRow] = []
         for insertion in self._insertions:
@@ -377,11 +374,7 @@ class InsertionRegistry:
         return targets
 
     def _is_matched(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
-        """Return whether everything requested matches a node.
-
-        Args:
-            insertion: the insertion.
-            nodes: the known nodes of the model; None if it was not run yet.
+        """Return whether everything requested matches a node; these are None before a run.
 
         Raises:
             NodePathError: the model was run, and has no such node.
@@ -467,13 +460,7 @@ _PASS = re.compile(r"(.+):(\d+)", re.DOTALL)
 
 
 class OneRun:
-    """One run, as names are looked up in it.
-
-    Args:
-        knowledge: the model.
-        tree: the nodes of the run.
-        names: the names in it.
-    """
+    """One run, as names are looked up in it."""
 
     def __init__(self, knowledge: Knowledge, tree: Tree, names: RunNames) -> None:
         self.model: Callable[..., Any] = knowledge.model
@@ -510,13 +497,10 @@ class _Name:
 
 
 class NameLookup:
-    """The names that a run has to resolve.
+    """The names that a run has to resolve for its insertions, which are in order.
 
-    Args:
-        knowledge: the model.
-        insertions: all insertions of the run, in order.
-        check: raises for an interjection that is not possible at its location.
-        is_matched: raises if a pattern matches none of some nodes, and returns whether it does.
+    `check` raises for an interjection that is not possible at its location. `is_matched` raises if
+    a pattern matches none of some nodes, and returns whether it does.
 
     Raises:
         InputError: a name can only be resolved after a run.
@@ -566,12 +550,9 @@ class NameLookup:
     ) -> list[LocatedInsertion]:  # fmt: skip
         """Look names up where a call begins; return what is inserted there.
 
-        Args:
-            path: its path.
-            relative: the name of the module in the code around it.
-            module: the qualified name of the module.
-            arguments: its arguments, by the names of the inputs in the tree.
-            states: the names of the parameters and buffers that it holds itself.
+        The relative name is the one of the module in the code around it. The arguments are given by
+        the names of the inputs in the tree. The states are the parameters and buffers that it holds
+        itself.
         """
         if not self._may_lead_to(path, relative):
             return []
@@ -607,11 +588,7 @@ class NameLookup:
     def output(self, path: str, base: str, value: Any, *, is_call: bool) -> list[LocatedInsertion]:
         """Look names up where a node ends; return what is inserted there.
 
-        Args:
-            path: its path.
-            base: its name without a number.
-            value: its output.
-            is_call: whether it is a call of a module, or of the model.
+        The base is its name without a number. `is_call` is for calls of modules, and of the model.
         """
         if not self._may_lead_to(path, base):
             return []
@@ -820,9 +797,6 @@ class InsertionGroup:
 
     Workflows and harvests, which need several insertions together, reach the model only through
     this class. All insertions are checked before the first one is inserted.
-
-    Args:
-        model: a `BendedModule`.
     """
 
     def __init__(self, model: Bended) -> None:
@@ -845,11 +819,7 @@ class InsertionGroup:
     ) -> Insertion:
         """Create and check an insertion of the group, without activating it.
 
-        Args:
-            where: the nodes, as `BendedModule.interject` takes them.
-            what: what to insert.
-            allow_none: whether `where` may match no node.
-            kind: the class of the insertion.
+        With `allow_none`, `where` may match no node.
 
         Raises:
             NodePathError: `where` matches no node.

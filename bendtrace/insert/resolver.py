@@ -64,11 +64,7 @@ class NamedRuns(Protocol):
 
 
 def node_name_of(where: Any, knowledge: NamedRuns) -> str | None:
-    """Return the name for a node or an entry of a run; None if `where` is neither.
-
-    Args:
-        where: a name, a node of a tree of paths or of a mirror, or an entry of a log.
-        knowledge: the recorded runs of the model.
+    """Return the name for a node of a tree or mirror, or an entry of a log; None if it is neither.
 
     Raises:
         NodePathError: no mirror contains the node.
@@ -277,11 +273,7 @@ def text_of_place(where: Any) -> str:
 
 
 def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return given activations by the paths of their nodes.
-
-    Args:
-        model: the `BendedModule`.
-        activations: the values, by path or node.
+    """Return given activations, by path or node, by the paths of their nodes.
 
     Raises:
         InputError: a key is not a path, selects something whose value cannot be given, or is
@@ -477,13 +469,9 @@ def is_named(node: TreeNode, text: str) -> bool:
 def spots_of(
     recording: Recording, tree: Tree, text: str, *, bended: bool
 ) -> tuple[ReplacementPoint, ...]:
-    """Return where on the tape of a run the value of a node is defined.
+    """Return where on the tape of a run the value of a node is defined, by its path.
 
-    Args:
-        recording: the run.
-        tree: its tree.
-        text: the path of the node.
-        bended: whether it is the value after the insertions at the node.
+    With `bended`, it is the value after the insertions at the node.
 
     Raises:
         NodePathError: the run has no such node.
@@ -717,13 +705,9 @@ def _item_at_key(value: Any, key: Any) -> Any:
 class Knowledge:
     """The runs of one model, as insertions query them.
 
-    Args:
-        model: the model.
-        registry: the registry of node names.
-        runs: returns the runs without insertions, the latest first.
-        inserted: returns those with insertions.
-        coverage: lists the branches with a side that was not seen.
-        predict: returns the run without insertions that the inputs will repeat, if that is certain.
+    `runs` returns those without insertions, the latest first, `inserted` those with them.
+    `coverage` lists the branches with a side that was not seen. `predict` returns the run without
+    insertions that the inputs will repeat, if that is certain.
     """
 
     def __init__(
@@ -873,11 +857,7 @@ class Knowledge:
     ) -> str:
         """Return why some runs reached a node less often than others; "" if that is unknown.
 
-        Args:
-            path: the node.
-            runs: the runs.
-            often_enough: whether a run that reached the node a given number of times counts as one
-                of the others.
+        `often_enough` says whether a run that reached it so many times counts as one of the others.
         """
         others = [run for run in self.recordings() if often_enough(self.count_passes(path, run))]
         nodes = {node.path: node for node in self.candidates() or ()}

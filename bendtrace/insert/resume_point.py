@@ -132,8 +132,7 @@ class Deviation:
     def has_effects(self, random: RandomStates | None) -> bool:
         """Return whether anything besides the values of the run has been changed, or may have been.
 
-        Args:
-            random: the states of the random generators at its start, if it may draw.
+        If it may draw, the states of the random generators at its start are given.
         """
         has_drawn = random is None or random.differ()
         return has_drawn or self.prepared.rest.memory.has_effects(self.finished_ops)
@@ -223,13 +222,7 @@ def parse_replacements(
     """Parse `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
 
     In that form the names come first, and the values are among the model's keyword arguments.
-
-    Args:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-
-    Returns:
-        The activations, and the model's positional and keyword arguments.
+    Return the activations, and the model's positional and keyword arguments.
 
     Raises:
         InputError: the arguments have neither form.
@@ -555,14 +548,9 @@ def call_with(
     *,
     bended: bool,
 ) -> Any:
-    """Call a model with given values instead of its own.
+    """Call a model with given values, by node path, instead of its own.
 
-    Args:
-        model: the `BendedModule`.
-        given: the values, by node path.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-        bended: whether the values replace those after the insertions at the nodes.
+    With `bended`, they replace those after the insertions at the nodes.
 
     Raises:
         InputError: the model did not reach a node, or reached it several times, or the value of a
@@ -607,13 +595,7 @@ def _refuse_alias(text: str, node: Node, insertion: Insertion) -> None:
 
 
 class _Replacement(Interjection):
-    """Replaces the output of a node by a given value.
-
-    Args:
-        text: the requested name of the node.
-        value: the value.
-        late: whether it runs after all other insertions there.
-    """
+    """Replaces the output of a node by a value; if `late`, after all other insertions there."""
 
     _only_outputs = True
 
@@ -668,12 +650,9 @@ class PreparedSuffix:
 
 
 class Suffixes:
-    """The rests of a model's runs after the values of some nodes.
+    """The rests of a model's runs after the values of some nodes, which are given by path.
 
-    Args:
-        model: the `BendedModule`.
-        given: the values, by node path.
-        bended: whether the values replace those after the insertions at the nodes.
+    With `bended`, the values replace those after the insertions at the nodes.
     """
 
     def __init__(self, model: Any, given: Mapping[str, Any], bended: bool) -> None:
@@ -695,11 +674,8 @@ class Suffixes:
     ) -> PreparedSuffix:
         """Return the rest of a run.
 
-        Args:
-            run: the run.
-            start: the first op that has not been run yet.
-            available: the ops before it that were run.
-            tests_before: the tests that were made before.
+        It starts with the first op that has not been run yet; those before it in `available` were
+        run. The tests before were made already.
 
         Raises:
             NodePathError: the run has not reached a node.
@@ -845,11 +821,8 @@ def cached_for_model(model: Any, key: Any, make: Callable[[], Any]) -> Any:
 class RecordedRuns:
     """The recorded runs that fit the arguments of a call, the latest first.
 
-    Args:
-        model: the `BendedModule`.
-        tree: its paths, with the current insertions.
-        bound: the arguments by name, as far as they were passed.
-        form: how they were passed, where the model may see that.
+    The tree has the model's paths, with the current insertions. The form is how arguments were
+    passed, where the model may see that.
 
     Raises:
         InputError: no runs are known, and no arguments are given.

@@ -164,11 +164,7 @@ def find_nodes(what: Any, graph: CandidateGraph) -> list[Candidate]:
 def select_nodes(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:
     """Return which of some nodes of a graph are selected.
 
-    Args:
-        selector: the selector.
-        graph: the whole graph.
-        among: paths of the nodes to check; a selector that judges nodes alone is not called for
-            others.
+    A selector that judges nodes alone is not called for others.
     """
     if selector.looks_ahead:
         return selector.select(graph) & among

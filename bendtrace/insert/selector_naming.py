@@ -683,10 +683,7 @@ class Outside(Selector):
 def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> NodeSelector:
     """Return a selector for the nodes that a selector selects outside some modules.
 
-    Args:
-        what: a selector, or any value that converts to one.
-        model: the model.
-        leaves: classes of modules, modules, or qualified names of modules.
+    The leaves are classes of modules, modules, or qualified names of modules.
 
     Raises:
         InputError: one of the leaves is invalid.

@@ -24,13 +24,9 @@ if TYPE_CHECKING:
 
 
 class SplicedGate:
-    """Passes a value through a gate.
+    """Passes a value through a gate, behind so many ops and guards of a run, put by a splicer.
 
-    Args:
-        gate: the gate.
-        splicer: has put it there.
-        is_part: whether a tensor is a part of the model, or was one of its arguments.
-        place: how many ops and guards of the run come before.
+    `is_part` says whether a tensor is a part of the model, or was one of its arguments.
     """
 
     def __init__(
@@ -135,15 +131,10 @@ class SplicedGate:
         kind: tuple[Any, ...] | None,
         version: int,
     ) -> Any:
-        """Return what a gate has returned, if known code can go on with it.
+        """Return what a gate has returned for a value in a pass, if known code can go on with it.
 
-        Args:
-            value: what the gate received.
-            given: what it has returned.
-            is_referenced: whether somebody else has that, too.
-            number: the pass.
-            kind: what the value was like before.
-            version: the version that it had.
+        Somebody else may have a reference to that, too. The kind and version are those of the value
+        before.
         """
         path, current, splicer = self._path, attempt(), self._splicer
         if given is not value:
@@ -184,12 +175,9 @@ class SplicedGate:
 
 
 def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
-    """Return whether a tensor can take the place of another in a known run.
+    """Return whether a tensor can take the place of another, of some kind, in a known run.
 
-    Args:
-        kind: the kind of the other value.
-        given: what takes its place.
-        writes: whether the run writes to tensors in place.
+    That may write to tensors in place.
     """
     if kind is None or type(given) is not Tensor or tensor_kind(given) != kind:
         return False
@@ -220,12 +208,7 @@ _history = operator.attrgetter("requires_grad", "is_leaf")
 
 
 class KindTest:
-    """Tests whether other tensors are of the kind of one.
-
-    Args:
-        tensor: the tensor.
-        kind: its kind.
-    """
+    """Tests whether other tensors are of the kind of one."""
 
     __slots__ = ("_guards", "_has_history", "kind")
 

@@ -58,12 +58,9 @@ else:
 
 
 class Splicer:
-    """Gives the code of segments with what is inserted at some places.
+    """Gives the code of segments with what is inserted at some places, by the plan.
 
-    Args:
-        plan: insertions at these places.
-        knowledge: the runs of the model.
-        exits: gives all exits that calls may take.
+    `exits` gives all exits that calls may take.
     """
 
     def __init__(
@@ -85,9 +82,6 @@ class Splicer:
 
     def __call__(self, exit: Exit) -> Code:
         """Return the code of an exit.
-
-        Args:
-            exit: the exit.
 
         Raises:
             Unfit: there is none.
@@ -164,13 +158,7 @@ _FIRST = 3  # calls in which what is inserted may turn out not to fit
 
 
 class _Places:
-    """Finds where gates go in a recorded run.
-
-    Args:
-        splicer: knows what is inserted.
-        nodes: the nodes of a run.
-        piece: the run.
-    """
+    """Finds where gates go in a recorded run."""
 
     def __init__(self, splicer: Splicer, nodes: RunNodes, piece: RunPiece) -> None:
         self._splicer = splicer
@@ -313,17 +301,9 @@ def record_with_insertions(
 ) -> Recording:
     """Run a model under the tracer, with insertions.
 
-    Args:
-        knowledge: the recorded runs of the model.
-        signature: binds the arguments.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        plan: the insertions; None for none.
-        script: what need not run again.
-        reads_states: whether the run reads all states where it asks for values.
-        lifting: lifts counters of loops, and numbers in the state; None to lift none.
-        splicer: for a run that is to be kept with those without insertions, splices these in.
-            They are ops of the run if the first of them cannot be spliced.
+    The script has what need not run again. With `reads_states`, the run reads all states where it
+    asks for values. If it is to be kept with those without insertions, the splicer splices these
+    in. They are ops of the run if the first of them cannot be spliced.
     """
     inserter = None
     if plan is not None:

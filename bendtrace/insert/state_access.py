@@ -52,11 +52,7 @@ def read_and_changed(plan: InsertionPlan, recording: Recording) -> frozenset[str
 
 
 class _ModelStateAccess:
-    """The state of the model that a run reads and changes.
-
-    Args:
-        recording: the run.
-    """
+    """The state of the model that a run reads and changes."""
 
     def __init__(self, recording: Recording) -> None:
         environment = recording.environment
@@ -282,9 +278,7 @@ class ReachedObjects(NamedTuple):
 def reach_of_insertion(what: Interjection, own: Container[int]) -> ReachedObjects:
     """Return what an insertion reaches.
 
-    Args:
-        what: the insertion.
-        own: identities of the model's own modules, which do what they do.
+    The identities of the model's own modules are given, which do what they do.
     """
     codes: dict[types.CodeType, bool] = {}
     _add_codes(what, codes, set(), own, _DEPTH)
@@ -450,11 +444,9 @@ _LEADS_TO_THE_MODEL = ANY | {"module"}
 
 
 def is_contained(function: Any, own: Container[int] | None = None) -> bool:
-    """Return whether some code can read nothing of the model but its arguments.
+    """Return whether code, or a called object, can read nothing of the model but its arguments.
 
-    Args:
-        function: the function, module, interjection, or other object that is called.
-        own: identities of the model's own modules; None if unknown.
+    The identities of the model's own modules may be unknown.
     """
     return _holds_only_plain(function, _PlainScan(own))
 

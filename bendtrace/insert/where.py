@@ -73,9 +73,7 @@ class Restricted(Interjection):
 class InCalls(Restricted):
     """Has an interjection called in some calls of the model, of those that reach it.
 
-    Args:
-        what: the interjection.
-        calls: the numbers of the calls, from 0, or a predicate.
+    They are selected by their numbers, from 0, or by a predicate.
     """
 
     def __init__(self, what: Interjection, calls: PassNumbers) -> None:
@@ -114,12 +112,7 @@ class InCalls(Restricted):
 
 
 class OfRows(Restricted):
-    """Has an interjection called with some rows of a tensor, which its result replaces.
-
-    Args:
-        what: the interjection.
-        rows: the rows: indices of the first axis.
-    """
+    """Has an interjection called with some rows of the first axis, which its result replaces."""
 
     def __init__(self, what: Interjection, rows: Rows) -> None:
         super().__init__(what)
@@ -776,12 +769,7 @@ class Target:
 def targets_of(
     where: Where | StateTensor, knowledge: ModelRuns, *, lenient: bool = False
 ) -> tuple[Target, ...]:
-    """Parse a location.
-
-    Args:
-        where: as given.
-        knowledge: the recorded runs of the model.
-        lenient: whether a name without a match may match later.
+    """Parse a location. If `lenient`, a name without a match may match later.
 
     Raises:
         InputError: it is not a valid location.

@@ -52,13 +52,9 @@ def is_content(value: Any) -> bool:
 class ArrayFunction:
     """A function that receives arrays, as an op that receives the tensors that stand for them.
 
-    Args:
-        function: the function.
-        name: its name.
-        written: whether it writes to its first argument.
-        given_tensors: whether the tensors that it receives, but for those that stand for arrays,
-            are tensors to it as well.
-        errors: numpy's handling of errors in which it is called; None for that around the run.
+    If `written`, it writes to its first argument. With `given_tensors`, the tensors that it
+    receives, but for those that stand for arrays, are tensors to it as well. `errors` is numpy's
+    handling of errors in which it is called; None for the one around the run.
     """
 
     works_on_arrays = True  # that it does (see `functions.works_on_arrays`)
@@ -275,9 +271,8 @@ class _SharedArray:
 class SharedArrays:
     """Watches the arrays that tensors of a run share their memory with.
 
-    Args:
-        tape: receives a reason if a replay would behave differently.
-        find: finds an array that existed before the run.
+    The tape receives a reason if a replay would behave differently. `find` finds an array that
+    existed before the run.
     """
 
     def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
@@ -297,11 +292,7 @@ class SharedArrays:
     ) -> None:
         """Record the result of an op that may be in the memory of its arguments.
 
-        Args:
-            args: the arguments of the op.
-            out: its result.
-            again: if the result comes from a replay, runs the op.
-            frame: the frame of the run.
+        If the result comes from a replay, `again` runs the op.
         """
         arrays = [array for array in args if is_array(array) and array.nbytes]
         if not arrays or not isinstance(out, Tensor):

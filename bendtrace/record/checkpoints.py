@@ -38,10 +38,8 @@ from bendtrace.tape.watchers import call_silently
 class Checkpoints:
     """The checkpointed blocks of a run.
 
-    Args:
-        writer: writes the tape.
-        changes: lists what the run has changed so far; None if that cannot be followed.
-        exchanges: whether something inserted exchanges parameters.
+    `changes` lists what the run has changed so far, None if that cannot be followed; `exchanges`
+    says whether something inserted exchanges parameters.
     """
 
     def __init__(
@@ -58,12 +56,8 @@ class Checkpoints:
     def block(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
         """Return an iterator that is advanced where a block begins, and where it ends.
 
-        It is None for a block that cannot be followed.
-
-        Args:
-            function: the code of the block.
-            settings: those of the checkpoint, followed by the arguments of the function.
-            kwargs: further arguments of the function.
+        It is None for a block that cannot be followed. The settings are followed by the arguments
+        of the function.
         """
         preserves, context, check, debug, early_stop, *args = settings
         if self.current is not None or not is_plain_context(context):
@@ -92,14 +86,7 @@ class Checkpoints:
 
 
 class CheckpointedBlock:
-    """A block that a run goes through.
-
-    Args:
-        run: the blocks of the run.
-        call: the code of the block, with its arguments.
-        settings: those of the checkpoint.
-        given: the tensors among the arguments.
-    """
+    """A block that a run goes through; the tensors are those among the arguments of its call."""
 
     def __init__(
         self,
@@ -288,12 +275,9 @@ class Passage(NamedTuple):
 class Portion:
     """Ops of a block that were carried out one after the other.
 
-    Args:
-        ops: the ops.
-        passages: what replaces their values.
-        tried: ops after whose errors the block goes on.
-        write: gives code that carries all of them out, which is called with the values of `outside`
-            and what switches contexts; None to go through them one by one.
+    Passages replace their values; after errors of those in `tried`, the block goes on. `write`
+    gives code that carries all of them out, which is called with the values of `outside` and what
+    switches contexts; None to go through them one by one.
     """
 
     def __init__(
@@ -322,12 +306,9 @@ class Portion:
             self.dying.setdefault(moment, []).append(index)
 
     def run(self, values: Iterable[Any], stop: tuple[int, int] | None) -> None:
-        """Carry it out again.
+        """Carry it out again, with the values of `outside`.
 
-        Args:
-            values: the values of `outside`.
-            stop: how many ops and guards come before the place where the call left the portion;
-                None if it came to the end.
+        Until `stop`, so many ops and guards come before the place where the call left the portion.
         """
         switch = ContextSwitch()
         try:
@@ -405,12 +386,7 @@ KEEPERS: list[Callable[[], Callable[[], AbstractContextManager[None]]]] = []
 
 
 class Block:
-    """A block that a call is in: torch saves nothing of it from now on.
-
-    Args:
-        settings: those of the checkpoint.
-        tensors: its arguments.
-    """
+    """A block that a call is in: torch saves nothing of it from now on."""
 
     def __init__(self, settings: CheckpointSettings, tensors: Iterable[Tensor]) -> None:
         # The model's own function, if that is to be called again instead of the portions.
@@ -424,21 +400,11 @@ class Block:
         next(self._run)
 
     def goes_on(self, portion: Portion, values: tuple[Any, ...]) -> None:
-        """Note what the call does next in the block.
-
-        Args:
-            portion: that.
-            values: those of `Portion.outside`.
-        """
+        """Note the portion that the call does next, with the values for its `outside`."""
         self._portions.append((portion, values, None))
 
     def stops(self, position: int, guards: int) -> None:
-        """Note that the call left the latest portion, before it came to the end.
-
-        Args:
-            position: how many ops come before the place.
-            guards: how many guards come before.
-        """
+        """Note that the call left the latest portion behind so many ops and guards."""
         if self._portions:
             portion, values, _ = self._portions[-1]
             self._portions[-1] = portion, values, (position, guards)

@@ -64,12 +64,7 @@ else:
 
 
 class ListOperand:
-    """A list of numbers that an op gives, as an operand of other ops.
-
-    Args:
-        numbers: the plain numbers in it.
-        ref: the op.
-    """
+    """A list of numbers that an op gives, as an operand of other ops."""
 
     __slots__ = ("numbers", "ref")
 
@@ -86,11 +81,7 @@ class Memo(collections.UserDict[Any, Any]):
 
 
 class Encoder:
-    """Encodes arguments and outputs.
-
-    Args:
-        values: the mapping from values to ops.
-    """
+    """Encodes arguments and outputs."""
 
     def __init__(self, values: RunValues) -> None:
         self._values = values
@@ -483,12 +474,7 @@ def make_keys_plain(container: dict[Any, Any]) -> None:
 
 
 def index_with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
-    """Return an index with the numbers that objects of Python stand for in its slices.
-
-    Args:
-        key: the index.
-        number_of: gives the number of an object.
-    """
+    """Return an index with the numbers that objects of Python stand for in its slices."""
     kind = type(key)
     if kind is tuple:
         parts = tuple(index_with_numbers(part, number_of) for part in key)
@@ -567,13 +553,10 @@ def holds(scalars: list[TracedScalar]) -> list[int]:
 
 
 def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
-    """Replace the scalars that code has kept, wherever they are held, also in tuples.
+    """Replace all scalars of a run that code has kept, wherever they are held, also in tuples.
 
-    Those in the variables of running code stay.
-
-    Args:
-        scalars: all scalars of a run.
-        before: the result of `holds` for those of the arguments, before the run.
+    Those in the variables of running code stay. `before` is the result of `holds` for those of the
+    arguments, before the run.
     """
     now = holds(scalars)
     before = [*before[:-1], *[now[-1]] * (len(now) - len(before))]

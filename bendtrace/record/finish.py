@@ -127,11 +127,7 @@ class Recording:
         self.views: dict[Callable[[Recording], Any], Any] = {}
 
     def view(self, derive: Callable[[Recording], T]) -> T:
-        """Return a value derived from the run, computed once.
-
-        Args:
-            derive: the function that computes it; its result must not refer to the recording.
-        """
+        """Return a value derived from the run, computed once; it must not refer to the run."""
         if derive not in self.views:
             self.views[derive] = derive(self)
         found: T = self.views[derive]
@@ -175,12 +171,7 @@ def _names_of_nodes(recording: Recording) -> list[str]:
 class Finish:
     """Compares the state after a run with the state before.
 
-    Args:
-        writer: the writer of the run.
-        environment: the values that it could read.
-        encoder: encodes values.
-        start: the place where the model's code begins, for messages.
-        function: the function that is run.
+    The model's code begins at `start`, for messages.
     """
 
     def __init__(
@@ -221,10 +212,6 @@ class Finish:
         - Caches are looked at after that, since what the output or a change holds outlives the run.
         - The root's end is set after all of that, since encoding may add ops. At the end, a resumed
           run that went astray raises, even if the model caught the error.
-
-        Args:
-            output: its output.
-            code_monitor: the code that it reached.
         """
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:
@@ -611,10 +598,8 @@ def failing_op(ops: list[Op]) -> str:
 class Draws:
     """Compares the states of generators with those that the ops of a run have left.
 
-    An op that draws is called by each replay, which draws the same.
-
-    Args:
-        generators: the generators that the model holds, or is given.
+    An op that draws is called by each replay, which draws the same. The generators are those that
+    the model holds, or is given.
     """
 
     def __init__(self, generators: list[Any]) -> None:

@@ -59,8 +59,7 @@ class RecordMark:
 def user_code(scope: ModuleCall, site: Site) -> tuple[InstructionPlace, object, ModuleCall]:
     """Find the user's own code that led to a site, looking outwards through module calls.
 
-    Returns:
-        The place, a key of the running function, and the module call that it belongs to.
+    Return the place, a key of the running function, and the module call that it belongs to.
     """
     found, level, owner = _user_site(scope, site)
     return _test_place(found, level), (id(owner), found.chain[level + 1 :]), owner
@@ -253,11 +252,7 @@ class _FunctionProgress:
 
 
 class Iterations:
-    """Counts iterations over the marks of a tape.
-
-    Args:
-        marks: all marks, in order.
-    """
+    """Counts iterations over the marks of a tape."""
 
     def __init__(self, marks: Sequence[RecordMark]) -> None:
         self._at: dict[Order, tuple[int, ...]] = {}
@@ -289,11 +284,7 @@ class Iterations:
         return order in self._begun
 
     def count(self, order: Order) -> int:
-        """Return how often the body of a loop began, as far as the records show.
-
-        Args:
-            order: the mark of the loop's header.
-        """
+        """Return how often the body of a loop, by its header's mark, began as records show."""
         return self._counts[order]
 
     def _follow(self, mark: RecordMark) -> None:

@@ -35,11 +35,7 @@ else:
 class NumberRecorder:
     """Records what is asked of the traced scalars of a run, and what is computed with them.
 
-    Args:
-        writer: records the guards and ops.
-        values: the mapping from values to ops.
-        encoder: encodes operands.
-        inserter: is called before arithmetic is recorded.
+    The inserter is called before arithmetic is recorded.
     """
 
     def __init__(
@@ -155,9 +151,7 @@ class NumberRecorder:
     def list_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> ListOperand:
         """Record a computation that gives a list of numbers, each of which is an element of it.
 
-        Args:
-            function: the computation.
-            operands: what it is given: numbers, lists of numbers, and `ListOperand`s.
+        Its operands are numbers, lists of numbers, and `ListOperand`s.
         """
         script, numbers = self._writer.script, None
         is_asked = self._ask_error(function, operands)
@@ -187,11 +181,7 @@ class NumberRecorder:
         return self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
 
     def _ask_error(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> bool:
-        """Guard what arithmetic raises, where the model might go on after that.
-
-        Returns:
-            Whether it raises.
-        """
+        """Guard what arithmetic raises, where the model might go on then; say whether it raises."""
         frame, script = outside_scalars(), self._writer.script
         if not self._writer.is_caught(self._writer.scope, self._writer.site(frame)):
             return False

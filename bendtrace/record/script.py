@@ -184,15 +184,11 @@ class Follower(Protocol):
 class Script:
     """The things that a call has done so far.
 
-    Args:
-        sections: the parts of recorded runs that it went along, in order.
-        answer: the answer to the last question.
-        computed: the values that it has at its end, by the ops of the last section.
-        error: what the last op raised; None if the script ends with a question.
-        hold: keeps autocast's cache until the script is over.
-        follower: knows states that the run comes to after the script.
-        is_exact: whether ops whose results are not held are carried out again, so that there are no
-            stand-ins, and questions are asked as they come.
+    The last of the sections, in order, has computed the values that the call has at its end. There,
+    the last question has its answer, or the last op has raised the error. `hold` keeps autocast's
+    cache until the script is over; the follower knows states that the run comes to after it. With
+    `is_exact`, ops whose results are not held are carried out again, so that there are no
+    stand-ins, and questions are asked as they come.
 
     Raises:
         NondeterminismError: a value that is needed is not among those of the state.
@@ -375,11 +371,9 @@ class Script:
     # Following it
 
     def begin(self, aliases: Mapping[int, int], given: Mapping[Any, Tensor]) -> None:
-        """Begin to be followed.
+        """Begin to be followed, with the aliases of the run (see `Tape.aliases`).
 
-        Args:
-            aliases: see `Tape.aliases`: those of the run.
-            given: the tensors among the arguments and the state, by what they are named.
+        The tensors among the arguments and the state are given by what they are named.
         """
         self._aliases, self._given = aliases, given
         self._tensors = {id(tensor): tensor for tensor in given.values()}
@@ -496,11 +490,9 @@ class Script:
         """Return what the run does not ask itself, if that comes next.
 
         Code inside of an op does not run where the op is not carried out. And of most functions, it
-        is no question whether they gave back what they were given, where they did not.
-
-        Returns:
-            The guard with which it was recorded, the op that gives the value, the answer, and for
-            identity the op that gives the other tensor.
+        is no question whether they gave back what they were given, where they did not. Return the
+        guard with which it was recorded, the op that gives the value, the answer, and for identity
+        the op that gives the other tensor.
         """
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         if question is None or question.at != self._taken:
@@ -553,14 +545,10 @@ class Script:
         return step is None or step.has_value or (path != () and path in step.elements)
 
     def result_of(self, function: Any, operands: Sequence[int]) -> tuple[Any] | None:
-        """Return the result of arithmetic, where its operands are not those of this call.
+        """Return, in a tuple, the result of arithmetic whose operands are not values of this call.
 
-        Args:
-            function: the function.
-            operands: the ops that it gets values of.
-
-        Returns:
-            A tuple with the result; None if the arithmetic can be done.
+        None if the arithmetic can be done. The operands are given by the ops that they are values
+        of.
         """
         if all(self._is_of_call(self._name_of(index)) for index in operands):
             return None

@@ -63,13 +63,7 @@ else:
 
 
 class OperandProxy:
-    """Replaces a function or an operand for one instruction (see `arrays.py`).
-
-    Args:
-        arrays: the arrays of the run.
-        operand: what it replaces.
-        way: how the instruction is recorded.
-    """
+    """Replaces a function or an operand for one instruction, recorded in a way of `arrays.py`."""
 
     __slots__ = ("arrays", "operand", "way")
 
@@ -80,15 +74,9 @@ class OperandProxy:
 
 
 class StateReader:
-    """Reads the states of one run.
+    """Reads the states of one run, whose model was called by the outermost code.
 
-    Args:
-        writer: adds guards to the tape.
-        values: the mapping from values to ops.
-        environment: the values that the run could read at its start.
-        outermost: the code that called the model.
-        reads_all: whether to read all states, including those that take long to read.
-        inserter: puts its own ops into the run, if something does.
+    With `reads_all`, it reads all of them, including those that take long to read.
     """
 
     def __init__(
@@ -122,11 +110,9 @@ class StateReader:
     def read(self, guard: Guard, turn: int, compared: frozenset[int]) -> RunState | None:
         """Return the state in which the value of an op is asked for; None if it is not read.
 
-        Args:
-            guard: the question, with its answer, which is part of the path to the next state.
-            turn: counts the requests of code to the tracer. Answers to earlier requests in the same
-                turn are held only by the tracer.
-            compared: the identities of the values compared last.
+        The guard, with its answer, is part of the path to the next state. The turn counts the
+        requests of code to the tracer: answers to earlier requests in the same turn are held only
+        by the tracer. `compared` has the identities of the values compared last.
         """
         if not self._reads_all and self.effects.have_begun():
             self._reads_all = True  # from here on, the run cannot be done again from its start
@@ -630,10 +616,9 @@ _READERS: dict[type, Any] = {
 def may_hide(stack: stacks.Stack, callee: FrameType | None, is_asking: bool) -> bool:
     """Return whether C, called by an instruction, may hold something that cannot be read.
 
-    Args:
-        stack: the frame at the instruction, with the operands of the instruction.
-        callee: the frame that was called from there; None for the innermost frame.
-        is_asking: whether the question is asked by this instruction itself.
+    The stack is of the frame at the instruction, with its operands; the callee was called from
+    there, None for the innermost frame. With `is_asking`, this instruction itself asks the
+    question.
     """
     operands = [value for value in stack.operands or () if value is not stacks.EMPTY]
     name = stack.name
@@ -729,12 +714,7 @@ def _shows_itself(value: Any) -> bool:
 
 
 def _numbers_in(values: Iterable[Any], objects: bool = False) -> int:
-    """Count the traced scalars among the arguments of a call.
-
-    Args:
-        values: the arguments.
-        objects: whether to count also objects of Python, which may stand for numbers.
-    """
+    """Count the traced scalars among arguments; `objects` of Python may stand for numbers, too."""
     count = 0
     for value in values:
         if type(value) in TRACED or (objects and _is_of_python(value)):

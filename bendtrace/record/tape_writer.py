@@ -68,13 +68,7 @@ def _readable_tensors(environment: Environment) -> dict[Any, Tensor]:
 
 
 class TapeWriter:
-    """Adds ops and guards to a tape.
-
-    Args:
-        environment: the values that the run can read.
-        script: for a resumed run, what was done before.
-        boundaries: code at which the chain of calls to an op ends.
-    """
+    """Adds ops and guards to a tape. The chain of calls to an op ends at code in `boundaries`."""
 
     def __init__(
         self,
@@ -251,8 +245,7 @@ class TapeWriter:
     def ask_implied(self, inside: bool = False) -> None:
         """Ask what the script has asked next, and the run does not ask itself.
 
-        Args:
-            inside: whether to ask no more than code inside of the latest op has asked.
+        With `inside`, it asks no more than code inside of the latest op has asked.
         """
         script = self.script
         while script is not None and script.is_active and (found := script.implied_question()):

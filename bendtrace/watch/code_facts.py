@@ -267,11 +267,8 @@ def undetectable_in(
 ) -> Iterator[str]:
     """Yield a reason for each thing that the code may do and a replay would not.
 
-    Args:
-        names: the names that the code uses.
-        stores: names of the attributes that it assigns.
-        functions: the code.
-        has_generator: whether it holds, or is given, a random generator.
+    It uses the names and assigns the attributes. With `has_generator`, it holds, or is given, a
+    random generator.
     """
     functions = tuple(functions)
     off = names_off()

@@ -176,12 +176,7 @@ class Collective:
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    """Return the collective for an op, if it is one.
-
-    Args:
-        func: an op of torch's dispatcher that belongs to torch.distributed.
-        args: its arguments.
-    """
+    """Return the collective for an op of the dispatcher that is torch.distributed's, if any."""
     name = func._schema.name.partition("::")[2]
     if name in _NOT_JOINT or not (groups := [g for g in map(_group_in, args) if g is not None]):
         return None
@@ -255,10 +250,8 @@ def groups_of(model: nn.Module) -> list[RankGroup]:
 def parameters_reached(model: Any, output: Any) -> str | None:
     """Return which of the parameters that FSDP gathers will get gradients in a backward pass.
 
-    FSDP scatters the gradients that exist, so they have to be the same ones on all ranks.
-
-    Returns:
-        Their number and a digest of their names; None for a model without such parameters.
+    FSDP scatters the gradients that exist, so they have to be the same ones on all ranks. They are
+    given by number and a digest of names; None for a model without such parameters.
     """
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
@@ -566,10 +559,7 @@ class Ranks:
     def meet(self, group: RankGroup, what: str, description: str) -> None:
         """Wait until all ranks of a group are about to do the same.
 
-        Args:
-            group: the group.
-            what: what this rank is about to do, in the same words as on the others.
-            description: what it is about to do, for messages if another rank does not.
+        They say what in the same words; the description is for messages if another rank does not.
 
         Raises:
             RankDivergenceError: the ranks are about to do different things.
@@ -593,12 +583,7 @@ class Ranks:
         self._latest[group.name] = number
 
     def leave(self, groups: Iterable[RankGroup], reason: str) -> None:
-        """Stop others from waiting for this rank at their next meeting.
-
-        Args:
-            groups: the groups that it would have met.
-            reason: what happened to it, for messages.
-        """
+        """Stop others from waiting for this rank at the groups' next meeting, with a reason."""
         for group in groups:
             key = f"{group.name}/{self._next(group)}"
             self._set(f"{key}/description/{self.rank}", reason)
@@ -1006,10 +991,7 @@ def _handle_collective(collective: Collective, frame: FrameType) -> None:
 
 @contextmanager
 def alone(what: str) -> Iterator[None]:
-    """Refuse collectives within the context: its code must not involve other ranks.
-
-    Args:
-        what: a description of its code, for messages.
+    """Refuse collectives within the context, whose code must not involve other ranks.
 
     Raises:
         InputError: the code reaches a collective.

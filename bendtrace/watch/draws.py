@@ -100,9 +100,6 @@ class RandomStates:
     """The present states of the global generators of torch, Python and numpy, and of others.
 
     Also a context manager, which restores them at its end.
-
-    Args:
-        others: further generators.
     """
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
@@ -185,9 +182,7 @@ def _draw_globally(of_numpy: bool, name: str, by_module: bool) -> Callable[..., 
 def numpys_generator(function: Any, args: tuple[Any, ...]) -> Any:
     """Return the generator of numpy's that a draw is from; None for one of Python's.
 
-    Args:
-        function: the function that replays call to draw.
-        args: the arguments that it receives.
+    Replays call the function with these arguments to draw.
     """
     found = args[0] if function.of_numpy is None else global_generators()[function.of_numpy]
     return None if isinstance(found, random.Random) else found

@@ -19,12 +19,7 @@ from bendtrace.tape.watchers import call_silently, current_watcher
 
 
 def can_follow(cls: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether a call of an autograd function comes down to its `forward`.
-
-    Args:
-        cls: the class.
-        args: what it is given.
-    """
+    """Return whether a call of an autograd function comes down to its `forward`."""
     return (
         not cls.__module__.startswith("torch.")
         and cls.setup_context is torch.autograd.Function.setup_context
@@ -35,12 +30,7 @@ def can_follow(cls: Any, args: tuple[Any, ...]) -> bool:
 
 
 def follow(cls: Any, args: tuple[Any, ...]) -> Any:
-    """Call the `forward` of an autograd function, and return what `apply` returns.
-
-    Args:
-        cls: the class.
-        args: what it is given.
-    """
+    """Call the `forward` of an autograd function, and return what `apply` returns."""
     context = call_silently(lambda: cls._backward_cls(), (), {})
     context.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
     output = cls.forward(context, *args)

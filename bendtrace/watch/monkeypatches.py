@@ -63,13 +63,7 @@ Monkeypatches = tuple[Monkeypatch, ...]
 
 
 class _Space:
-    """A module or class, and its functions when this module was imported.
-
-    Args:
-        name: of the module or class.
-        table: its attributes.
-        functions: its functions, for a class those that it inherits as well.
-    """
+    """A module or class, and its functions, also inherited, when this module was imported."""
 
     def __init__(self, name: str, table: dict[str, Any], functions: dict[str, Any]) -> None:
         self._name = name
@@ -184,10 +178,6 @@ def may_be_patched(function: Any) -> bool:
 
 def original_of(function: Any, frame: types.FrameType) -> Any:
     """Return the function that called a mode: the original, if the reported one is its replacement.
-
-    Args:
-        function: the function reported to the mode, by name.
-        frame: the frame that calls the mode.
 
     Raises:
         InputError: the replaced function cannot be determined.

@@ -84,9 +84,7 @@ def reachable_from(
 ) -> Reachable:
     """Find everything that a function, or a class through some of its methods, can reach.
 
-    Args:
-        subject: the class or function.
-        entries: names of the methods that are called; those of a module unless they are given.
+    The entries are the names of the methods that are called; by default, those of a module.
     """
     if "<" in subject.__qualname__:  # made by a function, and not to be kept alive by a cache
         return _search(subject, entries)
@@ -306,10 +304,8 @@ class _ReachabilitySearch:
     def _named_by_torch(self, names: Iterable[str]) -> set[str]:
         """Return the user's members that methods of torch's classes ask for.
 
-        These methods are not followed: `forward` of a batch norm asks for `_check_input_dim`.
-
-        Args:
-            names: names of methods that are called; those of earlier calls are remembered.
+        These methods are not followed: `forward` of a batch norm asks for `_check_input_dim`. Names
+        of earlier calls are remembered.
         """
         waiting = [*names] if self._of_torch else []
         while waiting:

@@ -178,10 +178,8 @@ def is_opaque(value: Any) -> bool:
 def reference_reader(value: Any, found: ScanResult) -> Callable[[Any], Any] | None:
     """Return a reader of a weak reference, which does not keep alive what that refers to.
 
-    Args:
-        value: the weak reference.
-        found: what the run can read; None is returned if a lasting dict in it does not hold what
-            is referred to, which could then change, or go, unseen.
+    None if a lasting dict that the run can read does not hold what is referred to, which could then
+    change, or go, unseen.
     """
     if value() is None:
         return lambda value: [value() is None]

@@ -118,11 +118,8 @@ def tensor_facts(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorF
 class CachedScan:
     """The parts of a model that a scan found, with everything that the scan depended on.
 
-    Args:
-        found: the environment of a run that has not begun yet.
-        notes: what the scan decided by.
-        first: the index of the first part that is not of the arguments.
-        helpers: the classes that the arguments have helper objects of.
+    They are found for a run that has not begun yet. The `first` part is not of the arguments, which
+    have helper objects of the classes in `helpers`.
     """
 
     def __init__(
@@ -243,8 +240,7 @@ class CachedScan:
     def repeat(self, now: ScanResult) -> bool:
         """Give environment the parts of this scan, if it would lead to the same.
 
-        Args:
-            now: what so far has the parts of its arguments only.
+        So far, it has the parts of its arguments only.
         """
         if now.function is not self._function or functions_of_runs(now.function) != self._learned:
             return False

@@ -322,11 +322,7 @@ def may_share(function: Any) -> bool:
 
 
 def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, int]]:
-    """Return which of some tensors have memory that which of some arrays have, too.
-
-    Returns:
-        The positions of a tensor and an array, for each pair.
-    """
+    """Return the positions of some tensors and of arrays that have memory in common, in pairs."""
     taken = [
         (number, *_memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes
     ]
