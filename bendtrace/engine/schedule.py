@@ -250,8 +250,7 @@ class Schedule:
         return last
 
     def deaths(self, kept_until: int = -1) -> dict[int, list[int]]:
-        """Return, for each moment, the values not used any more; until `kept_until` all are kept.
-        """
+        """Return, for each moment, the values not used any more; none until `kept_until`."""
         dying: dict[int, list[int]] = {}
         for index, moment in self.last_use.items():
             dying.setdefault(max(moment, kept_until, 2 * self.start - 1), []).append(index)
