@@ -22,7 +22,7 @@ kept what the gates returned, and they return it again. Resumed runs follow the 
 graph, and the inserter passes values through gates without ops. The first run of a model does the
 same, but its first gate becomes an op if it cannot be spliced.
 
-`where.py` resolves what people pass as a place. `log/names.py` resolves a string in one run, also
+`where.py` resolves what people pass as a place. `log/run.py` resolves a string in one run, also
 for logs, and `resolver.py` in all runs of a model. Every entry point uses these two, so that a
 name selects the same node everywhere. `registry.py` keeps the insertions in order; `Knowledge`
 (`resolver.py`) holds the recorded runs. If there are none, `registry.py` also resolves names

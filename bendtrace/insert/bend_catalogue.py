@@ -23,9 +23,9 @@ from bendtrace.insert.bend import Bend
 from bendtrace.insert.insertion import Insertion, Report
 from bendtrace.insert.resolver import Knowledge, describe_where, resolve_meaning
 from bendtrace.insert.where import near_misses
-from bendtrace.log.names import is_layer_name, near_names
 from bendtrace.log.nodes import NodePath, Registry, Text, identifier
 from bendtrace.log.path_views import Candidate, Node, NodeSelector, Tree
+from bendtrace.log.run import is_layer_name, near_names
 from bendtrace.python.checks import is_inside
 from bendtrace.python.lazy import tabulate
 from bendtrace.record.recorder import Recording

@@ -35,16 +35,15 @@ from bendtrace.insert.where import (
     targets_of,
 )
 from bendtrace.log.entries import layer_type_of
-from bendtrace.log.names import RunNames, is_layer_name
 from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
+from bendtrace.log.run import Run, RunNames, is_layer_name
 from bendtrace.record.recorded_call import Signature
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.scalars import TRACED
 
 if TYPE_CHECKING:
     from bendtrace.engine.dispatcher import Calls
-    from bendtrace.log.run import Run
 
 _DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__

@@ -15,7 +15,6 @@ from bendtrace.errors import InputError, NameOrderWarning, NodePathError
 from bendtrace.insert.leaves import LeafShape, describe, shape_at, take_apart
 from bendtrace.insert.plan import StateTensor
 from bendtrace.log.entries import LayerEntry, ModuleEntry
-from bendtrace.log.names import Meaning, RunNames, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
 from bendtrace.log.nodes import describe_node as describe_node
 from bendtrace.log.path_views import (
@@ -29,6 +28,7 @@ from bendtrace.log.path_views import (
     is_path_only,
     plain_path,
 )
+from bendtrace.log.run import Meaning, Run, RunNames, ambiguity
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import place_text, users_level
 from bendtrace.record.op_names import NodeRef
@@ -40,11 +40,8 @@ from bendtrace.watch.owners import module_of, modules_in, states_of
 if TYPE_CHECKING:
     from bendtrace.insert import selector_naming as naming
     from bendtrace.insert import selector_source as source
-    from bendtrace.log import run as run_views
-    from bendtrace.log.run import Run
     from bendtrace.show.outline import Coverage
 else:
-    run_views = LazyModule("bendtrace.log.run")
     source = LazyModule("bendtrace.insert.selector_source")
     naming = LazyModule("bendtrace.insert.selector_naming")
 
@@ -893,6 +890,6 @@ class Knowledge:
             living = {id(other) for other in self.recordings()}
             for key in [key for key in self._views if key not in living]:
                 del self._views[key]
-            run = run_views.Run(recording, self.model, self.registry)
+            run = Run(recording, self.model, self.registry)
             cached = self._views[id(recording)] = run
         return cached

@@ -22,7 +22,6 @@ from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes
 from bendtrace.insert.plan import Location, StateTensor
 from bendtrace.insert.resolver import NamedRuns, Resolution, node_name_of, resolve_meaning
 from bendtrace.log.entries import LayerEntry, ModuleEntry
-from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode, dotted
 from bendtrace.log.path_views import (
     Candidate,
@@ -34,6 +33,7 @@ from bendtrace.log.path_views import (
     dug,
     find_node,
 )
+from bendtrace.log.run import near_names
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import place_text
 from bendtrace.record.op_names import NodeRef
