@@ -22,14 +22,16 @@ from bendtrace.insert.gates import (
     InsteadGate,
     StateGate,
     attempt,
+    fits,
+    is_shared,
     noted,
     take_back,
+    tensor_kind,
 )
 from bendtrace.insert.gradients import NOT_WRITABLE
 from bendtrace.insert.interjection import NodePass
 from bendtrace.insert.leaves import LeafShape, refill_value, take_apart, with_values, write_count
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
-from bendtrace.insert.spliced_gate import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.bytecode import drops

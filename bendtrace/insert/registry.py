@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError, NodePathError
-from bendtrace.insert import gates, spliced_gate
+from bendtrace.insert import gates
 from bendtrace.insert.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.insert.interjection import Interjection, Passes, PassNumbers
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Location, StateTensor, forms_of
@@ -228,8 +228,7 @@ class InsertionRegistry:
         # call, and this is asked only where calls are nested deeply.
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not _OF_NODE:  # which calls the model's code
-            is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(spliced_gate)
-            entry = frame.f_locals.get("entry") if is_gate else None
+            entry = frame.f_locals.get("entry") if frame.f_globals is vars(gates) else None
             if entry is not None and entry.insertion._owner is self:
                 raise InterjectionError(
                     f"{entry.what.label} at {describe_where(entry.insertion.where)} calls the "

@@ -31,13 +31,12 @@ from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import Code, Unfit, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece
-from bendtrace.insert.gates import AfterGate, Gate, raise_caught
+from bendtrace.insert.gates import AfterGate, Gate, SplicedGate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
 from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot, slots_at_node
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.spliced_gate import SplicedGate
 from bendtrace.log.path_views import Candidate, RunNodes
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import Site
