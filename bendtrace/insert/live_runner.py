@@ -74,7 +74,7 @@ AS_ONE = (
 # would take longer than to look at its frames.
 _MOST_PLACES = 256
 # Functions that compile what they are given, which no mode may see; and the call of an autograd
-# function, which recorders may follow (`watch/followed_functions.py`).
+# function, which recorders may follow (`watch/intercepts.py`).
 _UNSEEN_INSIDE = frozenset(
     {"cond", "while_loop", "scan", "associative_scan", "flex_attention", "apply"}
 )

@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.sites import FOLLOWED, MACHINERY, PACKAGE
+from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
 from bendtrace.record.tape_writer import TapeWriter
@@ -52,6 +52,7 @@ from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type,
 from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, carries_array, map_refs
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
+from bendtrace.watch.intercepts import FOLLOWING
 from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
 
@@ -261,7 +262,7 @@ class _StateWalk:
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
-            if frame.f_code.co_filename == FOLLOWED:
+            if frame.f_code in FOLLOWING:
                 raise _Unreadable("an autograd function is followed")
             if not frame.f_code.co_filename.startswith(MACHINERY):
                 given = compared if is_asking else frozenset()
