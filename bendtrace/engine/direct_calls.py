@@ -90,12 +90,10 @@ def _dropout(given: _Given) -> EquivalentCall | None:
         return None
     function = torch.dropout_ if inplace else torch.dropout
     return EquivalentCall(
-        function, (given["input"], p, training), gives_back=_back(given, training)
+        function,
+        (given["input"], p, training),
+        gives_back=given["input"] if not training and type(given["input"]) is Ref else None,
     )
-
-
-def _back(given: _Given, training: bool) -> Ref | None:
-    return given["input"] if not training and type(given["input"]) is Ref else None
 
 
 def _embedding(given: _Given) -> EquivalentCall | None:

@@ -163,10 +163,6 @@ class LiveInserter:
         )
 
     @property
-    def _wants_inputs(self) -> bool:
-        return any("inputs" in slot.forms for slot in self.plan.slots)
-
-    @property
     def sees_inputs(self) -> bool:
         """Return whether an insertion receives arguments as they are passed."""
         return self.plan.sees_inputs
@@ -698,7 +694,7 @@ class LiveInserter:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> Sequence[Any]:
         """Return the values of a node's inputs that its gates need again after it."""
-        if written is None and not self._wants_inputs:
+        if written is None and not any("inputs" in slot.forms for slot in self.plan.slots):
             return ()
         return [*take_apart((args, kwargs), objects=False)[1], written]
 

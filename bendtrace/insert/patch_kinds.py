@@ -830,7 +830,7 @@ class _KeepingPatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
-        self._keep(_copy_of_value(original_output, self.detach))
+        self._keep(copy_tensors(original_output, _detach_copy if self.detach else Tensor.clone))
         return original_output
 
     def _keep(self, value: Any) -> None:
@@ -888,10 +888,6 @@ class RecordPatch(_KeepingPatch):
 
     def _keep(self, value: Any) -> None:
         self.activations.append(value)
-
-
-def _copy_of_value(value: Any, detach: bool) -> Any:
-    return copy_tensors(value, _detach_copy if detach else Tensor.clone)
 
 
 def _detach_copy(tensor: Tensor) -> Tensor:

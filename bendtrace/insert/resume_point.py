@@ -276,7 +276,9 @@ class _SuffixRun:
             if chosen is not None:
                 run, prepared = chosen
                 self._require_possible(prepared)
-                if self._looks_at_changes(run, plan):
+                if plan is not None and plan.looks_at_changes(
+                    run.program.recordings(), read_and_changed
+                ):
                     if not self._is_whole:
                         raise InputError(
                             "an insertion may read what the rest changes, and a recorded run "
@@ -354,12 +356,6 @@ class _SuffixRun:
             raise InputError(
                 "no output or change of the model depends on " + ", ".join(map(repr, self._given))
             )
-
-    @staticmethod
-    def _looks_at_changes(run: RecordedRun, plan: InsertionPlan | None) -> bool:
-        return plan is not None and plan.looks_at_changes(
-            run.program.recordings(), read_and_changed
-        )
 
     # Carrying it out
 

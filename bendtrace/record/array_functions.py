@@ -178,7 +178,7 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
             away = address(array) - first
             if (
                 first <= address(array) < end
-                and str(other.dtype) == _dtype_name(array)
+                and str(other.dtype) == f"torch.{array.dtype.name}"
                 and (is_in_memory(other) and away % size == 0)
             ):
                 try:
@@ -226,10 +226,6 @@ def shares_unseen(tensor: Tensor, given: list[Tensor]) -> bool:
 def address(array: Any) -> int:
     """Return the address of the first element of an array."""
     return int(array.__array_interface__["data"][0])
-
-
-def _dtype_name(array: Any) -> str:
-    return f"torch.{array.dtype.name}"
 
 
 def _dtypes() -> frozenset[Any]:

@@ -60,7 +60,7 @@ class Checkpoints:
         of the function.
         """
         preserves, context, check, debug, early_stop, *args = settings
-        if self.current is not None or not is_plain_context(context):
+        if self.current is not None or context is not _no_contexts:
             return None
         call = functools.partial(function, *args, **kwargs)
         given = [value for value in args if isinstance(value, Tensor)]
@@ -254,11 +254,6 @@ def _work_from(tape: Tape, start: int) -> list[Op]:
 checkpointed: Any = internal("torch.utils.checkpoint._checkpoint_without_reentrant_generator", None)
 _Stopped: Any = internal("torch.utils.checkpoint._StopRecomputationError", Exception)
 _no_contexts: Any = internal("torch.utils.checkpoint.noop_context_fn", None)
-
-
-def is_plain_context(context: Any) -> bool:
-    """Return whether a `context_fn` gives contexts that do nothing."""
-    return context is _no_contexts
 
 
 class Passage(NamedTuple):

@@ -139,7 +139,7 @@ class StateReader:
                     reader.question_value(guard.index),
                     None if guard.other is None else reader.value_of(guard.other),
                     reader.facts(),
-                    reader.values_of_ops(self._ops_of_instruction()),
+                    tuple(map(reader.value_of, self._ops_of_instruction())),
                     self._same_turn(turn),
                 )
             except (_Unreadable, RuntimeError) as error:  # torch raises for queries of some views
@@ -435,10 +435,6 @@ class _StateWalk:
             number = self.holes.setdefault(index, len(self.holes))
             return "hole", number
         raise _Unreadable("a tensor of unknown origin")
-
-    def values_of_ops(self, indices: Iterable[int]) -> tuple[Any, ...]:
-        """Return the representation of the values of some ops."""
-        return tuple(map(self.value_of, indices))
 
     def question_value(self, index: int) -> Any:
         """Return the representation of the value that is asked for."""

@@ -262,7 +262,9 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     if not names:
         return None
     reached: set[str] = set()
-    nodes = [tensor.grad_fn for tensor in nested_tensors(output) if tensor.grad_fn is not None]
+    nodes = [
+        tensor.grad_fn for tensor in _take_tensors_out(output)[0] if tensor.grad_fn is not None
+    ]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
@@ -480,11 +482,6 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
         for hooks, number, hook in exchanged:
             if number in hooks:
                 hooks[number] = hook
-
-
-def nested_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, in the kinds of containers that models return."""
-    return _take_tensors_out(value)[0]
 
 
 # Whatever of torch.distributed does something with all tensors of a value uses it.
