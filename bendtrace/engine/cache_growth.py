@@ -20,13 +20,7 @@ from torch import Tensor
 
 from bendtrace.record.effects import makes_anew, sets_nothing
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import (
-    Access,
-    Captured,
-    CaptureKind,
-    EnvironmentChange,
-    TensorFacts,
-)
+from bendtrace.tape.captured import Access, Captured, CaptureKind, EnvironmentChange, TensorFacts
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, refs_in
 from bendtrace.watch.functions import table_name

@@ -27,13 +27,7 @@ from bendtrace.python.internals import TorchDispatchMode
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch, current_context
-from bendtrace.tape.structure import (
-    Construction,
-    Existing,
-    FixedObject,
-    Instance,
-    Opaque,
-)
+from bendtrace.tape.structure import Construction, Existing, FixedObject, Instance, Opaque
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, is_handled
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import (

@@ -348,10 +348,7 @@ def _inductor_in(directory: str, is_new: bool) -> Iterator[None]:
         clear_caches()
     os.environ[_VARIABLE] = directory
     try:
-        with (
-            inductor_config.patch(off),
-            functorch_config.patch(enable_autograd_cache=False),
-        ):
+        with inductor_config.patch(off), functorch_config.patch(enable_autograd_cache=False):
             yield
     finally:
         if before is None:

@@ -501,12 +501,7 @@ class Dispatcher:
         self, recording: Recording, global_state: GlobalState, program: Program | None
     ) -> Trace:
         return _trace.Trace(
-            recording,
-            global_state,
-            self._signature,
-            self._model,
-            program,
-            registry=self.registry,
+            recording, global_state, self._signature, self._model, program, registry=self.registry
         )
 
     # By the model's own Python, under the tracer

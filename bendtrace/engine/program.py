@@ -219,10 +219,7 @@ class Program:
             return result
 
     def go_on(
-        self,
-        divergence: Divergence,
-        arguments: tuple[Any, ...],
-        splicer: ExitWriter | None = None,
+        self, divergence: Divergence, arguments: tuple[Any, ...], splicer: ExitWriter | None = None
     ) -> FinishedReplay | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.computed is None:  # nothing was done that cannot be done again

@@ -21,23 +21,10 @@ from torch import Tensor
 from bendtrace.engine.guard_kinds import asks_for_slices
 from bendtrace.python.computations import item_of
 from bendtrace.python.lazy import LazyModule
-from bendtrace.tape.captured import (
-    UNSET,
-    Access,
-    Array,
-    Captured,
-    CaptureKind,
-    identical,
-)
+from bendtrace.tape.captured import UNSET, Access, Array, Captured, CaptureKind, identical
 from bendtrace.tape.contexts import Context, ContextSwitch, forget_casts
 from bendtrace.tape.guards import type_name_of
-from bendtrace.tape.structure import (
-    Construction,
-    Existing,
-    FixedObject,
-    Instance,
-    build_instance,
-)
+from bendtrace.tape.structure import Construction, Existing, FixedObject, Instance, build_instance
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
 from bendtrace.watch.monkeypatches import monkeypatches
 

@@ -48,12 +48,7 @@ from bendtrace.python.lazy import tabulate
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import dispatch_modes
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import Op, OpKind, TensorMeta, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, name_of
 from bendtrace.watch.writes import works_in_place
 

@@ -476,11 +476,7 @@ class BendingParameter(Expression):
     """
 
     def __init__(
-        self,
-        name: str,
-        value: Value,
-        range: tuple[Any, Any] | None = None,
-        clamp: bool = False,
+        self, name: str, value: Value, range: tuple[Any, Any] | None = None, clamp: bool = False
     ) -> None:
         if not isinstance(name, str) or not name:
             raise InputError(f"the name of a parameter has to be a non-empty string, not {name!r}")

@@ -477,10 +477,7 @@ class ThresholdActivation(Bend):
     self_contained = True
 
     def __init__(
-        self,
-        threshold: Value | Expression = 0.5,
-        dim: int | None = None,
-        invert: bool = False,
+        self, threshold: Value | Expression = 0.5, dim: int | None = None, invert: bool = False
     ) -> None:
         self.threshold: Any = required_value("threshold", threshold)
         fraction("threshold", threshold, self)

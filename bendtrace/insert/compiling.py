@@ -30,13 +30,7 @@ from bendtrace.insert.gates import (
 )
 from bendtrace.insert.insertion import CallTally, Insertion
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, hand_over
-from bendtrace.insert.leaves import (
-    ContainerShape,
-    LeafShape,
-    assemble,
-    leaves_of_shape,
-    shape_at,
-)
+from bendtrace.insert.leaves import ContainerShape, LeafShape, assemble, leaves_of_shape, shape_at
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
 from bendtrace.insert.purity import IdentityFacts, effect_of_pure, facts_on
 from bendtrace.record.recorder import Recording

@@ -242,10 +242,7 @@ class Passes:
     """
 
     def __init__(
-        self,
-        numbers: PassNumbers = None,
-        every: int | None = None,
-        option: str = "passes",
+        self, numbers: PassNumbers = None, every: int | None = None, option: str = "passes"
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise InputError(f"every= has to be a positive int, not {every!r}")

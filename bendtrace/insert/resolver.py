@@ -548,12 +548,7 @@ class _Spots:
         yield from self._at(index, index + 1, None, (), keys, node, gate)
 
     def _of_call(
-        self,
-        holder: TreeNode,
-        number: int,
-        node: TreeNode,
-        within: int,
-        keys: tuple[Any, ...],
+        self, holder: TreeNode, number: int, node: TreeNode, within: int, keys: tuple[Any, ...]
     ) -> Iterator[ReplacementPoint]:
         """Yield the spots of a call's output, or of a part of it."""
         made = holder.passes[number].index

@@ -602,22 +602,14 @@ GROUPS: dict[str, dict[str, str]] = {
     "Pooling": {"is_pooling": ""},
     "Padding": {"is_padding": ""},
     "Normalization": {"is_normalization": ""},
-    "Recurrent": {
-        "is_rnn": "RNN",
-        "is_rnn_cell": "RNNCell",
-        "is_recurrent": "",
-    },
+    "Recurrent": {"is_rnn": "RNN", "is_rnn_cell": "RNNCell", "is_recurrent": ""},
     "Transformer": {
         "is__transformer_": "Transformer",
         "is_transformer_encoder": "TransformerEncoder TransformerEncoderLayer",
         "is_transformer_decoder": "TransformerDecoder TransformerDecoderLayer",
         "is_transformer": "",
     },
-    "Linear": {
-        "is_identity": "Identity",
-        "is_linear_not_bilinear": "Linear",
-        "is_linear": "",
-    },
+    "Linear": {"is_identity": "Identity", "is_linear_not_bilinear": "Linear", "is_linear": ""},
     "Dropout": {
         "is__dropout_": "Dropout",
         "is_alphadropout": "AlphaDropout",

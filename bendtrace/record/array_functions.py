@@ -280,11 +280,7 @@ class SharedArrays:
         return bool(self._shared)
 
     def note_result(
-        self,
-        args: Iterable[Any],
-        out: Any,
-        again: Callable[[], Any] | None,
-        frame: FrameType,
+        self, args: Iterable[Any], out: Any, again: Callable[[], Any] | None, frame: FrameType
     ) -> None:
         """Record the result of an op that may be in the memory of its arguments.
 

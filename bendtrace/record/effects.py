@@ -230,11 +230,7 @@ class ReachableContainers:
     """The containers that a function, called as one op, can reach by arguments and its closure."""
 
     def __init__(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        environment: Environment,
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], environment: Environment
     ) -> None:
         self._functions: list[Any] = []
         self._before: list[tuple[Any, list[Any]]] = []

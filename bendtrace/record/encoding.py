@@ -29,11 +29,7 @@ from bendtrace.tape.captured import (
     is_array,
     slot_names,
 )
-from bendtrace.tape.scalars import (
-    RETIRED,
-    TRACED,
-    TracedScalar,
-)
+from bendtrace.tape.scalars import RETIRED, TRACED, TracedScalar
 from bendtrace.tape.structure import (
     FUNCTION_METADATA,
     Construction,

@@ -34,14 +34,7 @@ from bendtrace.tape.contexts import (
     mkldnn,
     precision,
 )
-from bendtrace.tape.tape import (
-    NOTHING,
-    Op,
-    OpKind,
-    TensorMeta,
-    describe_raised,
-    ref_to,
-)
+from bendtrace.tape.tape import NOTHING, Op, OpKind, TensorMeta, describe_raised, ref_to
 from bendtrace.tape.watchers import call_silently
 from bendtrace.watch.functions import (
     GIVES_BACK,

@@ -25,16 +25,7 @@ from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.guards import Place, TruthGuard
 from bendtrace.tape.structure import Construction, Existing
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    TensorMeta,
-    map_refs,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta, map_refs, refs_in
 from bendtrace.watch.code_facts import codes_in, names_in
 from bendtrace.watch.draws import (
     generator_name,
@@ -264,10 +255,7 @@ class Finish:
         root.output = self._encoder.output(output, "the output", memo)
         if any(id(given) in memo for given in self._writer.given):
             self.block("what the run returns, or keeps, is given to code that is called as one op")
-        for reason in (
-            *self.environment.identity_lookups(),
-            *self.environment.results_in_state(),
-        ):
+        for reason in (*self.environment.identity_lookups(), *self.environment.results_in_state()):
             self.block(reason)
         if self.environment.caches:
             cleared = [] if code_monitor is None else code_monitor.cleared

@@ -39,11 +39,7 @@ class NumberRecorder:
     """
 
     def __init__(
-        self,
-        writer: TapeWriter,
-        values: RunValues,
-        encoder: Encoder,
-        inserter: Inserter | None,
+        self, writer: TapeWriter, values: RunValues, encoder: Encoder, inserter: Inserter | None
     ) -> None:
         self._writer = writer
         self._values = values

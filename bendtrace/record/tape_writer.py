@@ -71,10 +71,7 @@ class TapeWriter:
     """Adds ops and guards to a tape. The chain of calls to an op ends at code in `boundaries`."""
 
     def __init__(
-        self,
-        environment: Environment,
-        script: Script | None,
-        boundaries: frozenset[CodeType],
+        self, environment: Environment, script: Script | None, boundaries: frozenset[CodeType]
     ) -> None:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
         self.root: ModuleCall = ModuleCall("", None, 0, None, 0)  # the outermost scope

@@ -33,13 +33,7 @@ from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import FunctionUse
-from bendtrace.tape.watchers import (
-    _local,
-    call_silently,
-    current_watcher,
-    note_call,
-    set_watcher,
-)
+from bendtrace.tape.watchers import _local, call_silently, current_watcher, note_call, set_watcher
 from bendtrace.watch.draws import entries_of_numpys_draws, entries_of_pythons_draws, numpys_random
 from bendtrace.watch.functions import GONE, ScriptFunction, ScriptMethod, entries_of_constructors
 from bendtrace.watch.host_io import OFTEN_PATCHED, entries_of_outside

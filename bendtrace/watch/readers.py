@@ -31,12 +31,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.tape.captured import (
-    Access,
-    is_array,
-    is_scalar,
-    module_name_of,
-)
+from bendtrace.tape.captured import Access, is_array, is_scalar, module_name_of
 from bendtrace.tape.structure import has_state_of_c, is_heap_type, read_partial
 from bendtrace.watch.findings import ScanResult, read_items
 
