@@ -42,34 +42,19 @@ class CompileState(Enum):
 
 
 class CompiledFunction:
-    """A function of tensors, compiled by torch.compile.
-
-    Args:
-        settings: how to compile.
-
-    Attributes:
-        settings: as given.
-        state: its state.
-        reason: why it is not used, or its latest error.
-        raised: the text of that error, as torch raised it.
-        seconds: the time spent compiling all of its graphs.
-        hits: the number of calls that it served.
-        failures: the number of calls that it was tried on without success.
-        served: durations in seconds of some calls that it served.
-        replayed: durations in seconds of some calls that were replayed instead.
-        is_unusable: whether the backend itself failed.
-    """
+    """A function of tensors, compiled by torch.compile."""
 
     def __init__(self, settings: CompileSettings) -> None:
         self.settings = settings
         self.state = CompileState.MEASURED if settings.drop_slower else CompileState.USED
-        self.reason: str = ""
-        self.raised: str = ""
-        self.seconds: float = 0.0
+        self.reason: str = ""  # why it is not used, or its latest error
+        self.raised: str = ""  # the text of that error, as torch raised it
+        self.seconds: float = 0.0  # spent compiling all of its graphs
+        # The numbers of calls that it served, and that it was tried on without success.
         self.hits = self.failures = 0
-        self.served: list[float] = []
-        self.replayed: list[float] = []
-        self.is_unusable: bool = False
+        self.served: list[float] = []  # durations in seconds of some calls that it served
+        self.replayed: list[float] = []  # of some that were replayed instead
+        self.is_unusable: bool = False  # whether the backend itself failed
         self._backend: Backend | None = None
         self._function: Shortcuts | None = None
         # For each graph that has been compared with a replay, the right order of dimensions for
@@ -657,18 +642,11 @@ def _assumes(graph: Any) -> bool:
 
 
 class Shortcut:
-    """One graph, for similar arguments.
-
-    Attributes:
-        graph: the graph.
-        number: its number.
-        results: the positions among its results of the truth, and of the tensors.
-        alone: the positions among the tensors of those that nobody else has; None if that is not
-            known. For similar arguments, they are the same in each call.
-    """
+    """One graph, for similar arguments."""
 
     number: int
-
+    # The positions among the tensors of those that nobody else has; None if that is not known. For
+    # similar arguments, they are the same in each call.
     alone: frozenset[int] | None
 
     __slots__ = (
@@ -685,6 +663,7 @@ class Shortcut:
         self._same = [(slot, other) for slot, other in pairs if slot != other]
         tensors = [given[i] for i in self._tensors]
         self.number, self.graph = call.number, call.graph
+        # The positions among its results of the truth, and of the tensors.
         self.results: list[Any] = results
         self.alone = None
         # Mostly the arguments of the function are those of the graph.

@@ -229,8 +229,7 @@ class Site:
 class SiteTable:
     """Finds the `Site` of running code: one object for each distinct site.
 
-    Args:
-        boundaries: code objects at which a chain ends (the call of a module, the run).
+    A chain ends at the boundaries (the call of a module, the run).
     """
 
     def __init__(self, boundaries: frozenset[CodeType]) -> None:
