@@ -767,8 +767,7 @@ class Check:
 
     text: str  # what is wrong if it fails
     part: Captured | None = None  # what it is about; None for checks about several
-    # Number of the guard on the tape, for a condition that a flow step put.
-    guard: int | None = None
+    guard: int | None = None  # number of the guard on the tape, for one that a flow step put
 
 
 class GuardCode:

@@ -327,8 +327,7 @@ class _Comparison:
         # For tensors that only differ in their memory layout, by identity, the right order of
         # dimensions.
         self.laid_out: dict[int, tuple[int, ...]] = {}
-        # The pairs of tensors that require gradients.
-        self.differentiable: list[tuple[Tensor, Tensor]] = []
+        self.differentiable: list[tuple[Tensor, Tensor]] = []  # tensors that require gradients
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is given to another
         self._ours: list[Tensor] = inputs
@@ -663,8 +662,7 @@ class Shortcut:
         self._same = [(slot, other) for slot, other in pairs if slot != other]
         tensors = [given[i] for i in self._tensors]
         self.number, self.graph = call.number, call.graph
-        # The positions among its results of the truth, and of the tensors.
-        self.results: list[Any] = results
+        self.results: list[Any] = results  # positions among its results of truth and tensors
         self.alone = None
         # Mostly the arguments of the function are those of the graph.
         self._slots = None if slots == list(range(len(given))) else slots

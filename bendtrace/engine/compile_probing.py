@@ -58,12 +58,9 @@ class CompileRefusal(Exception):
 class ProbeFindings:
     """The facts that are known about a path after a probe."""
 
-    # Ops whose result has a size, or is a number, that depends on values, or may.
-    dynamic: frozenset[int]
-    # Those of them where that begins, and what they gave: sizes, or the number.
-    roots: dict[int, Any]
-    # For each op that gave a tensor, the first op that gave the very same one.
-    first: dict[int, int]
+    dynamic: frozenset[int]  # ops whose result has a size, or is a number, that may vary by values
+    roots: dict[int, Any]  # those where that begins, and what they gave: sizes, or the number
+    first: dict[int, int]  # for each op that gave a tensor, the first op that gave the same one
     writes: bool  # whether it writes into tensors that it made itself
     # The numbers of the functions at gates that give the very tensor that they are given, counted
     # in the order of the tape.
@@ -314,8 +311,7 @@ class Extents:
     def __init__(self, recording: Recording, findings: ProbeFindings) -> None:
         self._ops = recording.tape.ops
         self._findings = findings
-        # Ops whose result has a size, or is a number, that depends on values, or may.
-        self.varying: set[int] = set()
+        self.varying: set[int] = set()  # ops whose result has a size, or is a number, that may vary
         for op in self._ops:
             if op.index in findings.roots or self._varies(op):
                 self.varying.add(op.index)

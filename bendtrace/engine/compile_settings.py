@@ -46,10 +46,8 @@ class CompileSettings:
     drop_slower: bool = True
     max_paths: int = 8  # how many paths are compiled at most
     max_segments: int = 64  # how many pieces of segments are compiled at most
-    # True if kernels are launched as CUDA graphs, and outputs copied out of them.
-    cuda_graphs: bool = False
-    # Where compiled code is kept for other processes; None for nowhere.
-    cache_dir: str | None = None
+    cuda_graphs: bool = False  # whether kernels are CUDA graphs, and outputs copied out of them
+    cache_dir: str | None = None  # where compiled code is kept for other processes, if at all
 
     @property
     def name(self) -> str:

@@ -80,8 +80,7 @@ class UncheckedResult:
     output: Any
     result: CompiledResult  # what the graph returned
     inputs: list[Tensor]  # the tensors that existed before the call
-    # The observed values, and the same values computed without a compiler.
-    kept: tuple[Any, Any] = ((), ())
+    kept: tuple[Any, Any] = ((), ())  # observed values, and the same computed without a compiler
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +89,7 @@ class SplicedCall:
 
     output: Any
     kept: Sequence[Tensor]  # the observed values at gates
-    # For each function at a gate, whether it changed its value; None without functions.
-    changed: Tensor | None
+    changed: Tensor | None  # for each function at a gate, whether it changed its value
     alone: Sequence[Tensor]  # those of the observed values that nobody else has, nor their memory
 
 
@@ -116,8 +114,7 @@ class CompiledPath(CompiledFunction):
         self.stretch = stretch
         # The key of the splices; other splices with this key can use the path, too.
         self.key: Hashable = None if spliced is None else spliced.key
-        # The numbers of their functions that return their argument itself.
-        self.unchanged: frozenset[int] = frozenset()
+        self.unchanged: frozenset[int] = frozenset()  # functions that return their argument itself
         # Those of which the graph does not say whether they change their value, as they did in the
         # calls before.
         self.silent: frozenset[int] = frozenset()
@@ -126,8 +123,7 @@ class CompiledPath(CompiledFunction):
         self.state = CompileState.REFUSED
         # For the latest calls that it was tried on, whether it served them.
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
-        # The paths of the latest calls with the same input guards.
-        self.window: deque[PathKey] = deque(maxlen=_WINDOW)
+        self.window: deque[PathKey] = deque(maxlen=_WINDOW)  # of the latest calls with these guards
         self._admitting = home
         self._entry = home.global_state.context
         self._sizes: dict[Any, bool] = {}
@@ -578,8 +574,7 @@ class StraightFunction(Expressions):
         self._splices = splices or {}
         self._silent, self._functions = silent, itertools.count()
         self._kept: list[str] = []
-        # The positions among these of tensors that are computed from those of the call.
-        self.computed: list[int] = []
+        self.computed: list[int] = []  # those of tensors that are computed from the call's
         self._from_call: set[int] = set()  # ops that compute with tensors of the call
         self._changed: list[str] = []
         self._given = 0  # tensors of splices so far
@@ -595,10 +590,8 @@ class StraightFunction(Expressions):
         self._conditions: list[str] = []
         self._counts: dict[int, str] = {}
         self.picked: dict[int, Any] = {}  # the value-dependent sizes that it tests, by op
-        # The numbers of the guards that it tests with a tensor, in order.
-        self.tested: list[int] = []
-        # True if it contains sizes or numbers that depend on values.
-        self.is_dynamic: bool = bool(findings.dynamic)
+        self.tested: list[int] = []  # the numbers of the guards that it tests with a tensor
+        self.is_dynamic: bool = bool(findings.dynamic)  # with sizes that depend on values
         for op in self._tape.ops:
             self._sort(op)
             if _is_tensor(op) and (op.kind is OpKind.INPUT or self._computes_from_call(op)):

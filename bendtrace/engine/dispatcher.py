@@ -178,8 +178,7 @@ class Dispatcher:
         self._trees = trees
         self.calls: Calls = Calls()  # the calls of the model that each thread is in
         self._passing = 0  # runs that filled a cache
-        # Why some runs could not be repeated, although later ones may.
-        self.passing: dict[str, None] = {}
+        self.passing: dict[str, None] = {}  # why some runs could not be repeated; later ones may
         self._auditor = auditor
         # Which calls with nothing inserted run the model itself; asked before `call`.
         self.floor: Floor = Floor()

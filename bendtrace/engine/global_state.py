@@ -25,8 +25,7 @@ class GlobalState(NamedTuple):
 
     context: Context  # what an op called now would run under
     dtype: torch.dtype  # the default dtype
-    # The active function modes, outermost first; a device context by its device.
-    modes: tuple[Any, ...]
+    modes: tuple[Any, ...]  # active function modes, outermost first; a device context by its device
     hooked: bool  # whether hooks are registered for all modules of the process
     fast_attention: bool  # whether fused layers may take their fast path
     settings: tuple[Any, ...]  # other settings of torch's

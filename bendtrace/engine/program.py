@@ -90,8 +90,7 @@ class Program:
         self.serial: int = next(_serials)  # counts programs in the order in which they were made
         # For a run that can only be run live, how often that was done; else None.
         self.live: RecordedPath | None = RecordedPath(recording, 1) if self.live_only else None
-        # The states that runs have been in; None if all are run live.
-        self.graph: ProgramGraph | None = None
+        self.graph: ProgramGraph | None = None  # states that runs were in; None if all run live
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
         self._pieces = 0  # how many there were before the latest run

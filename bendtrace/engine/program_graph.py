@@ -62,19 +62,16 @@ class ProgramGraph:
         self.has_begun_anew = False
         # True if caches may be replaced before the end of a call (see `cache_growth.py`).
         self.may_grow: bool = direct  # a mode would notice the replacement
-        # Pieces that others have replaced; they hold the counts of calls before that.
-        self.retired: list[RunPiece] = []
+        self.retired: list[RunPiece] = []  # replaced; they hold the counts of calls before that
         self._ways: dict[tuple[Trip, ...], RunPiece] = {}
         self.first: RunPiece = RunPiece(recording, -1, analysis)  # the first run, as a piece
         self.first.count(-1, None)
-        # The exit that a call begins with.
-        self.beginning: Exit = Exit(None, self.first, -1, self._write)
+        self.beginning: Exit = Exit(None, self.first, -1, self._write)  # where a call begins
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
         # True if calls may come to answers at which no state is known.
         self.has_unread: bool = bool(_unread_in(recording, analysis))
-        # True if a run writes to tensors in place.
-        self.writes: bool = _writes_in_place(recording.tape)
+        self.writes: bool = _writes_in_place(recording.tape)  # whether a run writes in place
 
     def exits(self) -> Iterator[Exit]:
         """Yield the beginning, and the exits of all states."""

@@ -103,8 +103,7 @@ class Schedule:
         self.outputs: tuple[Any, list[Any]] | tuple[()] = (
             (recording.root.output, values) if stop is None else ()
         )
-        # Those tested at each position, in order.
-        self.guards: dict[int, list[tuple[int, Guard]]] = {}
+        self.guards: dict[int, list[tuple[int, Guard]]] = {}  # tested at each position, in order
         for number, guard in guards.items():
             # What was put before `start` is tested first thing.
             self.guards.setdefault(max(guard.position, start), []).append((number, guard))

@@ -79,8 +79,7 @@ class Code:
         code = compile(self.text, f"<bendtrace {name}>", "exec")
         exec(code, source.names)
         self.function: Callable[..., Any] = source.names[name]
-        # For each line of the text, the op that it carries out.
-        self.op_of_line: dict[int, int] = source.op_of_line
+        self.op_of_line: dict[int, int] = source.op_of_line  # the op of each line of the text
         self.emitted: set[int] = source.emitted  # how many lines stand before each op that has one
         self.taken: list[Captured] = source.taken  # the parts that it takes out of their containers
 
@@ -381,8 +380,7 @@ class ValueSplice:
     index: int  # the op that gave the value
     position: int  # how many ops come before
     guards: int  # how many guards come before
-    # The grad mode and so on that the function runs under; None if not known.
-    context: Context | None
+    context: Context | None  # grad mode and so on that the function runs under, if known
     function: Callable[[Any], Any]
     path: str  # the path of the node
     is_fit: bool  # whether code can be changed there

@@ -66,10 +66,8 @@ _MOST = 64  # paths, with those that were refused
 class SpeculationResult:
     """The result of trying a call on a compiled path."""
 
-    # The path whose newly compiled graph, or speed, has to be compared with a replay.
-    path: CompiledPath | None = None
-    # The run that was repeated; None if the path did not serve the call.
-    recording: Recording | None = None
+    path: CompiledPath | None = None  # with a new graph, or a speed, to compare with a replay
+    recording: Recording | None = None  # that was repeated; None if the path did not serve
     output: Any = None
     unchecked: UncheckedResult | None = None  # the result of a newly compiled graph
     began: float = 0.0  # the start time of the call, if its replay has to be timed

@@ -141,15 +141,13 @@ class Divergence:
     number: Stop
     outcome: Any  # what the test gave
     hold: Hold  # on autocast's cache; released by who goes on
-    # The parts of the graph that the call went along.
-    trips: list[Trip] = field(default_factory=list)
+    trips: list[Trip] = field(default_factory=list)  # parts of the graph that the call went along
     # The values of the state that it came to, by the ops of the last part; None if no state was
     # read, and the model can do everything again.
     computed: dict[int, Any] | None = None
     error: Exception | None = None  # what an op raised, if it was not a guard that led away
     follower: Follower | None = None  # knows states that a resumed run may come to
-    # How many questions of the last part were asked, if no guard led away (see `Section`).
-    asked: int = 0
+    asked: int = 0  # questions of the last part that were asked, if no guard led away (`Section`)
 
     @property
     def guard(self) -> Guard | None:
@@ -261,8 +259,7 @@ class RunPiece:
     def __init__(self, recording: Recording, after: int, analysis: Analysis | None = None) -> None:
         self.recording = recording
         self.after = after  # the guard whose answer leads into it; -1 for the first piece
-        # The guard at which it reaches a state of another piece; None for the end.
-        self.stop: int | None = None
+        self.stop: int | None = None  # the guard where it reaches another piece; None for the end
         self.nodes: dict[int, StateNode] = {}  # the states in it, by the guards of the run
         # How many calls ran it from one guard (-1 for its beginning) to another, or to an op that
         # raised (None where they ended).

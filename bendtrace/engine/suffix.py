@@ -66,8 +66,7 @@ class Suffix:
         self.memory: TensorMemory = TensorMemory(recording)  # what the ops write to
         self.start = start
         self.available = available
-        # The ops to carry out, and the inputs and state among what they use.
-        self.needed: set[int] = set()
+        self.needed: set[int] = set()  # ops to carry out, and the inputs and state that they use
         self.guards: dict[int, Guard] = {}  # the guards to test, with their numbers
         self._changes: set[int] = set()  # their numbers
         self.used: set[Cut] = set()  # those that matter

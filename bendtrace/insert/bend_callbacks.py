@@ -316,10 +316,8 @@ class Chosen(NamedTuple):
     """Some channels of each example."""
 
     indices: Tensor  # their indices along the last dimension, the highest rank first
-    # The dimensions up to the channels, which have an element for each channel.
-    shape: tuple[int, ...]
-    # The same with dimensions of size one after it, which broadcasts to the tensor.
-    wide: tuple[int, ...]
+    shape: tuple[int, ...]  # dimensions up to the channels, with an element for each channel
+    wide: tuple[int, ...]  # the same with ones after it, which broadcasts to the tensor
 
 
 def choose_by_score(

@@ -47,8 +47,7 @@ class _Turn(NamedTuple):
     like: TensorMeta | None = None
     shape: Any = None  # the structure of the observed value
     slots: tuple[int, ...] = ()  # the positions of the tensors in it
-    # The arguments of the gate; observed tensors replace those at `slots`.
-    values: tuple[Any, ...] = ()
+    values: tuple[Any, ...] = ()  # arguments of the gate; observed tensors replace those at `slots`
     look: Callable[[Any], Any] | None = None  # called with the observed value
     is_alone: bool = False  # whether the observed value is one tensor
 

@@ -319,16 +319,12 @@ class CallState:
 
     def __init__(self, plan: InsertionPlan | None, outer: CallState | None = None) -> None:
         self.plan: InsertionPlan | None = plan
-        # The managers of gradients, by node and pass.
-        self.through: dict[tuple[str, int], _Watching] = {}
+        self.through: dict[tuple[str, int], _Watching] = {}  # managers of gradients, by node, pass
         self.error: Exception | None = None  # what an insertion has raised first
-        # What the node itself has raised, inside of a gate.
-        self.models_own: Exception | None = None
+        self.models_own: Exception | None = None  # what the node itself has raised, inside a gate
         self.kept: dict[Any, Any] = {}  # the store of interjections (see `of_this_run`)
-        # The insertions that have changed a shape or dtype, with how.
-        self.reshaped: dict[str, None] = {}
-        # How often gates were passed, by node and role.
-        self.passes: dict[tuple[str, str], int] = {}
+        self.reshaped: dict[str, None] = {}  # insertions that changed a shape or dtype, with how
+        self.passes: dict[tuple[str, str], int] = {}  # of gates so far, by node and role
         self.attempt: Attempt = Attempt()  # what gates have returned so far
         # True if the backward pass does a checkpointed block again.
         self.is_repeated: bool = outer is not None and outer.is_repeated
@@ -527,8 +523,7 @@ class Gate:
     """
 
     is_gate = True
-    # True if it counts its passes, instead of being in the one that it was recorded in.
-    counts = False
+    counts = False  # whether it counts its passes, instead of being in the recorded one
     is_followed = False  # whether its work is recorded like the model's own code, instead of one op
     role = ""
 
@@ -544,8 +539,7 @@ class Gate:
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
             self.tells_in_place = has_mutable((*args.items, *kwargs.items))
-        # True if the node alone goes on with what it returns.
-        self.is_ahead: bool = self.role in ("before", "entry")
+        self.is_ahead: bool = self.role in ("before", "entry")  # the node alone gets its result
         # Weak, so that paths do not keep former insertions alive. A trace held by the user does.
         self._plan = weakref.ref(plan)
         with torch._C.DisableTorchFunction():  # a label may look at tensors
@@ -1129,8 +1123,7 @@ class SplicedGate:
         is_part: Callable[[Tensor], bool],
         place: tuple[int, int],
     ) -> None:
-        # Those at the same place up to this one, in order.
-        self.gates: tuple[AfterGate, ...] = (gate,)
+        self.gates: tuple[AfterGate, ...] = (gate,)  # those here up to this one, in order
         self._gate = gate
         self._path = gate.at.path
         self._splicer = splicer

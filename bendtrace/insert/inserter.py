@@ -149,10 +149,8 @@ class LiveInserter:
         self._registry = registry
         self._function = function
         self._spots: dict[str, NodeSlots] = {}
-        # The values that are needed again once what is running is over.
-        self.pending: list[Sequence[Any]] = []
-        # The paths of functions that have raised in the run: no gate counts their passes.
-        self.raised: set[str] = set()
+        self.pending: list[Sequence[Any]] = []  # values needed again once what runs is over
+        self.raised: set[str] = set()  # paths of functions that raised: no gate counts their passes
         self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
         self._model = function if position is None else position.model
@@ -866,8 +864,7 @@ class StateInsertions:
     """The parameters and buffers with insertions."""
 
     def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: LiveInserter) -> None:
-        # The insertions at them, by qualified name.
-        self.slots: dict[str, tuple[Slot, ...]] = plan.states()
+        self.slots: dict[str, tuple[Slot, ...]] = plan.states()  # at them, by qualified name
         self._plan = plan
         self._host = host
         self._names = _state_names(model) if self.slots else {}

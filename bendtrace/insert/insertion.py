@@ -367,8 +367,7 @@ _MOST_NOTED = 512  # calls, before they are counted
 class CallTally:
     """Counts calls; thread-safe, since backward passes may run in several threads."""
 
-    # Another object after each reset of counts, of any insertion.
-    latest_reset: ClassVar[object] = object()
+    latest_reset: ClassVar[object] = object()  # another one after each reset of counts
 
     def __init__(self) -> None:
         # Calls that are not counted yet: the pass, whether it changed the value, how often.

@@ -257,8 +257,7 @@ class Passes:
             self._numbers = frozenset(_ints(numbers, option))
         # True if a user function decides, which may decide differently the next time.
         self.is_asked: bool = callable(numbers)
-        # True if every pass is selected.
-        self.admits_all: bool = numbers is None and every in (None, 1)
+        self.admits_all: bool = numbers is None and every in (None, 1)  # it selects every pass
         # True if the total number of passes has to be known.
         self.needs_total: bool = self._numbers is not None and any(
             number < 0 for number in self._numbers
@@ -310,10 +309,8 @@ class Effect(NamedTuple):
     # The other tensors that it needs. They are inputs of compiled graphs, so that one graph serves
     # calls with different tensors.
     tensors: tuple[Tensor, ...]
-    # Everything else that the function depends on: effects with equal keys do the same.
-    key: Hashable
-    # Called after the run with the tensors to keep.
-    keep: Callable[[tuple[Tensor, ...]], None] | None = None
+    key: Hashable  # the rest that it depends on: effects with equal keys do the same
+    keep: Callable[[tuple[Tensor, ...]], None] | None = None  # keeps tensors after the run
     kept: int = 0  # their number
     check: Callable[..., str | None] | None = None  # see `engine.splices.SpliceStep`
 

@@ -393,8 +393,7 @@ class _CallPlace:
         self.spot: NodeSlots | None = spot
         # For a function, the place of the call in the code of the module; None for a module.
         self.site: Site | None = None
-        # Receives what it returns, if that is a tensor; None if more has to be done.
-        self.gate: AfterGate | None = None
+        self.gate: AfterGate | None = None  # receives the result; None if more has to be done
         files = [one.code.co_filename for one in frames]
         # True if the call is inside of something that is one op.
         self.is_inside: bool = any(file.startswith(AS_ONE) for file in files)
@@ -457,8 +456,7 @@ class _InsertionRun:
         self._calls: dict[tuple[Any, int, int], list[_CallPlace]] = {}
         # Where modules are called, by the identity of the module.
         self.places: dict[int, list[_CallPlace]] = {id(module): [] for module in modules}
-        # The model's own outermost frame in this call; None if not known yet.
-        self.outermost: FrameType | None = None
+        self.outermost: FrameType | None = None  # the model's own in this call, if known yet
         self.outer: tuple[_CallerFrame, ...] = ()  # the frames around it
 
     def ended(self) -> None:

@@ -116,8 +116,7 @@ class Station:
     """Calls everything that is attached to a module."""
 
     def __init__(self, module: nn.Module | None) -> None:
-        # The module; None for the station of a copy, which nothing else is attached to.
-        self.module = module
+        self.module = module  # None for the station of a copy, which nothing else is attached to
         self.entries: tuple[AttachedInterjection, ...] = ()  # what is attached, in order
         self._stages: dict[Callable[..., Any], RemovableHandle] = {}
         self._open: list[_OpenCall] = []
@@ -213,10 +212,8 @@ class _OpenCall:
         self.station = station  # the station with the entries
         self.module = module
         self._at = {one.order: one.at(module) for one in station.entries if one.is_paired}
-        # Manages its gradients; None if they are not needed.
-        self.gradients: CallGradients | None = None
-        # Replaced the module's inputs by aliases.
-        self.exchange: TensorExchange = TensorExchange({})
+        self.gradients: CallGradients | None = None  # manages its gradients, if they are needed
+        self.exchange: TensorExchange = TensorExchange({})  # has replaced inputs by aliases
         self.same: dict[int, Tensor] = {}  # the result of `CallGradients.close`
         self.copies: Any = None  # the inputs as they were; None if nobody needs them
         # To distinguish a normal end from an error, which torch reports in the same way.

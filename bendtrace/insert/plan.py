@@ -21,21 +21,19 @@ class StateTensor:
     """A parameter or buffer."""
 
     name: str  # its qualified name
-    # Path of the module call in whose code it is used; None for everywhere.
-    holder: str | None = None
+    holder: str | None = None  # path of the module call whose code uses it; None for everywhere
 
 
 @dataclass(frozen=True)
 class Location:
     """The location of an insertion."""
 
-    # To outputs of nodes, to an input of a module, or to a parameter or buffer.
+    # Outputs of nodes, an input of a module, or a parameter or buffer.
     role: Literal["node", "input", "state"]
     matcher: Any  # selects the nodes; for parameters and buffers a `StateTensor`
     argument: str = ""  # name of the input
     dig: tuple[Hashable, ...] = ()  # keys of the part inside the value
-    # The path as the user writes it; only for single paths.
-    shown: str = field(default="", compare=False)
+    shown: str = field(default="", compare=False)  # the path as the user writes it, if single
 
     def is_below(self, prefix: str, names: frozenset[str]) -> bool:
         """Return whether it is at nodes with known paths, one of which has a prefix and names."""

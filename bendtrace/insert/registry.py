@@ -489,8 +489,7 @@ class _Name:
     stem: str  # the name without a pass
     chosen: tuple[int, ...] | None  # the pass, counted from 0; None for all
     words: tuple[str, ...]  # the words of the stem, in order
-    # The type and the number of the layer that it may name; None for none.
-    layer: tuple[str, int] | None
+    layer: tuple[str, int] | None  # type and number of the layer that it may name; None for none
     found: tuple[Target, ...] = ()  # what it means, as far as the run has shown
 
 
@@ -798,8 +797,7 @@ class InsertionGroup:
     """
 
     def __init__(self, model: Bended) -> None:
-        # The insertions, in the order in which they were made.
-        self.insertions: list[Insertion] = []
+        self.insertions: list[Insertion] = []  # in the order in which they were made
         self._insertion_registry = model._insertion_registry
         self._knowledge = model._knowledge
 

@@ -638,8 +638,7 @@ class PreparedSuffix:
     """The rest of a recorded run, ready to run."""
 
     recording: Recording
-    # Where on its tape the value of each node is given.
-    spots: dict[str, tuple[ReplacementPoint, ...]]
+    spots: dict[str, tuple[ReplacementPoint, ...]]  # where its tape has the value of each node
     cuts: list[Cut]  # the same, by op
     rest: Suffix  # the required ops
     code: SuffixCode | None = None  # the same as code; None if it cannot be run

@@ -167,8 +167,7 @@ class _Places:
         self._tape: Tape = piece.recording.tape
         self._analysis: Analysis = piece.analysis
         self._positions = [guard.position for guard in self._tape.guards]
-        # True if gates reach all modules that it calls.
-        self.is_open: bool = not self._tape.is_closed
+        self.is_open: bool = not self._tape.is_closed  # whether gates reach all modules in it
 
     def find(self) -> tuple[ValueSplice, ...]:
         """Return the splices in order."""

@@ -264,10 +264,8 @@ class ReachedObjects(NamedTuple):
     """The objects that the code of one insertion reaches."""
 
     what: Interjection
-    # Its code, and whether other code calls it: see `stores_in`.
-    codes: Mapping[types.CodeType, bool]
-    # The containers, objects, modules and tensors that it holds, by identity.
-    objects: Mapping[int, Any]
+    codes: Mapping[types.CodeType, bool]  # its code, and whether other code calls it (`stores_in`)
+    objects: Mapping[int, Any]  # containers, objects, modules and tensors it holds, by identity
     numbers: frozenset[str]  # the globals with plain values that it names
     # True if it can read nothing of the model but its arguments, unless the model has some of what
     # it holds, too.
@@ -457,8 +455,7 @@ class _PlainScan:
     def __init__(self, own: Container[int] | None) -> None:
         self.seen: set[int] = set()
         self.own = own
-        # True if something was found that can come to hold other objects.
-        self.may_change: bool = False
+        self.may_change: bool = False  # whether something can come to hold other objects
 
 
 def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:

@@ -239,8 +239,7 @@ class Stream:
 
     layers: int  # the number of layers
     positions: str | None  # the node path of the embeddings of positions; None if there are none
-    # For each layer the norms before attention and before the MLP.
-    norms: tuple[tuple[nn.Module, nn.Module], ...]
+    norms: tuple[tuple[nn.Module, nn.Module], ...]  # of each layer, before attention and MLP
     final: nn.Module  # the norm after all layers
     unembed: nn.Module | None  # the module that makes logits of the stream; None if there is none
 

@@ -263,8 +263,7 @@ class Passage(NamedTuple):
     guards: int  # how many guards come before
     op: int  # the op that gives the value
     function: Callable[[Any], Any]
-    # The grad mode and so on that it runs under; None for the context of the block.
-    context: Context | None
+    context: Context | None  # grad mode and so on that it runs under; None for the block's
 
 
 class Portion:
@@ -295,8 +294,7 @@ class Portion:
         last = {index: op.index for op in self.ops for index in (op.index, *op.operands)}
         for passage in self.passages:
             last[passage.op] = max(passage.position, last.get(passage.op, 0))
-        # The values that are used for the last time by an op, by that.
-        self.dying: dict[int, list[int]] = {}
+        self.dying: dict[int, list[int]] = {}  # values by the op that uses them last
         for index, moment in last.items():
             self.dying.setdefault(moment, []).append(index)
 

@@ -81,8 +81,7 @@ class Encoder:
 
     def __init__(self, values: RunValues) -> None:
         self._values = values
-        # The function that the arguments are for, if it is not one of the most usual.
-        self.called: Any = None
+        self.called: Any = None  # the function that the arguments are for, but for the most usual
 
     def _tells_sizes(self) -> bool:
         return self.called is not None and tells_sizes_from_tuples(self.called)

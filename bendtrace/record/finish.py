@@ -92,8 +92,7 @@ class Recording:
         self.tape: Tape = tape  # the records
         self.environment: Environment = environment  # the values that the run could read
         self.root: ModuleCall = root  # the outermost scope; its `output` is the encoded output
-        # The changes of its environment, with encoded values.
-        self.changes: list[EnvironmentChange] = []
+        self.changes: list[EnvironmentChange] = []  # of its environment, with encoded values
         # True if another run with the same inputs would behave differently, unnoticed by guards:
         # for example because a cache is filled by then.
         self.is_transient: bool = False
@@ -101,21 +100,16 @@ class Recording:
         # For outputs that were written to after their op returned them, the op that wrote.
         self.output_reads: dict[int, int] = {}
         self.result: Any = None  # the return value of the model, without traced scalars
-        # What the function raised, where the run is kept nevertheless.
-        self.error: Exception | None = None
-        # How its arguments were passed, where the function may see that.
-        self.form: tuple[str, ...] = ()
+        self.error: Exception | None = None  # what the function raised, where that is kept
+        self.form: tuple[str, ...] = ()  # how its arguments were passed, where that may be seen
         # Where its numbers stay traced, as they differ between runs (`varying.py`).
         self.places: frozenset[Place] = frozenset()
-        # True if lists that loops append to are values (`accumulation.py`).
-        self.follows_lists: bool = False
+        self.follows_lists: bool = False  # whether lists of loops are values (`accumulation.py`)
         self.useless: frozenset[Place] = frozenset()  # of these, where that is of no use
-        # Of these, where numbers are guarded nevertheless.
-        self.guarded: frozenset[Place] = frozenset()
+        self.guarded: frozenset[Place] = frozenset()  # of these, where they are guarded anyway
         # The labels of lists and dicts in the state whose items it assigns by such numbers.
         self.keyed: frozenset[str] = frozenset()
-        # What `view` has derived from the run.
-        self.views: dict[Callable[[Recording], Any], Any] = {}
+        self.views: dict[Callable[[Recording], Any], Any] = {}  # what `view` has derived from it
 
     def view(self, derive: Callable[[Recording], T]) -> T:
         """Return a value derived from the run, computed once; it must not refer to the run."""

@@ -242,10 +242,8 @@ class _FunctionProgress:
     # The iteration of each loop that the latest mark was in, outermost first.
     at: dict[SourceLoop, int] = field(default_factory=dict)
     before: RecordMark | None = None  # the latest mark
-    # The iterations of the loops around the comprehension that the code was compiled from.
-    around: tuple[int, ...] = ()
-    # The code of comprehensions that it ran.
-    comprehensions: set[object] = field(default_factory=set)
+    around: tuple[int, ...] = ()  # iterations of loops around the comprehension, if it is one
+    comprehensions: set[object] = field(default_factory=set)  # those that it ran
     bodies: set[SourceLoop] = field(default_factory=set)  # the while loops whose test has passed
     # A loop that was left early, and its remaining code.
     leaving: tuple[SourceLoop, tuple[Span, ...]] | None = None

@@ -54,8 +54,7 @@ class NumberRecorder:
         # True if the interpreter leaves the operands of a comparison on the stack while it asks for
         # the truth of its result.
         self.compares: bool = places is not None and places.leaves
-        # The identities of the values that were compared last.
-        self.compared: frozenset[int] = frozenset()
+        self.compared: frozenset[int] = frozenset()  # identities of those compared last
 
     def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""

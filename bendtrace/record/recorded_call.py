@@ -46,8 +46,7 @@ class Signature:
         gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         # `*a` names no argument `a`: with `**others`, that is one like others.
         named = [p.name for p in parameters if p.kind not in gathering]
-        # The names in its signature for passing an argument by name.
-        self.parameters: frozenset[str] = frozenset(named)
+        self.parameters: frozenset[str] = frozenset(named)  # that can be passed by name
         self._order = {name: position for position, name in enumerate(named)}
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")

@@ -70,8 +70,7 @@ class Section:
     tape: Tape
     entered: int  # the question whose answer leads into it; -1 for the beginning of the run
     left: Stop  # the question, or the op, at which the call left it
-    # In the latter case, how many questions had been asked; 0 for those before the op.
-    asked: int = 0
+    asked: int = 0  # in the latter case, how many questions came before; 0 before the op
 
 
 @dataclass(slots=True, eq=False)
@@ -204,8 +203,7 @@ class Script:
         follower: Follower | None = None,
         is_exact: bool = False,
     ) -> None:
-        # The results of ops, by their numbers in the run that follows the script.
-        self.values: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}  # results of ops of the run that follows
         self.errors: dict[int, Exception] = {}  # the errors that ops raise, likewise
         self.hold: Hold = hold
         # The values that the run goes on with, by op, if it is in a checkpointed block.
@@ -215,10 +213,8 @@ class Script:
         self.is_merged: bool = False  # whether two tensors that the script has are one in this call
         # Once it has, the ops whose values are stand-ins, with what is known of the values.
         self.dead: dict[int, Any] = {}
-        # For names of tensors that had a name before, the first one.
-        self.firsts: dict[Name, Name] = {}
-        # Names of tensors that had one when they were recorded, and have none in this call.
-        self.apart: set[Name] = set()
+        self.firsts: dict[Name, Name] = {}  # for tensors named before, the first name
+        self.apart: set[Name] = set()  # of tensors that had one when recorded, and have none now
         self.cached: Sequence[Tensor] = ()  # tensors in caches that the program reads
         self._steps: list[_Step] = []
         self._questions: list[_Question] = []

@@ -349,8 +349,7 @@ class _TorchProbe(NamedTuple):
     model: str  # its name in `self_test_models.py`
     ops: tuple[str, ...]  # names of ops, for what can be followed
     reason: str  # the start of the reason why a call runs live, for parts that cannot be followed
-    # Code that uses one of these cannot be followed if the probe fails; "" covers all.
-    names: frozenset[str]
+    names: frozenset[str]  # code that uses one cannot be followed if the probe fails; "" is all
 
     def holds(self, tape: Tape) -> bool:
         if self.reason:

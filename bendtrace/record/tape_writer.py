@@ -89,8 +89,7 @@ class TapeWriter:
         self._environment = environment
         self.script: Script | None = script  # what the run follows, if it follows one
         self.handed: dict[int, Any] = {}  # results of ops that need not be carried out, by op
-        # Errors that ops raise without being carried out, by op.
-        self.errors: dict[int, Exception] = {}
+        self.errors: dict[int, Exception] = {}  # of ops that are not carried out, by op
         if script is not None:
             script.begin(self.aliases, _readable_tensors(environment))
             self.handed, self.errors = script.values, script.errors
@@ -103,8 +102,7 @@ class TapeWriter:
         # Is called before a guard is added, with the code that asks.
         self.before_question: Callable[[FrameType], None] | None = None
         self.is_inside: bool = False  # whether code inside of an op runs
-        # How many ops the resumed run has repeated, once it has carried out its own.
-        self.resumed_at: int | None = None
+        self.resumed_at: int | None = None  # ops that the resumed run has repeated, in the end
         self._caught: dict[tuple[int, int], bool] = {}
         self._sites = SiteTable(boundaries)
         self.boundaries: set[int] = self._sites.boundaries  # identities of the code given as such

@@ -358,8 +358,7 @@ class Instance(Container):
 
     def __init__(self, cls: type) -> None:
         self.cls: type = cls
-        # For subclasses of tuple, list and dict (and torch.Size, sets): the content.
-        self.items: Any = None
+        self.items: Any = None  # content of subclasses of tuple, list, dict, torch.Size and sets
         self.attributes: dict[AttributeKey, Any] = {}  # its own attributes, by name
 
     def inside(self) -> tuple[Any, ...]:

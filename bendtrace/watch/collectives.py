@@ -548,8 +548,7 @@ class Ranks:
     timeout: float  # the number of seconds to wait for others
     events: dict[str, int] = field(default_factory=dict)  # the number of meetings, by group
     messages: int = 0  # the number of requests to the store
-    # The latest call in which ranks communicate: its model, and its number.
-    call: tuple[str, int] = ("", 0)
+    call: tuple[str, int] = ("", 0)  # the latest in which ranks communicate: its model and number
     _has_withdrawn: bool = False
     _latest: dict[str, int] = field(default_factory=dict)  # at which all came to agree
 
@@ -813,8 +812,7 @@ class JointCall:
         # The tape of the run that is being recorded or replayed; None for a live one.
         self.tape: Tape | None = None
         self.replays: bool = False
-        # The error raised because ranks did not agree.
-        self.error: RankDivergenceError | None = None
+        self.error: RankDivergenceError | None = None  # raised because ranks did not agree
         self.is_left: bool = False  # whether the call is suspended, to be continued by another run
 
     def follows(self, tape: Tape) -> None:

@@ -105,8 +105,7 @@ class RandomStates:
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self._others = tuple(others)
         found = self._generators()
-        # Their states, as something that can be compared.
-        self.states: list[Any] = [*map(generator_state, found)]
+        self.states: list[Any] = [*map(generator_state, found)]  # in comparable form
         self._restorers = [*map(restorer_of, found)]
 
     def _generators(self) -> list[Any]:

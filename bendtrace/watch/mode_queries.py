@@ -29,8 +29,7 @@ from bendtrace.tape.contexts import function_modes
 class RecordingMode(TorchFunctionMode):
     """A mode that the code which runs under it does not see."""
 
-    # The modes around the run that see what the model does, and nothing else.
-    around: tuple[Any, ...] = ()
+    around: tuple[Any, ...] = ()  # those around the run that only see what the model does
 
 
 _NAMES = (

@@ -54,14 +54,10 @@ class Reachable(NamedTuple):
 
     # Methods, the functions of properties, and plain functions, its own and others.
     functions: tuple[types.FunctionType, ...]
-    # Functions that `bt.opaque` returned: each is recorded as one op.
-    opaque: tuple[types.FunctionType, ...]
-    # (namespace, name) of the globals that these name, also in other modules.
-    globals: tuple[Named, ...]
-    # The namespaces of the classes that it looks for members in.
-    owners: tuple[Mapping[str, Any], ...]
-    # (class namespace, name) of the class attributes and methods that they name.
-    members: tuple[Named, ...]
+    opaque: tuple[types.FunctionType, ...]  # those that `bt.opaque` returned: each is one op
+    globals: tuple[Named, ...]  # (namespace, name), also in other modules
+    owners: tuple[Mapping[str, Any], ...]  # namespaces of classes that it looks for members in
+    members: tuple[Named, ...]  # (class namespace, name) of attributes and methods
     # Namespaces of Python modules, with the names that it uses and that are not in them; None for
     # all, where it looks names up that it computes.
     lacking: tuple[tuple[Mapping[str, Any], frozenset[str] | None], ...]
