@@ -119,11 +119,7 @@ class RunWriter:
                     self._direct[op.index] = call
 
     def write(self) -> Code:
-        """Write it.
-
-        Raises:
-            Unlinked: a segment needs a value that its state does not hold.
-        """
+        """Write it. Raise `Unlinked` if a segment needs a value that its state does not hold."""
         schedule, source = self.schedule, self.source
         source.names["__tape__"] = self.tape
         source.begin("run(A, E)")

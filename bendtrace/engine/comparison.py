@@ -25,10 +25,8 @@ def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit
 
     Another run that was in the same state shows what follows. The two runs are compared from guard
     `after` (-1 for the beginning) to guard `until` (None for the end), as far as both are known.
-    Return whether they did the same, as far as the arguments of ops can be compared.
-
-    Raises:
-        NondeterminismError: they did different operations.
+    Return whether they did the same, as far as the arguments of ops can be compared. Raise
+    `NondeterminismError` if they did different operations.
     """
     one, other = recording.tape, exit.piece.recording.tape
     start = one.guards[after].position if after >= 0 else 0

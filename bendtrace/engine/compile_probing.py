@@ -73,10 +73,8 @@ def probe(
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
     None of its ops is Python's own or a user's (see `obstacle_to_compiling`), and the input guards
-    hold for the arguments. Return None if they lead another way.
-
-    Raises:
-        CompileRefusal: an op writes to what was there before, or draws random numbers.
+    hold for the arguments. Return None if they lead another way. Raise `CompileRefusal` if an op
+    writes to what was there before, or draws random numbers.
     """
     states = RandomStates()
     try:
@@ -351,8 +349,7 @@ class Extents:
     def mask(self, root: int) -> int:
         """Return the op whose nonzero elements a root has picked.
 
-        Raises:
-            Unknown: it picks in another way.
+        Raise `Unknown` if it picks in another way.
         """
         op = self._ops[root]
         name = name_of(op.target)
@@ -372,8 +369,7 @@ class Extents:
     def origin(self, index: int, dim: int) -> int | None:
         """Return the root that a dimension has its size from; None if it does not depend on values.
 
-        Raises:
-            Unknown: it is not followed that far.
+        Raise `Unknown` if it is not followed that far.
         """
         if index not in self.varying:
             return None

@@ -107,8 +107,7 @@ def settings_of(
 ) -> CompileSettings | None:
     """Check what a user gave; without a backend, nothing is compiled.
 
-    Raises:
-        InputError: there is no such backend or option, or an option makes no sense.
+    Raise `InputError` if there is no such backend or option, or an option makes no sense.
     """
     if cache_dir is not None:
         if backend != "inductor":

@@ -285,8 +285,7 @@ class Schedule:
     def missing(self, number: int, computed: Collection[int]) -> list[Op]:
         """Return what has to be computed where a guard does not hold, for what is handed on.
 
-        Raises:
-            Unlinked: that needs a value which is not there.
+        Raise `Unlinked` if that needs a value which is not there.
         """
         ops, found = self.tape.ops, set()
         waiting = [hole for hole in self.holes_at.get(number, ()) if hole not in computed]

@@ -312,8 +312,7 @@ class Exit:
     def code(self) -> Code:
         """The code that follows, generated on first use.
 
-        Raises:
-            Unlinked: the code needs a value that the state does not hold.
+        Raise `Unlinked` if the code needs a value that the state does not hold.
         """
         if self.written is None:
             self.written = self._write(self.piece, self.number)
@@ -326,8 +325,7 @@ class Exit:
     def write_spliced(self, splices: Iterable[ValueSplice]) -> Code:
         """Return the code with values passed through something.
 
-        Raises:
-            Unlinked: the code needs a value that the state does not hold.
+        Raise `Unlinked` if the code needs a value that the state does not hold.
         """
         return self._write(self.piece, self.number, splices=splices)
 

@@ -348,8 +348,7 @@ class Catalogue:
     def named(self, spec: BendSpec) -> BendSpec:
         """Return a bend with nodes instead of names of layers, which patterns never match.
 
-        Raises:
-            NodePathError: a name is ambiguous.
+        Raise `NodePathError` if a name is ambiguous.
         """
         if not spec.activations:
             return spec
@@ -370,11 +369,7 @@ class Catalogue:
         return replace(spec, where=tuple(where))
 
     def require_meaning(self, spec: BendSpec) -> None:
-        """Raise if a pattern selects nothing.
-
-        Raises:
-            InputError: a pattern selects nothing; the message lists similar names.
-        """
+        """Raise an `InputError` with similar names if a pattern selects nothing."""
         seen = self.activations()
         for pattern in spec.patterns:
             if spec.activations and _means(pattern, seen):
@@ -543,8 +538,7 @@ class BendSpec:
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     """Return a pattern that can be matched.
 
-    Raises:
-        InputError: it is not a regular expression, or is empty.
+    Raise `InputError` if it is not a regular expression, or is empty.
     """
     try:
         made = re.compile(pattern)

@@ -347,8 +347,7 @@ def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> Gat
 def _turns(gate: Gate, args: Any, recording: Recording, plan: InsertionPlan) -> list[_Turn]:
     """Return the insertions at a gate, in order.
 
-    Raises:
-        _Refused: one of them cannot be compiled.
+    Raise `_Refused` if one of them cannot be compiled.
     """
     entries = gate.entries_in(plan, gate.at.number)
     if isinstance(gate, CountGate):

@@ -80,10 +80,8 @@ class Containers:
 
         It received the given values, with their shapes, and returned the results in their place.
         `found` are the tensors and numbers of these values, as they were before it was called.
-        Return the results, and what was given for those that are None.
-
-        Raises:
-            InterjectionError: it has changed some in place, and returned others.
+        Return the results, and what was given for those that are None. Raise `InterjectionError`
+        if it has changed some in place, and returned others.
         """
         results = tuple(
             value if result is None and type(shape) is ContainerShape else result
@@ -152,8 +150,7 @@ def collect_returned(
 ) -> None:
     """Replace old values by the tensors and numbers that an insertion returned.
 
-    Raises:
-        InterjectionError: the value does not fit.
+    Raise `InterjectionError` if the value does not fit.
     """
     try:
         collect(shape, result, found)
@@ -267,8 +264,7 @@ class Attempt:
     def begin_again(self) -> None:
         """Have gates return what they have returned.
 
-        Raises:
-            InterjectionError: that is gone, or was changed since.
+        Raise `InterjectionError` if that is gone, or was changed since.
         """
         returned, self._returned, self._met = self._returned, {}, {}
         for (path, number), value in returned.items():
@@ -797,10 +793,8 @@ class AfterGate(Gate):
     ) -> Any:
         """Return what takes the place of a value, for what an insertion has returned.
 
-        The version is the one that the value had before.
-
-        Raises:
-            InterjectionError: it does not fit.
+        The version is the one that the value had before. Raise `InterjectionError` if it does not
+        fit.
         """
         found = [value]
         if result is not None:
@@ -1135,8 +1129,7 @@ class SplicedGate:
     def __call__(self, value: Any) -> Any:
         """Pass a value through.
 
-        Raises:
-            Interrupted: the gate has raised an error, or returned another kind of value.
+        Raise `Interrupted` if the gate has raised an error, or returned another kind of value.
         """
         call, gate = of_call(), self._gate
         plan, passes, current = call.plan, call.passes, call.attempt

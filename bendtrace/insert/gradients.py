@@ -125,10 +125,8 @@ class CallGradients:
     def close(self, outputs: list[Tensor]) -> dict[int, Tensor]:
         """Pass on to the inputs how they were changed in place.
 
-        Return, by id of each replacement, the input with the same value now.
-
-        Raises:
-            InputError: in-place changes make it impossible to separate the gradients.
+        Return, by id of each replacement, the input with the same value now. Raise `InputError` if
+        in-place changes make it impossible to separate the gradients.
         """
         same: dict[int, Tensor] = {}
         for alias in self._aliases:
@@ -293,8 +291,7 @@ class CallGradients:
     ) -> Gradients:
         """Return the gradients that an interjection returned (see `checked_gradients`).
 
-        Raises:
-            InterjectionError: these are not valid gradients of the inputs.
+        Raise `InterjectionError` if these are not valid gradients of the inputs.
         """
         if isinstance(what, ChecksGradients):
             return what.checked_gradients(result, before, passing, self._shapes)
@@ -491,8 +488,7 @@ def leave_as_view(traffic: CallGradients, places: Sequence[int], tensor: Tensor)
 def rebase(tensor: Tensor, other: Tensor) -> None:
     """Give a tensor the history of another with the same storage.
 
-    Raises:
-        RuntimeError: autograd refuses to change it in place.
+    Raise `RuntimeError` if autograd refuses to change it in place.
     """
     _in_place(_Rebase, tensor, other)
 

@@ -475,8 +475,7 @@ class LiveInserter:
     def settle(self, recording: Recording) -> None:
         """Have a complete run decide what names mean.
 
-        Raises:
-            NodePathError: a name is not one of the run, or ambiguous.
+        Raise `NodePathError` if a name is not one of the run, or ambiguous.
         """
         lookup = self.plan.lookup
         if lookup is None or recording.error is not None:
@@ -1023,10 +1022,9 @@ class PartPosition(NamedTuple):
 
 
 def refuse_reading(plan: InsertionPlan, method: MethodType) -> None:
-    """Raise if a method of the model reads a weight itself at which something is inserted.
+    """Raise an `InputError` if a method of the model reads a weight itself that has insertions.
 
-    Raises:
-        InputError: it does, and what is inserted there would not be called.
+    They would not be called.
     """
     code: Any = getattr(method.__func__, "__code__", None)
     is_users = code is not None and not is_torchs(getattr(method, "__module__", None))

@@ -88,11 +88,7 @@ def _needed_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def as_interjection(what: What) -> Interjection:
-    """Return the interjection for an object.
-
-    Raises:
-        InputError: `what` cannot be inserted.
-    """
+    """Return the interjection for an object. Raise `InputError` if `what` cannot be inserted."""
     if isinstance(what, Interjection):
         if not any(type(what)._overrides(form) for form in _FORMS):
             raise InputError(

@@ -235,10 +235,8 @@ class Passes:
 
     Their numbers are counted from 0, or from the end if negative; a predicate of the number selects
     as well, None all. With `every`, only each n-th pass is selected, beginning with the first. The
-    option is the name of the argument that has the numbers, for errors.
-
-    Raises:
-        InputError: an argument is invalid.
+    option is the name of the argument that has the numbers, for errors. Raises `InputError` if an
+    argument is invalid.
     """
 
     def __init__(

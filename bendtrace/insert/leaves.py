@@ -296,8 +296,7 @@ class OmittedObject:
 def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
     """Collect the tensors and numbers of a value of a given structure, one for each leaf.
 
-    Raises:
-        Mismatch: the value has another structure.
+    Raise `Mismatch` if the value has another structure.
     """
     if type(shape) is LeafShape:
         _collect_leaf(shape, value, found, where)

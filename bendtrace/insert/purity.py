@@ -98,8 +98,7 @@ def facts_on(whats: Iterable[Interjection]) -> IdentityFacts | None:
 def _follow(thing: Any, facts: IdentityFacts) -> None:
     """Add the facts on everything in a thing that can change.
 
-    Raises:
-        _Impure: it may change without changing its attributes.
+    Raise `_Impure` if it may change without changing its attributes.
     """
     kind = type(thing)
     if kind in _PLAIN or kind in (Tensor, nn.Parameter):
@@ -180,8 +179,7 @@ class _Lifting:
     def of(self, thing: Any) -> tuple[Any, Hashable]:
         """Return the spec of a thing, and its key.
 
-        Raises:
-            _Impure: it may read or write something unknown.
+        Raise `_Impure` if it may read or write something unknown.
         """
         kind = type(thing)
         if kind in _PLAIN:

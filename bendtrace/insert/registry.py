@@ -138,8 +138,7 @@ class InsertionRegistry:
     def add(self, *insertions: Insertion) -> None:
         """Activate insertions, all together.
 
-        Raises:
-            InputError: this thread is in a call of the model.
+        Raise `InputError` if this thread is in a call of the model.
         """
         if insertions and self._calls.depth:
             raise InputError(
@@ -241,8 +240,7 @@ class InsertionRegistry:
     def _look_up(self, insertions: tuple[Insertion, ...]) -> None:
         """Look names and patterns up that no run had shown so far, if there are runs by now.
 
-        Raises:
-            NodePathError: the runs have no such node.
+        Raise `NodePathError` if the runs have no such node.
         """
         for number, insertion in enumerate(insertions):
             with blaming(insertion, number):
@@ -374,8 +372,7 @@ class InsertionRegistry:
     def _is_matched(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
         """Return whether everything requested matches a node; these are None before a run.
 
-        Raises:
-            NodePathError: the model was run, and has no such node.
+        Raise `NodePathError` if the model was run, and has no such node.
         """
         holders = [*self._model.modules(), *(nodes or ())]
         for target in insertion.targets:
@@ -497,10 +494,8 @@ class NameLookup:
     """The names that a run has to resolve for its insertions, which are in order.
 
     `check` raises for an interjection that is not possible at its location. `is_matched` raises if
-    a pattern matches none of some nodes, and returns whether it does.
-
-    Raises:
-        InputError: a name can only be resolved after a run.
+    a pattern matches none of some nodes, and returns whether it does. Raises `InputError` if a name
+    can only be resolved after a run.
     """
 
     def __init__(
@@ -667,9 +662,8 @@ class NameLookup:
     def settle(self, recording: Recording) -> None:
         """Have the complete run decide what the names mean.
 
-        Raises:
-            NodePathError: a name means nothing, several things, or something else than what was
-                found while the run was recorded.
+        Raise `NodePathError` if a name means nothing, several things, or something else than what
+        was found while the run was recorded.
         """
         run = self._knowledge.run(recording)
         one_run = OneRun(self._knowledge, run.tree, run.naming)
@@ -704,11 +698,7 @@ class NameLookup:
             insertion.is_checked = True
 
     def require_names(self) -> None:
-        """Raise if a run of a method has not shown a name.
-
-        Raises:
-            NodePathError: it has not.
-        """
+        """Raise a `NodePathError` if a run of a method has not shown a name."""
         for name in self._names:
             if not name.found and not name.insertion.allow_none:
                 raise NodePathError(f"this run has no node {name.text!r}", name.text)
@@ -815,10 +805,8 @@ class InsertionGroup:
     ) -> Insertion:
         """Create and check an insertion of the group, without activating it.
 
-        With `allow_none`, `where` may match no node.
-
-        Raises:
-            NodePathError: `where` matches no node.
+        With `allow_none`, `where` may match no node. Raise `NodePathError` if `where` matches no
+        node.
         """
         made = self._insertion_registry.make(where, what, allow_none=allow_none)
         if kind is not Insertion:

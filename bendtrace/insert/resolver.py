@@ -112,8 +112,7 @@ class Resolution:
 def resolve_meaning(text: str, knowledge: NamedRuns) -> Resolution | None:
     """Resolve a string in a model; return None if nothing known has this name.
 
-    Raises:
-        NodePathError: the string matches several things.
+    Raise `NodePathError` if the string matches several things.
     """
     found: list[tuple[RunNames, Meaning]] = []
     for names in knowledge.names():
@@ -156,10 +155,8 @@ def _require_same_node(text: str, node: TreeNode, trees: Sequence[Tree]) -> None
     """Raise for a name that another known run would give to another node, and warn of others.
 
     Nodes of one name are numbered in the order in which runs reach them. A name may therefore
-    depend on which of several paths came first.
-
-    Raises:
-        NodePathError: another known run would give the name to another node.
+    depend on which of several paths came first. Raise `NodePathError` if another known run would
+    give the name to another node.
     """
     name, otherwise = node.path.rpartition(".")[2], ""
     parents = list(_parents(node, trees))
@@ -259,8 +256,7 @@ def _path_error(
 def text_of_place(where: Any) -> str:
     """Return the path for a key: a path or a node.
 
-    Raises:
-        InputError: it is neither a path nor a node.
+    Raise `InputError` if it is neither a path nor a node.
     """
     if isinstance(where, Node):
         return where._path
@@ -272,9 +268,8 @@ def text_of_place(where: Any) -> str:
 def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
     """Return given activations, by path or node, by the paths of their nodes.
 
-    Raises:
-        InputError: a key is not a path, selects something whose value cannot be given, or is
-            ambiguous, or two keys select the same value.
+    Raise `InputError` if a key is not a path, selects something whose value cannot be given, or is
+    ambiguous, or two keys select the same value.
     """
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
@@ -307,8 +302,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
 def _selected_path(model: Any, where: Any) -> str:
     """Return the path of the one selected node; a name is returned as it is if no run has it yet.
 
-    Raises:
-        InputError: it is not the value of one node.
+    Raise `InputError` if it is not the value of one node.
     """
     knowledge, label = model._knowledge, describe_where(where)
     try:
@@ -445,8 +439,7 @@ class ReplacementPoint:
 def path_in(tree: Tree, text: str) -> str:
     """Return the path that a tree uses for a node that has a given path in another run.
 
-    Raises:
-        NodePathError: the tree has no such node.
+    Raise `NodePathError` if the tree has no such node.
     """
     try:
         find_node(tree.data, text)
@@ -645,8 +638,7 @@ class _Spots:
 def values_for(text: str, value: Any, spots: tuple[ReplacementPoint, ...]) -> list[Any]:
     """Return what a given value defines at each of the spots of a node.
 
-    Raises:
-        InputError: its structure differs from the structure of the node's value.
+    Raise `InputError` if its structure differs from the structure of the node's value.
     """
     found = [_part_of_value(text, value, spot) for spot in spots]
     tensors = [item for item in take_apart(value)[1] if isinstance(item, Tensor)]
@@ -766,8 +758,7 @@ class Knowledge:
     def select(self, what: Any) -> list[str]:
         """Return the paths of the nodes that a selector, or a value that converts to one, selects.
 
-        Raises:
-            InputError: nothing has been traced yet.
+        Raise `InputError` if nothing has been traced yet.
         """
         runs = self._runs()
         if not runs:

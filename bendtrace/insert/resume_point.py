@@ -546,11 +546,8 @@ def call_with(
 ) -> Any:
     """Call a model with given values, by node path, instead of its own.
 
-    With `bended`, they replace those after the insertions at the nodes.
-
-    Raises:
-        InputError: the model did not reach a node, or reached it several times, or the value of a
-            node cannot be given.
+    With `bended`, they replace those after the insertions at the nodes. Raise `InputError` if the
+    model did not reach a node, or reached it several times, or the value of a node cannot be given.
     """
     registry = model._insertion_registry
     others = () if bended else registry.insertions
@@ -730,8 +727,7 @@ class Suffixes:
     def values_for(self, prepared: PreparedSuffix) -> dict[str, Any]:
         """Return the given values in the form that the code of a rest takes.
 
-        Raises:
-            InputError: one differs in structure from its node's value.
+        Raise `InputError` if one differs in structure from its node's value.
         """
         values: dict[str, Any] = {}
         rest = prepared.rest
@@ -817,10 +813,8 @@ class RecordedRuns:
     """The recorded runs that fit the arguments of a call, the latest first.
 
     The tree has the model's paths, with the current insertions. The form is how arguments were
-    passed, where the model may see that.
-
-    Raises:
-        InputError: no runs are known, and no arguments are given.
+    passed, where the model may see that. Raises `InputError` if no runs are known, and no arguments
+    are given.
     """
 
     def __init__(
@@ -842,11 +836,7 @@ class RecordedRuns:
             )
 
     def __iter__(self) -> Iterator[RecordedRun]:
-        """Yield the runs.
-
-        Raises:
-            DivergenceError: arguments are missing, and no run fits.
-        """
+        """Yield the runs. Raise `DivergenceError` if arguments are missing, and no run fits."""
         return iter(self._admitting() if self.is_whole else self._fitting())
 
     def _admitting(self) -> list[RecordedRun]:

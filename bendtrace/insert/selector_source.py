@@ -63,10 +63,8 @@ def mark(where: Any, file: str | None, asked: str) -> SourcePattern:
     """Return a checked description of a place in the source.
 
     It is text, a regular expression, a line, `"model.py:41"`, or None. The source file may be given
-    separately; messages name the function that asked.
-
-    Raises:
-        InputError: the description is invalid.
+    separately; messages name the function that asked. Raise `InputError` if the description is
+    invalid.
     """
     if file is not None and not isinstance(file, str):
         raise InputError(f"{asked}() takes the path of a source file, or its end, not {file!r}")

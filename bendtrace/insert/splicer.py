@@ -80,11 +80,7 @@ class Splicer:
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
     def __call__(self, exit: Exit) -> Code:
-        """Return the code of an exit.
-
-        Raises:
-            Unfit: there is none.
-        """
+        """Return the code of an exit. Raise `Unfit` if there is none."""
         cached = self._codes.get(exit)
         if cached is not None and cached[0] == exit.rewrites:
             return cached[1]

@@ -391,8 +391,7 @@ def transformer_lens_aliases(model: Any) -> Aliases:
 def alias_of(where: Any, model: Any) -> Alias | None:
     """Return the alias that a location is, or names in TransformerLens's words; None for others.
 
-    Raises:
-        NodePathError: it is such a name, and the model has no equal value.
+    Raise `NodePathError` if it is such a name, and the model has no equal value.
     """
     return _alias_in(transformer_lens_aliases(model), where) if _may_be_alias(where) else None
 
@@ -401,9 +400,7 @@ def aliased(where: Any, model: Any) -> tuple[Any, Alias | None]:
     """Return a location in the model's own names, and the alias that it is or names.
 
     Several locations have the alias of the first, which picks and puts the same as the others.
-
-    Raises:
-        InputError: several locations name values of different kinds.
+    Raise `InputError` if several locations name values of different kinds.
     """
     if not isinstance(where, (list, tuple, set, frozenset)):
         alias = alias_of(where, model)
@@ -434,11 +431,7 @@ def _alias_in(names: Aliases, where: Any) -> Alias | None:
 
 
 def require_equal(aliases: Aliases, name: str) -> None:
-    """Raise if a name is known to have no equal in a model.
-
-    Raises:
-        NodePathError: it has none; the message says why.
-    """
+    """Raise a `NodePathError` that says why if a name is known to have no equal in a model."""
     if why := aliases.why_not(name):
         raise NodePathError(f"{name!r} has no equal value in this model: {why}", name)
 
@@ -819,11 +812,7 @@ def _targets(where: Any, knowledge: ModelRuns) -> tuple[Target, ...]:
 
 
 def _require_own(node: Node, knowledge: ModelRuns) -> None:
-    """Raise for a node of a tree if its path in this model belongs to something else.
-
-    Raises:
-        InputError: it does.
-    """
+    """Raise an `InputError` if the path of a node of a tree belongs to something else here."""
     data, model = node._data, module_of(knowledge.model)
     if data.kind == "graph" and data.module and model is not None:
         module = modules_in(model).get(data.module)
@@ -894,8 +883,7 @@ def _resolve_name(text: str, knowledge: ModelRuns, original: Any) -> tuple[Targe
 def targets_named(text: str, knowledge: ModelRuns) -> tuple[Target, ...]:
     """Resolve a string in the known part of a run; return nothing if it has no such name.
 
-    Raises:
-        NodePathError: the string is ambiguous, or names something without a value.
+    Raise `NodePathError` if the string is ambiguous, or names something without a value.
     """
     resolution = resolve_meaning(text, knowledge)
     return () if resolution is None else _resolved_targets(resolution, text, text)

@@ -187,10 +187,8 @@ class Script:
     the last question has its answer, or the last op has raised the error. `hold` keeps autocast's
     cache until the script is over; the follower knows states that the run comes to after it. With
     `is_exact`, ops whose results are not held are carried out again, so that there are no
-    stand-ins, and questions are asked as they come.
-
-    Raises:
-        NondeterminismError: a value that is needed is not among those of the state.
+    stand-ins, and questions are asked as they come. Raises `NondeterminismError` if a value that is
+    needed is not among those of the state.
     """
 
     def __init__(
@@ -305,8 +303,7 @@ class Script:
     def late(self, op: Op, names: _SectionNames) -> Name:
         """Return the name of a value that its state does not hold, since it is read from the rest.
 
-        Raises:
-            NondeterminismError: there is no such value.
+        Raise `NondeterminismError` if there is no such value.
         """
         if not all(names.tape.ops[index].is_given for index in op.operands):
             raise errors.NondeterminismError(f"{op} is needed, and not known")
@@ -402,8 +399,7 @@ class Script:
     def take(self, op: Op) -> None:
         """Look an op of the run up, and note its result.
 
-        Raises:
-            NondeterminismError: the run does something else than the script.
+        Raise `NondeterminismError` if the run does something else than the script.
         """
         step = self._steps[self._taken] if self._taken < len(self._steps) else None
         asked = self._questions[self._asked] if self._asked < len(self._questions) else None
@@ -580,9 +576,8 @@ class Script:
     def asks(self, guard: Guard) -> RunState | None:
         """Look a question of the run up; return the state in which it is asked, if that was read.
 
-        Raises:
-            NondeterminismError: the run asks something else than the script, or what only
-                a value says that it has not.
+        Raise `NondeterminismError` if the run asks something else than the script, or what only a
+        value says that it has not.
         """
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         if question is None or not self.expects(guard):

@@ -118,11 +118,7 @@ class TapeWriter:
         self.writes.begin()
 
     def require_end(self) -> None:
-        """Raise if a resumed run went astray, even if the model caught the error.
-
-        Raises:
-            NondeterminismError: it went astray.
-        """
+        """Raise an error if a resumed run went astray, even if the model caught the error."""
         if self.gone_astray is not None:
             raise self.gone_astray
         self.ask_implied()
@@ -153,8 +149,7 @@ class TapeWriter:
     ) -> Op:
         """Add an op.
 
-        Raises:
-            NondeterminismError: a resumed run did something else at this point.
+        Raise `NondeterminismError` if a resumed run did something else at this point.
         """
         ops = self.tape.ops
         site = None if frame is None else self.site(frame)
@@ -262,8 +257,7 @@ class TapeWriter:
     def _follow(self, op: Op) -> None:
         """Look up in the script what the run does, and what it names.
 
-        Raises:
-            NondeterminismError: it does something else, or needs a value that is not there.
+        Raise `NondeterminismError` if it does something else, or needs a value that is not there.
         """
         script = self.script
         assert script is not None
@@ -286,11 +280,7 @@ class TapeWriter:
             raise
 
     def require_alive(self, indices: Iterable[int]) -> None:
-        """Raise if a value is wanted that a state did not hold.
-
-        Raises:
-            NondeterminismError: one of some ops gave such a value.
-        """
+        """Raise an error if one of some ops gave a value that a state did not hold."""
         if self.script is None or self.script.is_active:
             return
         for index in indices:

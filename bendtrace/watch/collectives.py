@@ -556,9 +556,7 @@ class Ranks:
         """Wait until all ranks of a group are about to do the same.
 
         They say what in the same words; the description is for messages if another rank does not.
-
-        Raises:
-            RankDivergenceError: the ranks are about to do different things.
+        Raise `RankDivergenceError` if the ranks are about to do different things.
         """
         self._come_back()
         number = self._next(group)
@@ -822,8 +820,7 @@ class JointCall:
     def agree_on(self, collective: Collective, frame: FrameType) -> None:
         """Agree on a collective that is about to begin.
 
-        Raises:
-            RankDivergenceError: the ranks are about to do different things.
+        Raise `RankDivergenceError` if the ranks are about to do different things.
         """
         group = collective.group
         place, op = self._place(frame)
@@ -843,8 +840,7 @@ class JointCall:
     def ends(self, output: Any) -> None:
         """Agree that the call is at its end.
 
-        Raises:
-            RankDivergenceError: it is not at its end on all ranks.
+        Raise `RankDivergenceError` if it is not at its end on all ranks.
         """
         if self.error is not None:
             raise self.error  # the model has caught it
@@ -988,8 +984,7 @@ def _handle_collective(collective: Collective, frame: FrameType) -> None:
 def alone(what: str) -> Iterator[None]:
     """Refuse collectives within the context, whose code must not involve other ranks.
 
-    Raises:
-        InputError: the code reaches a collective.
+    Raise `InputError` if the code reaches a collective.
     """
     outer, _local.forbidden = _local.forbidden, what
     call, _local.call = _local.call, None

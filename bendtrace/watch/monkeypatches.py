@@ -179,8 +179,7 @@ def may_be_patched(function: Any) -> bool:
 def original_of(function: Any, frame: types.FrameType) -> Any:
     """Return the function that called a mode: the original, if the reported one is its replacement.
 
-    Raises:
-        InputError: the replaced function cannot be determined.
+    Raise `InputError` if the replaced function cannot be determined.
     """
     if type(function) is types.MethodWrapperType:
         getter = _original_of(function.__self__, None)
