@@ -433,7 +433,7 @@ def check_value(value: Any) -> None:
 
 
 def _check_number(original: Any, value: Any) -> None:
-    """Raise a `PatchError` for neither tensors nor numbers, and tensors that replace numbers."""
+    """Raise a `PatchError` if a value is not a number, or is to be replaced by a tensor."""
     if not isinstance(original, (bool, int, float, complex)):
         raise PatchError(
             f"the value is {described(original)} ({type(original).__name__}), neither a tensor "
