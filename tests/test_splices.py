@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.errors import InterjectionError, NeverFiredWarning
-from bendtrace.insert import spliced_gate
-from bendtrace.insert.gates import Attempt
-from bendtrace.insert.spliced_gate import KindTest, tensor_kind
+from bendtrace.insert import gates
+from bendtrace.insert.gates import Attempt, KindTest, tensor_kind
 from bendtrace.insert.splicer import has_gates
 from bendtrace.record import scopes
 from bendtrace.record.recorder import Recording
@@ -1018,7 +1017,7 @@ def test_values_that_are_taken_to_be_nobodys_are_noticed(monkeypatch: pytest.Mon
 def test_kinds_that_are_not_compared_are_noticed(
     change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spliced_gate, "tensor_kind", lambda tensor: ())
+    monkeypatch.setattr(gates, "tensor_kind", lambda tensor: ())
     with pytest.raises(AssertionError):
         compared(Asks, {"relu": change})
 
@@ -1310,7 +1309,7 @@ def test_tensors_are_of_the_same_kind_as_another(
     mode: Callable[[], Any], has_guards: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_guards:
-        monkeypatch.setattr(spliced_gate, "_guards", None)
+        monkeypatch.setattr(gates, "_guards", None)
     with mode():
         tensors, alike = tensors_of_kinds(), 0
         for one in tensors:

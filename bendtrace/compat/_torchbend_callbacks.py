@@ -76,11 +76,7 @@ class BendingParameter(bends.BendingParameter):
     _kind: type | None = None
 
     def __init__(
-        self,
-        name: str,
-        value: Value,
-        range: tuple[Any, Any] | None = None,
-        clamp: bool = False,
+        self, name: str, value: Value, range: tuple[Any, Any] | None = None, clamp: bool = False
     ) -> None:
         kinds = (bool, int, float, complex)
         self._kind = next((kind for kind in kinds if isinstance(value, kind)), None)

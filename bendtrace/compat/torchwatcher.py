@@ -148,10 +148,7 @@ def interject_by_module_class(
 
 
 def interject_by_name(
-    model: Callable[..., Any],
-    name: Any,
-    interjection: Interjection,
-    tracer_kwargs: Options = None,
+    model: Callable[..., Any], name: Any, interjection: Interjection, tracer_kwargs: Options = None
 ) -> BendedModule:
     """Insert something at a node that is given by name, as torchvision names nodes.
 

@@ -22,9 +22,9 @@ from bendtrace.graph import Graph
 from bendtrace.log.building import RunData
 from bendtrace.log.capture import GraphMarks, ValueCapture, aligned_copy
 from bendtrace.log.entries import LayerEntry, Source, Table, counted, nbytes_of
-from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode
 from bendtrace.log.path_views import Tree
+from bendtrace.log.run import near_names
 from bendtrace.log.run_log import Facts
 from bendtrace.python.lazy import required_pandas
 from bendtrace.tape.tape import TensorMeta

@@ -29,8 +29,8 @@ from bendtrace.flow import FlowStep
 from bendtrace.insert.resolver import describe_where, node_name_of, resolve_meaning
 from bendtrace.log.capture import aligned_copy, materialize, tensors_in
 from bendtrace.log.entries import Source
-from bendtrace.log.names import RunNames, call_around, holders_of, near_names, passes_of
 from bendtrace.log.nodes import Pass, Registry, TreeNode
+from bendtrace.log.run import RunNames, call_around, holders_of, near_names, passes_of
 from bendtrace.python.checks import required_int
 from bendtrace.python.sites import InstructionPlace, Site, is_file, place_text, read_place
 from bendtrace.record.recorded_call import Signature, has_lazy_modules, record

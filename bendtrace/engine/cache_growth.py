@@ -20,13 +20,7 @@ from torch import Tensor
 
 from bendtrace.record.effects import makes_anew, sets_nothing
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import (
-    Access,
-    Captured,
-    CaptureKind,
-    EnvironmentChange,
-    TensorFacts,
-)
+from bendtrace.tape.captured import Access, Captured, CaptureKind, EnvironmentChange, TensorFacts
 from bendtrace.tape.structure import existing_in
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, refs_in
 from bendtrace.watch.functions import table_name
@@ -43,23 +37,14 @@ _Place = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Growth:
-    """A tensor outside that a run exchanges for a longer one.
+    """A tensor outside that a run exchanges for a longer one."""
 
-    Attributes:
-        old: the op that names the tensor which was there.
-        new: the op that makes the longer one.
-        dim: along which it is longer.
-        change: the exchange.
-        part: the tensor which was there.
-        place: where it is.
-    """
-
-    old: int
-    new: int
-    dim: int
+    old: int  # the op that names the tensor which was there
+    new: int  # the op that makes the longer one
+    dim: int  # along which it is longer
     change: EnvironmentChange
-    part: Captured
-    place: _Place
+    part: Captured  # the tensor which was there
+    place: _Place  # where it is
 
 
 def growths_of(recording: Recording) -> dict[int, Growth]:
@@ -140,27 +125,16 @@ def tensor_places(parts: Iterable[Captured]) -> frozenset[_Place]:
 
 
 class GrownTensor(NamedTuple):
-    """A tensor that was exchanged, with everything needed to put it back.
+    """A tensor that was exchanged, with everything needed to put it back."""
 
-    Attributes:
-        growth: what was exchanged for what.
-        holder: what holds it.
-        new: the longer tensor.
-        old: the one that was there, as long as somebody has it.
-        storage: its memory, as long as somebody has that.
-        shape: its sizes.
-        strides: its strides.
-        in_inference: whether it was made in inference mode.
-    """
-
-    growth: Growth
-    holder: Any
-    new: Tensor
-    old: ref[Tensor]
-    storage: ref[torch.UntypedStorage]
-    shape: torch.Size
+    growth: Growth  # what was exchanged for what
+    holder: Any  # what holds it
+    new: Tensor  # the longer tensor
+    old: ref[Tensor]  # the one that was there, as long as somebody has it
+    storage: ref[torch.UntypedStorage]  # its memory, as long as somebody has that
+    shape: torch.Size  # its sizes
     strides: tuple[int, ...]
-    in_inference: bool
+    in_inference: bool  # whether it was made in inference mode
 
     def cut_out(self) -> Tensor:
         """Return the tensor that was there, or one that is like it in all."""
@@ -210,12 +184,7 @@ def grow(holes: Holes, growth: Growth, holder: Any, old: Tensor, new: Tensor) ->
 
 
 def may_write_to(tape: Tape, values: set[int]) -> bool:
-    """Return whether a replay may write to the memory of some values, under whatever name.
-
-    Args:
-        tape: what is replayed.
-        values: the ops that give them.
-    """
+    """Return whether a replay may write to the memory of the values of some ops, under any name."""
     names = set(values)
     for op in tape.ops:
         if op.kind is OpKind.CALL and not sets_nothing(op):

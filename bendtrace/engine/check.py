@@ -54,15 +54,9 @@ from bendtrace.watch.writes import overlap
 class CheckWriter:
     """Writes `check(A)`: None if all input guards hold, else the number of one that fails.
 
-    Args:
-        recording: the run that the guards come from.
-        analysis: its guards, sorted.
-        ignored: parts that are not checked, because the run is going to be live anyway.
-        ties: whether it is asked in any case that no argument is something the model holds.
-        patches: the replacements of functions of torch; None if they are compared elsewhere.
-
-    Attributes:
-        asks_for_patches: whether the check asks for these. One reading costs less than two.
+    Parts in `ignored` are not checked, because the run is going to be live anyway. With `ties` it
+    asks in any case that no argument is something the model holds. Replaced functions of torch are
+    compared elsewhere if `patches` is None.
     """
 
     def __init__(
@@ -99,6 +93,7 @@ class CheckWriter:
         self._end_of_model = 0  # of the words that are versions of the model's own dicts
         self._patches = patches
         self._words = self._word_reader()
+        # True if the check asks for these. One reading costs less than two.
         self.asks_for_patches: bool = patches is not None and self._words is not None
 
     @property
@@ -597,25 +592,8 @@ def may_change_class(part: Captured) -> bool:
 class GuardClasses:
     """The parts of a run's environment, sorted by how they are checked.
 
-    Args:
-        recording: the run.
-        analysis: its guards, sorted.
-        marked: state tensors on which the run sets attributes that were not there.
-        ignored: parts that are not checked.
-
-    Attributes:
-        children: parts by the index of what holds them.
-        counted: dicts of which the number of entries is asked each time.
-        of_model: dicts of the model of which the version is, those of modules' attributes first,
-            with what they hold that cannot change without another version.
-        of_spaces: the same for namespaces of Python modules, to which all code may write.
-        hollow: empty containers in such dicts.
-        tables: tables of parameters or buffers, of which only classes and ranks are asked.
-        simple: what else is usually the very object that it was, which the interpreter finds out
-            without bytecode.
-        in_classes: the same in namespaces of classes.
-        in_cells: the same in the cells of functions.
-        module_of: modules by the identity of the dict that has their attributes.
+    `marked` are the state tensors on which the run sets attributes that were not there; parts in
+    `ignored` are not checked.
     """
 
     def __init__(
@@ -627,31 +605,40 @@ class GuardClasses:
     ) -> None:
         parts = recording.environment.parts
         self._analysis, self._marked, self._ignored = analysis, marked, ignored
-        self.children: dict[int, list[Captured]] = {}
+        self.children: dict[int, list[Captured]] = {}  # parts by the index of what holds them
         for part in parts:
             if part.parent is not None:
                 self.children.setdefault(part.parent.index, []).append(part)
+        # Modules by the identity of the dict that has their attributes.
         self.module_of: dict[int, Captured] = {
             id(vars(p.value)): p for p in parts if p.kind is CaptureKind.MODULE
         }
-        self.counted: list[Captured] = []
-        self.hollow: list[Captured] = []
+        self.counted: list[Captured] = []  # dicts of which the number of entries is asked each time
+        self.hollow: list[Captured] = []  # empty containers in such dicts
         self._following: set[int] = set()  # parts that follow from the version of a dict
         versioned = self._versioned(parts)
+        # Dicts of the model of which the version is, those of modules' attributes first, with what
+        # they hold that cannot change without another version.
         self.of_model: list[tuple[Captured, list[Captured]]] = [
             pair for pair in versioned if pair[0].kind is CaptureKind.DICT
         ]
+        # The same for namespaces of Python modules, to which all code may write.
         self.of_spaces: list[tuple[Captured, list[Captured]]] = [
             pair for pair in versioned if pair[0].kind is not CaptureKind.DICT
         ]
+        # Tables of parameters or buffers, of which only classes and ranks are asked.
         self.tables: list[Captured] = [table for table, _ in versioned if self._is_table(table)]
         simple = [part for part in parts if self._is_simple(part)]
+        # What else is usually the very object that it was, which the interpreter finds out without
+        # bytecode.
         self.simple: list[Captured] = [
             part for part in simple if not _is_part_of_fixed(types.MappingProxyType, part)
         ]
+        # The same in namespaces of classes.
         self.in_classes: list[Captured] = [
             part for part in simple if _is_part_of_fixed(types.MappingProxyType, part)
         ]
+        # The same in the cells of functions.
         self.in_cells: list[Captured] = [part for part in parts if self._is_in_cell(part)]
 
     def covered(self) -> set[int]:
@@ -776,34 +763,20 @@ def _is_part_of_fixed(kind: type, part: Captured) -> bool:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that is checked before a run.
+    """One thing that is checked before a run."""
 
-    Attributes:
-        text: what is wrong if it fails.
-        part: what it is about; None for checks about several.
-        guard: number of the guard on the tape, for a condition that a flow step put.
-    """
-
-    text: str
-    part: Captured | None = None
-    guard: int | None = None
+    text: str  # what is wrong if it fails
+    part: Captured | None = None  # what it is about; None for checks about several
+    guard: int | None = None  # number of the guard on the tape, for one that a flow step put
 
 
 class GuardCode:
-    """Writes lines that give the number of a check that fails.
-
-    Args:
-        recording: the run that the guards come from.
-        analysis: its guards, sorted.
-
-    Attributes:
-        checks: what each number stands for.
-        marked: state tensors on which the run sets attributes that were not there, or looks for
-            some that may not be there.
-    """
+    """Writes lines that give the number of a check that fails."""
 
     def __init__(self, recording: Recording, analysis: Analysis) -> None:
-        self.checks: list[Check] = []
+        self.checks: list[Check] = []  # what each number stands for
+        # State tensors on which the run sets attributes that were not there, or looks for some that
+        # may not be there.
         self.marked: set[Captured] = {
             change.part for change in recording.changes if change.part.kind is CaptureKind.TENSOR
         }
@@ -959,14 +932,7 @@ def _check_tensor(
 
 
 class AliasGuards:
-    """Writes what is asked about the tensors, containers and objects of arguments and model.
-
-    Args:
-        recording: the run that the guards come from.
-        questions: writes what is asked of parts.
-        ignored: parts that are not checked.
-        ties: whether it is asked in any case that no argument is something the model holds.
-    """
+    """Writes what is asked about the tensors, containers and objects of arguments and model."""
 
     def __init__(
         self,

@@ -54,10 +54,8 @@ else:
 def write_run(schedule: Schedule, direct: bool = False) -> Code:
     """Return the code of a run that can be resumed where a guard does not hold.
 
-    Args:
-        schedule: what it does.
-        direct: whether torch functions may be called by what they come down to, so that no
-            function mode sees them.
+    With `direct`, it may call torch functions by what they come down to, so that no function mode
+    sees them.
     """
     return RunWriter(schedule, direct).write()
 
@@ -104,10 +102,6 @@ class RunWriter:
 
     Where a guard does not hold, it returns a `Departure` with all that it has computed: for that,
     values are kept until it cannot be left any more.
-
-    Args:
-        schedule: what it does.
-        direct: see `write_run`.
     """
 
     def __init__(self, schedule: Schedule, direct: bool = False) -> None:
@@ -126,11 +120,7 @@ class RunWriter:
                     self._direct[op.index] = call
 
     def write(self) -> Code:
-        """Write it.
-
-        Raises:
-            Unlinked: a segment needs a value that its state does not hold.
-        """
+        """Write it. Raise `Unlinked` if a segment needs a value that its state does not hold."""
         schedule, source = self.schedule, self.source
         source.names["__tape__"] = self.tape
         source.begin("run(A, E)")
@@ -409,10 +399,6 @@ class SegmentWriter(RunWriter):
 
     Most calls do not come to the end of a segment: arguments and state are taken out of their
     containers where something needs them, and no earlier.
-
-    Args:
-        schedule: what it does.
-        direct: see `write_run`.
     """
 
     _takes_over = False

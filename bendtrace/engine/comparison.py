@@ -21,22 +21,12 @@ from bendtrace.watch.functions import name_of
 
 
 def repeats_path(recording: Recording, after: int, until: int | None, exit: Exit) -> bool:
-    """Compare the work of a run after an answer with the known continuation.
+    """Compare the work of a run after an answer with the known continuation, the exit.
 
-    Another run that was in the same state shows what follows. The two runs are compared
-    from that state to a guard, or to the end, as far as both are known.
-
-    Args:
-        recording: the run.
-        after: the guard of the run that had the answer; -1 for the beginning.
-        until: the guard of the run at which the comparison ends; None for the end of the run.
-        exit: the known exit for the answer.
-
-    Returns:
-        Whether they did the same, as far as the arguments of ops can be compared.
-
-    Raises:
-        NondeterminismError: they did different operations.
+    Another run that was in the same state shows what follows. The two runs are compared from guard
+    `after` (-1 for the beginning) to guard `until` (None for the end), as far as both are known.
+    Return whether they did the same, as far as the arguments of ops can be compared. Raise
+    `NondeterminismError` if they did different operations.
     """
     one, other = recording.tape, exit.piece.recording.tape
     start = one.guards[after].position if after >= 0 else 0
@@ -117,15 +107,9 @@ def does_something(tape: Tape, one: int, other: int) -> bool:
 
 
 class ValueNames:
-    """The values of a run, named by what they are for a state.
+    """The values of a run, named by what they are for the state of a guard, -1 for the beginning.
 
-    Args:
-        tape: the run.
-        after: the guard of the state; -1 for the beginning.
-        most: how many ops after the state have names; None for all.
-
-    Attributes:
-        ops: the ops that have names.
+    At most `most` ops after it have names; None for all.
     """
 
     def __init__(self, tape: Tape, after: int, most: int | None = None) -> None:
@@ -149,6 +133,7 @@ class ValueNames:
             self._names.pop(hole, None)  # the last op of a name is found by it (see `indices`)
             self._names[hole] = "hole", k
         following = (tape.ops[index] for index in range(start, len(tape.ops)))
+        # The ops that have names.
         self.ops: list[Op] = list(itertools.islice(filter(counts, following), most))
         self._names.update((op.index, ("op", k)) for k, op in enumerate(self.ops))
 
@@ -188,9 +173,6 @@ class Following:
     From a known state, a known answer leads a run to the known next state. To
     read it would take far longer, if it lies below many frames. The run is still compared with the
     graph when it is added.
-
-    Args:
-        node_of: gives the node of a key; None if there is none.
     """
 
     def __init__(self, node_of: Callable[[bytes], StateNode | None]) -> None:
@@ -199,11 +181,7 @@ class Following:
         self._number = -1  # the question of the run that the exit answers
 
     def state(self, tape: Tape) -> RunState | None:
-        """Return the state of the latest question; None if it has to be read.
-
-        Args:
-            tape: what the run has recorded so far.
-        """
+        """Return the state of the latest question; None if it has to be read."""
         exit, number = self._exit, len(tape.guards) - 1
         if exit is None:
             return None

@@ -42,34 +42,19 @@ class CompileState(Enum):
 
 
 class CompiledFunction:
-    """A function of tensors, compiled by torch.compile.
-
-    Args:
-        settings: how to compile.
-
-    Attributes:
-        settings: as given.
-        state: its state.
-        reason: why it is not used, or its latest error.
-        raised: the text of that error, as torch raised it.
-        seconds: the time spent compiling all of its graphs.
-        hits: the number of calls that it served.
-        failures: the number of calls that it was tried on without success.
-        served: durations in seconds of some calls that it served.
-        replayed: durations in seconds of some calls that were replayed instead.
-        is_unusable: whether the backend itself failed.
-    """
+    """A function of tensors, compiled by torch.compile."""
 
     def __init__(self, settings: CompileSettings) -> None:
         self.settings = settings
         self.state = CompileState.MEASURED if settings.drop_slower else CompileState.USED
-        self.reason: str = ""
-        self.raised: str = ""
-        self.seconds: float = 0.0
+        self.reason: str = ""  # why it is not used, or its latest error
+        self.raised: str = ""  # the text of that error, as torch raised it
+        self.seconds: float = 0.0  # spent compiling all of its graphs
+        # The numbers of calls that it served, and that it was tried on without success.
         self.hits = self.failures = 0
-        self.served: list[float] = []
-        self.replayed: list[float] = []
-        self.is_unusable: bool = False
+        self.served: list[float] = []  # durations in seconds of some calls that it served
+        self.replayed: list[float] = []  # of some that were replayed instead
+        self.is_unusable: bool = False  # whether the backend itself failed
         self._backend: Backend | None = None
         self._function: Shortcuts | None = None
         # For each graph that has been compared with a replay, the right order of dimensions for
@@ -127,12 +112,7 @@ class CompiledFunction:
         return self._function.find(given)
 
     def call(self, given: Sequence[Any], found: Shortcut | None) -> CompiledResult | None:
-        """Call it; return None if its guards cannot hold.
-
-        Args:
-            given: its arguments.
-            found: the graph for them, if there is one.
-        """
+        """Call it; return None if its guards cannot hold."""
         assert self._function is not None
         grad = torch.is_grad_enabled()
         static = [] if found is not None else [v for v in given if not is_marked_static(v)]
@@ -169,11 +149,8 @@ class CompiledFunction:
     ) -> bool:
         """Use a newly compiled graph from now on, if its results equal those of a replay.
 
-        Args:
-            ours: the output that was made of the results of the graph.
-            theirs: the output of the replay.
-            result: what the graph returned.
-            inputs: the tensors that existed before the call.
+        `ours` is the output that was made of the results of the graph, `theirs` the output of the
+        replay. The `inputs` existed before the call.
         """
         inputs = list(inputs)
         compared = _Comparison(inputs.copy())
@@ -226,15 +203,7 @@ class CompiledFunction:
 
 
 class AttemptFailure:
-    """An error of compiled code, or of its compiler.
-
-    Attributes:
-        reason: its message, in one line.
-        line: the line of the compiled source that it is about; 0 if that is unknown.
-        advice: what to do about it; "" if that is unknown.
-        is_final: whether the compiler raised it, and would raise it again.
-        is_of_backend: whether the backend itself failed.
-    """
+    """An error of compiled code, or of its compiler."""
 
     def __init__(self, error: Exception) -> None:
         kind = type(error)
@@ -242,8 +211,8 @@ class AttemptFailure:
         lines = str(inner).strip().splitlines()
         why = [line.rpartition(": got ")[2].strip() for line in lines if "Explanation:" in line]
         message = "; ".join([*lines[:1], *why[:1]])[:_LONGEST]
-        self.reason: str = f"{type(inner).__name__}: {message}"
-        self.advice: str = ""
+        self.reason: str = f"{type(inner).__name__}: {message}"  # its message, in one line
+        self.advice: str = ""  # what to do about it; "" if that is unknown
         if "data-dependent expression" in message:
             self.reason = "torch.compile would have to know a number that depends on values"
             self.advice = _ADVICE
@@ -253,10 +222,13 @@ class AttemptFailure:
             self.reason = f"torch.compile has no rule for one of its ops, and raises {why[0]}"
             self.advice = "its ops are replayed, and the segments around that one compiled"
         found = _LINE.findall(f"{error}\n{inner}")
+        # The line of the compiled source that it is about; 0 if that is unknown.
         self.line: int = int(found[-1]) if found else 0
+        # True if the compiler raised it, and would raise it again.
         self.is_final: bool = kind.__module__.startswith(_COMPILERS)
         # A size that depends on values is the model's doing, wherever it is found in the way.
         is_of_model = type(inner).__module__.startswith("torch.fx.experimental")
+        # True if the backend itself failed.
         self.is_of_backend: bool = (
             kind.__name__ in _OF_BACKENDS and self.is_final and not is_of_model
         )
@@ -349,17 +321,13 @@ def _is_dense_layout(tensor: Tensor) -> bool:
 
 
 class _Comparison:
-    """Compares an output with the output of a replay.
-
-    Attributes:
-        laid_out: for tensors that only differ in their memory layout, by identity, the right order
-            of dimensions.
-        differentiable: the pairs of tensors that require gradients.
-    """
+    """Compares an output with the output of a replay."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
+        # For tensors that only differ in their memory layout, by identity, the right order of
+        # dimensions.
         self.laid_out: dict[int, tuple[int, ...]] = {}
-        self.differentiable: list[tuple[Tensor, Tensor]] = []
+        self.differentiable: list[tuple[Tensor, Tensor]] = []  # tensors that require gradients
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is given to another
         self._ours: list[Tensor] = inputs
@@ -461,17 +429,11 @@ _Edge = tuple[Any, int]
 
 
 class ZeroGradientHook(NamedTuple):
-    """A hook that takes zeros away from the gradients of one graph, and its place.
+    """A hook that takes zeros away from the gradients of one graph, and its place."""
 
-    Attributes:
-        slot: a result that leads to the node of the graph.
-        steps: the way there.
-        hook: is registered with the node.
-    """
-
-    slot: int
-    steps: tuple[int, ...]
-    hook: Callable[..., Any]
+    slot: int  # a result that leads to the node of the graph
+    steps: tuple[int, ...]  # the way there
+    hook: Callable[..., Any]  # is registered with the node
 
     def register(self, made: Sequence[Tensor]) -> None:
         """Take zeros away from the gradients of some results."""
@@ -486,10 +448,8 @@ def missing(
 ) -> ZeroGradientHook | str | None:
     """Return what takes zeros away; None if there are none, or why that is impossible.
 
-    Args:
-        pairs: results that require gradients: their slots, what a graph returned, and the same
-            of a replay.
-        roots: the tensors that existed before the call.
+    The pairs are results that require gradients: their slots, what a graph returned, and the same
+    of a replay. The roots are the tensors that existed before the call.
     """
     pairs = list(pairs)
     if len(pairs) < 2:
@@ -589,24 +549,17 @@ _MOST = 8
 class Backend:
     """A backend of torch.compile that records its graphs, and the calls of them.
 
-    Args:
-        backend: what compiles.
-        may_assume: whether to compile graphs that make assumptions about sizes that depend on
-            values.
-
-    Attributes:
-        graphs: the number of graphs that it has compiled.
-        assumes: whether it has refused a graph because of its assumptions.
+    `may_assume` lets it compile graphs that make assumptions about sizes that depend on values.
     """
 
-    graphs: int
+    graphs: int  # the number of graphs that it has compiled
 
     def __init__(self, backend: Callable[..., Any], may_assume: bool = False) -> None:
         self._backend = backend
         self._may_assume = may_assume
         self._latest = threading.local()
         self.graphs = 0
-        self.assumes: bool = False
+        self.assumes: bool = False  # whether it has refused a graph because of its assumptions
         # torch.compile asks inductor for it.
         config = getattr(backend, "get_compiler_config", None)
         if config is not None:
@@ -639,33 +592,20 @@ class Backend:
 
 
 class _GraphCall(NamedTuple):
-    """A call of a graph.
+    """A call of a graph."""
 
-    Attributes:
-        number: the number of the graph, counted from 1.
-        graph: the graph.
-        args: its arguments.
-        made: its results.
-    """
-
-    number: int
+    number: int  # the number of the graph, counted from 1
     graph: Callable[..., Any]
     args: Sequence[Any]
-    made: Sequence[Any]
+    made: Sequence[Any]  # its results
 
 
 class CompiledResult(NamedTuple):
-    """The result of a compiled function.
+    """The result of a compiled function."""
 
-    Attributes:
-        truth: whether its guards hold, as a tensor; None if it has none.
-        made: its tensors.
-        graph: the number of the graph that computed them; 0 if there was nothing to compute.
-    """
-
-    truth: Any
-    made: Sequence[Any]
-    graph: int
+    truth: Any  # whether its guards hold, as a tensor; None if it has none
+    made: Sequence[Any]  # its tensors
+    graph: int  # the number of the graph that computed them; 0 if there was nothing to compute
 
 
 def _quiet(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -701,18 +641,11 @@ def _assumes(graph: Any) -> bool:
 
 
 class Shortcut:
-    """One graph, for similar arguments.
-
-    Attributes:
-        graph: the graph.
-        number: its number.
-        results: the positions among its results of the truth, and of the tensors.
-        alone: the positions among the tensors of those that nobody else has; None if that is not
-            known. For similar arguments, they are the same in each call.
-    """
+    """One graph, for similar arguments."""
 
     number: int
-
+    # The positions among the tensors of those that nobody else has; None if that is not known. For
+    # similar arguments, they are the same in each call.
     alone: frozenset[int] | None
 
     __slots__ = (
@@ -729,7 +662,7 @@ class Shortcut:
         self._same = [(slot, other) for slot, other in pairs if slot != other]
         tensors = [given[i] for i in self._tensors]
         self.number, self.graph = call.number, call.graph
-        self.results: list[Any] = results
+        self.results: list[Any] = results  # positions among its results of truth and tensors
         self.alone = None
         # Mostly the arguments of the function are those of the graph.
         self._slots = None if slots == list(range(len(given))) else slots
@@ -761,12 +694,7 @@ class Shortcut:
 
 
 class Shortcuts:
-    """The graphs of one function, by the guards on their arguments.
-
-    Args:
-        function: the function that torch.compile returned.
-        backend: what it compiles with.
-    """
+    """The graphs of one function, by the guards on their arguments."""
 
     def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
         self._function = function

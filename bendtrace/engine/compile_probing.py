@@ -27,13 +27,7 @@ from bendtrace.python.internals import TorchDispatchMode
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Array
 from bendtrace.tape.contexts import Context, ContextSwitch, current_context
-from bendtrace.tape.structure import (
-    Construction,
-    Existing,
-    FixedObject,
-    Instance,
-    Opaque,
-)
+from bendtrace.tape.structure import Construction, Existing, FixedObject, Instance, Opaque
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, is_handled
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import (
@@ -62,21 +56,14 @@ class CompileRefusal(Exception):
 
 @dataclass(frozen=True)
 class ProbeFindings:
-    """The facts that are known about a path after a probe.
+    """The facts that are known about a path after a probe."""
 
-    Attributes:
-        dynamic: ops whose result has a size, or is a number, that depends on values, or may.
-        roots: those of them where that begins, and what they gave: sizes, or the number.
-        first: for each op that gave a tensor, the first op that gave the very same one.
-        writes: whether it writes into tensors that it made itself.
-        unchanged: the numbers of the functions at gates that give the very tensor that they are
-            given, counted in the order of the tape.
-    """
-
-    dynamic: frozenset[int]
-    roots: dict[int, Any]
-    first: dict[int, int]
-    writes: bool
+    dynamic: frozenset[int]  # ops whose result has a size, or is a number, that may vary by values
+    roots: dict[int, Any]  # those where that begins, and what they gave: sizes, or the number
+    first: dict[int, int]  # for each op that gave a tensor, the first op that gave the same one
+    writes: bool  # whether it writes into tensors that it made itself
+    # The numbers of the functions at gates that give the very tensor that they are given, counted
+    # in the order of the tape.
     unchanged: frozenset[int] = frozenset()
 
 
@@ -85,17 +72,9 @@ def probe(
 ) -> ProbeFindings | None:
     """Carry out a path and look at what its ops do. Nothing outside of it is changed.
 
-    Args:
-        recording: the path; none of its ops is Python's own or a user's (see
-            `obstacle_to_compiling`).
-        arguments: the bound arguments of a call, for which the input guards hold.
-        splices: what is called at its gates.
-
-    Returns:
-        What was found; None if the arguments lead another way.
-
-    Raises:
-        CompileRefusal: an op writes to what was there before, or draws random numbers.
+    None of its ops is Python's own or a user's (see `obstacle_to_compiling`), and the input guards
+    hold for the arguments. Return None if they lead another way. Raise `CompileRefusal` if an op
+    writes to what was there before, or draws random numbers.
     """
     states = RandomStates()
     try:
@@ -241,18 +220,13 @@ class _Probe:
 
 
 class _OperatorWatch(TorchDispatchMode):
-    """Sees what each op comes down to, by the schemas of torch's own operators.
-
-    Attributes:
-        dynamic: whether the sizes of a result depended on values.
-        wrote: whether anything was written to.
-    """
+    """Sees what each op comes down to, by the schemas of torch's own operators."""
 
     def __init__(self, protected: set[int]) -> None:
         super().__init__()
         self._protected = protected
-        self.dynamic = False
-        self.wrote = False
+        self.dynamic = False  # whether the sizes of a result depended on values
+        self.wrote = False  # whether anything was written to
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -330,20 +304,12 @@ class Unknown(Exception):
 
 
 class Extents:
-    """Follows sizes back to the masks that they were counted in.
-
-    Args:
-        recording: the run.
-        findings: what a probe found out about it.
-
-    Attributes:
-        varying: ops whose result has a size, or is a number, that depends on values, or may.
-    """
+    """Follows sizes back to the masks that they were counted in."""
 
     def __init__(self, recording: Recording, findings: ProbeFindings) -> None:
         self._ops = recording.tape.ops
         self._findings = findings
-        self.varying: set[int] = set()
+        self.varying: set[int] = set()  # ops whose result has a size, or is a number, that may vary
         for op in self._ops:
             if op.index in findings.roots or self._varies(op):
                 self.varying.add(op.index)
@@ -383,8 +349,7 @@ class Extents:
     def mask(self, root: int) -> int:
         """Return the op whose nonzero elements a root has picked.
 
-        Raises:
-            Unknown: it picks in another way.
+        Raise `Unknown` if it picks in another way.
         """
         op = self._ops[root]
         name = name_of(op.target)
@@ -404,8 +369,7 @@ class Extents:
     def origin(self, index: int, dim: int) -> int | None:
         """Return the root that a dimension has its size from; None if it does not depend on values.
 
-        Raises:
-            Unknown: it is not followed that far.
+        Raise `Unknown` if it is not followed that far.
         """
         if index not in self.varying:
             return None
@@ -542,10 +506,7 @@ def obstacle_to_compiling(
 ) -> str | None:
     """Say why a path cannot be run ahead of its guards; None if nothing on its tape forbids it.
 
-    Args:
-        recording: the path.
-        global_state: the global state that it ran under.
-        spliced: the gates for which there are splices.
+    There are splices for the gates in `spliced`.
     """
     tape = recording.tape
     if tape.blockers:
@@ -598,12 +559,7 @@ def why_not_under(global_state: GlobalState) -> str | None:
 
 
 def why_not_op(op: Op, entry: Context) -> str | None:
-    """Say why an op cannot be compiled; None if it can.
-
-    Args:
-        op: the op.
-        entry: grad mode and so on of the function that it is compiled in.
-    """
+    """Say why an op cannot be compiled; None if it can."""
     if op.is_given:
         return None
     if op.kind is OpKind.UNKNOWN:

@@ -32,33 +32,22 @@ _DYNAMIC = (None, True, False)
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The settings with which paths are compiled.
+    """The settings with which paths are compiled."""
 
-    Attributes:
-        backend: a name that torch.compile knows, or a function of a graph and example inputs.
-        given: the options as the user gave them.
-        mode: torch.compile's mode.
-        options: torch.compile's options for the backend.
-        dynamic: whether sizes are symbols from the first compilation on; None leaves it to
-            torch.compile, which makes those symbols that were seen to change.
-        drop_slower: whether a compiled path is measured against the plain replay, and not used
-            where it is slower.
-        max_paths: how many paths are compiled at most.
-        max_segments: how many pieces of segments are compiled at most.
-        cuda_graphs: whether kernels are launched as CUDA graphs, and outputs copied out of them.
-        cache_dir: where compiled code is kept for other processes; None for nowhere.
-    """
-
+    # A name that torch.compile knows, or a function of a graph and example inputs.
     backend: str | Callable[..., Any]
-    given: Mapping[str, Any] = field(default_factory=dict)
-    mode: str | None = None
-    options: Mapping[str, Any] | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)  # the options as the user gave them
+    mode: str | None = None  # torch.compile's mode
+    options: Mapping[str, Any] | None = None  # torch.compile's options for the backend
+    # True if sizes are symbols from the first compilation on; None leaves it to torch.compile,
+    # which makes those symbols that were seen to change.
     dynamic: bool | None = None
+    # True if a compiled path is measured against the plain replay, and not used where it is slower.
     drop_slower: bool = True
-    max_paths: int = 8
-    max_segments: int = 64
-    cuda_graphs: bool = False
-    cache_dir: str | None = None
+    max_paths: int = 8  # how many paths are compiled at most
+    max_segments: int = 64  # how many pieces of segments are compiled at most
+    cuda_graphs: bool = False  # whether kernels are CUDA graphs, and outputs copied out of them
+    cache_dir: str | None = None  # where compiled code is kept for other processes, if at all
 
     @property
     def name(self) -> str:
@@ -116,16 +105,9 @@ class CompileSettings:
 def settings_of(
     backend: Any, options: Mapping[str, Any] | None, cache_dir: Any = None
 ) -> CompileSettings | None:
-    """Check what a user gave.
+    """Check what a user gave; without a backend, nothing is compiled.
 
-    Args:
-        backend: None for no compilation, a name, or a function.
-        options: `mode`, `options`, `dynamic`, `drop_slower`, `max_paths`, `max_segments`,
-            `cuda_graphs`.
-        cache_dir: where compiled code is kept.
-
-    Raises:
-        InputError: there is no such backend or option, or an option makes no sense.
+    Raise `InputError` if there is no such backend or option, or an option makes no sense.
     """
     if cache_dir is not None:
         if backend != "inductor":
@@ -232,20 +214,11 @@ _one_at_a_time = threading.RLock()  # the directory is that of the process
 
 
 class Artefacts:
-    """Compiled code in a directory.
-
-    Args:
-        directory: the directory; it is made when something is first kept.
-        settings: how code is compiled, as plain values.
-
-    Attributes:
-        directory: as given.
-        notes: the result for each path, one line each.
-    """
+    """Compiled code in a directory, which is made when something is first kept."""
 
     def __init__(self, directory: str, settings: Mapping[str, Any]) -> None:
         self.directory = directory
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # the result for each path, one line each
         self._unusable: list[str] = []
         self._facts = {
             "torch": torch.__version__,
@@ -372,10 +345,7 @@ def _inductor_in(directory: str, is_new: bool) -> Iterator[None]:
         clear_caches()
     os.environ[_VARIABLE] = directory
     try:
-        with (
-            inductor_config.patch(off),
-            functorch_config.patch(enable_autograd_cache=False),
-        ):
+        with inductor_config.patch(off), functorch_config.patch(enable_autograd_cache=False):
             yield
     finally:
         if before is None:

@@ -75,58 +75,28 @@ FAILED = _SpeculationFailure()
 
 @dataclass(slots=True, eq=False)
 class UncheckedResult:
-    """The result of a graph compiled during this call, which a replay has to confirm.
-
-    Attributes:
-        output: the output.
-        result: what the graph returned.
-        inputs: the tensors that existed before the call.
-        kept: the observed values, and the same values computed without a compiler.
-    """
+    """The result of a graph compiled during this call, which a replay has to confirm."""
 
     output: Any
-    result: CompiledResult
-    inputs: list[Tensor]
-    kept: tuple[Any, Any] = ((), ())
+    result: CompiledResult  # what the graph returned
+    inputs: list[Tensor]  # the tensors that existed before the call
+    kept: tuple[Any, Any] = ((), ())  # observed values, and the same computed without a compiler
 
 
 @dataclass(slots=True, eq=False)
 class SplicedCall:
-    """A call that a path with splices has served.
-
-    Attributes:
-        output: the output.
-        kept: the observed values at gates.
-        changed: for each function at a gate, whether it changed its value; None without functions.
-        alone: those of the observed values that nobody else has, nor their memory.
-    """
+    """A call that a path with splices has served."""
 
     output: Any
-    kept: Sequence[Tensor]
-    changed: Tensor | None
-    alone: Sequence[Tensor]
+    kept: Sequence[Tensor]  # the observed values at gates
+    changed: Tensor | None  # for each function at a gate, whether it changed its value
+    alone: Sequence[Tensor]  # those of the observed values that nobody else has, nor their memory
 
 
 class CompiledPath(CompiledFunction):
     """One path, compiled.
 
-    Args:
-        home: the program that the path belongs to.
-        stretch: the last stretch of its code.
-        settings: how to compile.
-        spliced: the insertions at its gates; None without gates.
-
-    Attributes:
-        home: as given.
-        stretch: as given.
-        key: the key of the splices; other splices with this key can use the path, too.
-        unchanged: the numbers of their functions that return their argument itself.
-        silent: those of which the graph does not say whether they change their value, as they did
-            in the calls before.
-        lacking: how many insertions could not use it, as they have to know that.
-        lacked_by: the latest of these.
-        recent: for the latest calls that it was tried on, whether it served them.
-        window: the paths of the latest calls with the same input guards.
+    Its last stretch is given. The insertions at its gates are None without gates.
     """
 
     failures: int
@@ -142,14 +112,18 @@ class CompiledPath(CompiledFunction):
         super().__init__(settings)
         self.home = home
         self.stretch = stretch
+        # The key of the splices; other splices with this key can use the path, too.
         self.key: Hashable = None if spliced is None else spliced.key
-        self.unchanged: frozenset[int] = frozenset()
+        self.unchanged: frozenset[int] = frozenset()  # functions that return their argument itself
+        # Those of which the graph does not say whether they change their value, as they did in the
+        # calls before.
         self.silent: frozenset[int] = frozenset()
-        self.lacking: int = 0
-        self.lacked_by: PathSplices | None = None
+        self.lacking: int = 0  # how many insertions could not use it, as they have to know that
+        self.lacked_by: PathSplices | None = None  # the latest of these
         self.state = CompileState.REFUSED
+        # For the latest calls that it was tried on, whether it served them.
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
-        self.window: deque[PathKey] = deque(maxlen=_WINDOW)
+        self.window: deque[PathKey] = deque(maxlen=_WINDOW)  # of the latest calls with these guards
         self._admitting = home
         self._entry = home.global_state.context
         self._sizes: dict[Any, bool] = {}
@@ -169,13 +143,9 @@ class CompiledPath(CompiledFunction):
         spliced: PathSplices | None = None,
         may_be_silent: bool = True,
     ) -> None:
-        """Write, compile and confirm the function after a replay of the call.
+        """Write, compile and confirm the function after a replay of the call, with its output.
 
-        Args:
-            arguments: the bound arguments of the call.
-            output: the output of the replay.
-            spliced: the insertions at its gates.
-            may_be_silent: whether the graph may leave out whether they change their values.
+        With `may_be_silent`, the graph may leave out whether insertions change their values.
         """
         if spliced is not None and may_be_silent:
             self.silent = spliced.changing(_STEADY)
@@ -318,14 +288,9 @@ class CompiledPath(CompiledFunction):
     ) -> Any:
         """Run it, for arguments for which the input guards hold.
 
-        Args:
-            arguments: the bound arguments.
-            spliced: the insertions at its gates.
-            raises: whether an error is raised as a `CompileRefusal`.
-
-        Returns:
-            The output, for a path with splices in a `SplicedCall`; an `UncheckedResult` if a graph
-            was compiled in between; or `FAILED`.
+        Return the output, for a path with splices in a `SplicedCall`; an `UncheckedResult` if a
+        graph was compiled in between; or `FAILED`. With `raises`, an error is raised as a
+        `CompileRefusal`.
         """
         if any(environ(name) != value for name, value in self._variables):
             return self._missed()
@@ -586,25 +551,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype | None:
 class StraightFunction(Expressions):
     """The function of a path.
 
-    Args:
-        recording: the path.
-        analysis: its guards, sorted.
-        findings: the findings of a probe.
-        entry: the grad mode, autocast state etc. at its start.
-        leaves: the ops whose tensors the output consists of.
-        exactly: whether all value-dependent sizes must equal the recorded ones.
-        splices: the insertions at its gates.
-
-    Attributes:
-        text: the source of the function.
-        function: the function.
-        inputs: the ops of its arguments, in order: inputs and state.
-        tested: the numbers of the guards that it tests with a tensor, in order.
-        picked: the value-dependent sizes that it tests, by op.
-        is_dynamic: whether it contains sizes or numbers that depend on values.
-        kept: the number of observed tensors that it returns after the leaves; if gates have
-            functions, a tensor follows that says which of them changed their values.
-        computed: the positions among these of tensors that are computed from those of the call.
+    The `entry` context is the one at its start; the output consists of the tensors of the ops in
+    `leaves`. With `exactly`, all value-dependent sizes must equal the recorded ones.
 
     Raises:
         Refusal: something cannot be tested with a tensor.
@@ -626,7 +574,7 @@ class StraightFunction(Expressions):
         self._splices = splices or {}
         self._silent, self._functions = silent, itertools.count()
         self._kept: list[str] = []
-        self.computed: list[int] = []
+        self.computed: list[int] = []  # those of tensors that are computed from the call's
         self._from_call: set[int] = set()  # ops that compute with tensors of the call
         self._changed: list[str] = []
         self._given = 0  # tensors of splices so far
@@ -641,9 +589,9 @@ class StraightFunction(Expressions):
         self._lifted: dict[int, str] = {}
         self._conditions: list[str] = []
         self._counts: dict[int, str] = {}
-        self.picked: dict[int, Any] = {}
-        self.tested: list[int] = []
-        self.is_dynamic: bool = bool(findings.dynamic)
+        self.picked: dict[int, Any] = {}  # the value-dependent sizes that it tests, by op
+        self.tested: list[int] = []  # the numbers of the guards that it tests with a tensor
+        self.is_dynamic: bool = bool(findings.dynamic)  # with sizes that depend on values
         for op in self._tape.ops:
             self._sort(op)
             if _is_tensor(op) and (op.kind is OpKind.INPUT or self._computes_from_call(op)):
@@ -656,13 +604,16 @@ class StraightFunction(Expressions):
                 guards[number] = guard
         needed = self._find_needed()
         self._schedule = Schedule(recording, analysis, entry, guards, needed=needed)
+        # The ops of its arguments, in order: inputs and state.
         self.inputs: list[int] = [
             op.index for op in self._tape.ops if op.is_given and op.index in needed
         ]
         self._write()
-        self.text: str = "\n".join(self.lines) + "\n"
-        # By file and name torch.compile remembers which sizes of a function were seen to change.
+        self.text: str = "\n".join(self.lines) + "\n"  # the source of the function
+        # The number of observed tensors that it returns after the leaves; if gates have functions,
+        # a tensor follows that says which of them changed their values.
         self.kept: int = len(self._kept)
+        # By file and name torch.compile remembers which sizes of a function were seen to change.
         exec(compile(self.text, f"<bendtrace straight {next(_serials)}>", "exec"), self.names)
         self.function: Callable[..., Any] = self.names["straight"]
 

@@ -37,18 +37,12 @@ _Given = dict[str, Any]
 
 @dataclass(frozen=True)
 class FunctionEquivalent:
-    """The equivalent of a function.
-
-    Attributes:
-        function: the function.
-        resolve: given the recorded arguments by name, returns the call; None if they do not
-            determine it.
-        names: the names that its code uses, to detect changed code.
-    """
+    """The equivalent of a function."""
 
     function: types.FunctionType
+    # Given the recorded arguments by name, returns the call; None if they do not determine it.
     resolve: Callable[[_Given], EquivalentCall | None]
-    names: frozenset[str]
+    names: frozenset[str]  # the names that its code uses, to detect changed code
 
     def call(self, op: Op) -> EquivalentCall | None:
         """Return the equivalent of a recorded call, if it is certain."""
@@ -103,12 +97,10 @@ def _dropout(given: _Given) -> EquivalentCall | None:
         return None
     function = torch.dropout_ if inplace else torch.dropout
     return EquivalentCall(
-        function, (given["input"], p, training), gives_back=_back(given, training)
+        function,
+        (given["input"], p, training),
+        gives_back=given["input"] if not training and type(given["input"]) is Ref else None,
     )
-
-
-def _back(given: _Given, training: bool) -> Ref | None:
-    return given["input"] if not training and type(given["input"]) is Ref else None
 
 
 def _embedding(given: _Given) -> EquivalentCall | None:
@@ -237,12 +229,7 @@ ENTRIES: dict[Any, FunctionEquivalent] = _all_equivalents()
 
 
 def cheapest(op: Op, plain: frozenset[int] | set[int]) -> EquivalentCall | None:
-    """Return a cheaper call that a replay makes instead of a recorded one, if there is one.
-
-    Args:
-        op: the recorded call.
-        plain: see `plain_values`.
-    """
+    """Return a cheaper call that a replay makes instead of a recorded one, if there is one."""
     entry = ENTRIES.get(op.target) if op.kind is OpKind.CALL and op.raised is None else None
     if entry is None or not _is_plain_argument((*op.args, *op.kwargs.values()), plain):
         return None

@@ -75,13 +75,10 @@ class Examples:
     """Copies of inputs, from which a model can be exported. Large ones are not kept.
 
     They are bytes: tensors would stay in the memory of a device.
-
-    Attributes:
-        missed: the number of calls whose inputs were too large, or no plain values.
     """
 
     def __init__(self) -> None:
-        self.missed: int = 0
+        self.missed: int = 0  # the number of calls whose inputs were too large, or no plain values
         self._calls: list[Any] = []
         self._left = _ALL_BYTES
 
@@ -156,19 +153,7 @@ _BYTES, _ALL_BYTES = 1 << 20, 1 << 24
 
 
 class Dispatcher:
-    """Serves the calls of one model, and keeps the paths that they take.
-
-    Attributes:
-        speculation: the compiled paths; None if there is no backend.
-        calls: the calls of the model that each thread is in.
-        stats: how the calls so far were served.
-        last_mismatch: why the latest recorded call could not be replayed.
-        latest: the latest trace.
-        latest_run: what the latest call has repeated, or made.
-        floor: which calls with nothing inserted run the model itself; asked before `call`.
-        passing: why some runs could not be repeated, although later ones may.
-        examples: the inputs of calls that took new paths.
-    """
+    """Serves the calls of one model, and keeps the paths that they take."""
 
     def __init__(
         self,
@@ -179,24 +164,25 @@ class Dispatcher:
         speculation: Speculation | None,
         auditor: Auditor | None = None,
     ) -> None:
-        self.speculation = speculation
-        self.stats: Stats = Stats()
+        self.speculation = speculation  # the compiled paths; None if there is no backend
+        self.stats: Stats = Stats()  # how the calls so far were served
         self._mismatch: Mismatch | Callable[[], Mismatch] | None = None
         # A trace, or what it is made of when it is first asked for.
         self._latest: Trace | tuple[Recording, GlobalState, Program | None] | None = None
-        self.latest_run: Recording | None = None
+        self.latest_run: Recording | None = None  # what the latest call has repeated, or made
         self._model = model
         self._registry: Registry | None = None  # made when it is first used
         self._lock = threading.Lock()
         self._knowledge = knowledge
         self._signature = signature
         self._trees = trees
-        self.calls: Calls = Calls()
+        self.calls: Calls = Calls()  # the calls of the model that each thread is in
         self._passing = 0  # runs that filled a cache
-        self.passing: dict[str, None] = {}
+        self.passing: dict[str, None] = {}  # why some runs could not be repeated; later ones may
         self._auditor = auditor
+        # Which calls with nothing inserted run the model itself; asked before `call`.
         self.floor: Floor = Floor()
-        self.examples: Examples = Examples()
+        self.examples: Examples = Examples()  # the inputs of calls that took new paths
         self._has_blocks = False
         # The latest insertions, what calls them without the tracer, and how many traces there were.
         self._latest_runner: tuple[InsertionPlan, LiveRunner | None, int] | None = None
@@ -228,19 +214,13 @@ class Dispatcher:
     ) -> Any:  # fmt: skip
         """Serve a call.
 
-        The questions stand in this order: whether a mode around the call sees the model, since
-        then nothing known may serve it; whether the model is to run itself, since that has to
-        cost nothing more; whether what is inserted can be written into plain code; whether a
-        compiled path serves it; which program does. Without a program, modules that are lazy
-        have to be called first, and a call that would be live does not have to be recorded. With
-        one, the reasons to run live come before the replay, which cannot be taken back.
-
-        Args:
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            plan: the insertions; None without any.
-            auditor: compares a replay with the model.
-            guess: the result of trying it on a compiled path, if that was done.
+        The questions stand in this order: whether a mode around the call sees the model, since then
+        nothing known may serve it; whether the model is to run itself, since that has to cost
+        nothing more; whether what is inserted can be written into plain code; whether a compiled
+        path serves it; which program does. Without a program, modules that are lazy have to be
+        called first, and a call that would be live does not have to be recorded. With one, the
+        reasons to run live come before the replay, which cannot be taken back. The guess is the
+        result of trying it on a compiled path, if that was done.
         """
         if modes := seeing_modes():
             self.passing[_reason_of_mode(modes[-1])] = None
@@ -520,12 +500,7 @@ class Dispatcher:
         self, recording: Recording, global_state: GlobalState, program: Program | None
     ) -> Trace:
         return _trace.Trace(
-            recording,
-            global_state,
-            self._signature,
-            self._model,
-            program,
-            registry=self.registry,
+            recording, global_state, self._signature, self._model, program, registry=self.registry
         )
 
     # By the model's own Python, under the tracer
@@ -773,16 +748,9 @@ class Trees:
     The inserted objects are not part of a path: another patch at the same node uses the same paths.
     If there are too many sets of locations, the paths of the least recently used sets are
     forgotten.
-
-    Args:
-        limit: how many paths each tree keeps; None for all.
-
-    Attributes:
-        limit: as given.
-        plain: the paths without insertions.
     """
 
-    plain: TraceTree
+    plain: TraceTree  # the paths without insertions
 
     def __init__(self, limit: int | None) -> None:
         self.limit: int | None = limit
@@ -893,17 +861,13 @@ class Floor:
     may be recorded in vain, and one in twenty later. These waits are long, and double. Sixteen
     calls in a row may be live; the waits are short, and have a greatest length, since the reason
     may be gone any time.
-
-    Attributes:
-        unknown: calls along unknown paths so far.
-        replays: calls along known paths so far.
-        calls_to_wait: calls until paths are tried again; 0 while they are followed.
     """
 
     def __init__(self) -> None:
-        self.unknown: int = 0
+        self.unknown: int = 0  # calls along unknown paths so far
+        # Calls along known paths so far.
         self.replays: int = 0  # a number, since it costs each call something to count it
-        self.calls_to_wait: int = 0
+        self.calls_to_wait: int = 0  # calls until paths are tried again; 0 while they are followed
         self._paid = 0  # for so many of the replays, both accounts were paid
         self._waited: int | None = None  # how many there were at the end of a wait, until a call
         self._paths = _Account(100.0, 0.005, tuple(1 << n for n in range(9, 17)), 2.0, 1)
@@ -968,12 +932,9 @@ class Floor:
 class _Account:
     """Pays for calls that cost more than the model.
 
-    Args:
-        free: what it holds at first, and at most.
-        earned: what a call along a known path adds.
-        waits: for how many calls none is made when it is empty: each time for the next number.
-        trial: what it holds after a wait.
-        last: how many of the last waits are repeated.
+    It holds `free` at first and at most; a call along a known path adds `earned`. When it is empty,
+    none is made for some calls, each time for the next number of `waits`, of which the `last` ones
+    are repeated. After a wait it holds `trial`.
     """
 
     def __init__(

@@ -109,13 +109,7 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
 
 
 def explain_divergence(recording: Recording, number: Stop, outcome: Any) -> Mismatch:
-    """Say why a replay stopped.
-
-    Args:
-        recording: the run that was repeated.
-        number: the guard that did not hold, or the op that raised, or did not.
-        outcome: what was found instead.
-    """
+    """Say why a replay stopped: at a guard that did not hold, or an op that raised, or did not."""
     if not isinstance(number, AfterOp):
         return explain_guard(recording, number, outcome)
     op = recording.tape.ops[number.index]

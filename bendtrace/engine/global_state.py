@@ -21,25 +21,15 @@ from bendtrace.watch.monkeypatches import Monkeypatches, monkeypatches
 
 
 class GlobalState(NamedTuple):
-    """Grad mode, autocast, default dtype, function modes, global hooks and the like.
+    """Grad mode, autocast, default dtype, function modes, global hooks and the like."""
 
-    Attributes:
-        context: what an op called now would run under.
-        dtype: the default dtype.
-        modes: the active function modes, outermost first; a device context by its device.
-        hooked: whether hooks are registered for all modules of the process.
-        fast_attention: whether fused layers may take their fast path.
-        settings: other settings of torch's.
-        monkeypatches: what stands in for functions of torch and the like.
-    """
-
-    context: Context
-    dtype: torch.dtype
-    modes: tuple[Any, ...]
-    hooked: bool
-    fast_attention: bool
-    settings: tuple[Any, ...]
-    monkeypatches: Monkeypatches
+    context: Context  # what an op called now would run under
+    dtype: torch.dtype  # the default dtype
+    modes: tuple[Any, ...]  # active function modes, outermost first; a device context by its device
+    hooked: bool  # whether hooks are registered for all modules of the process
+    fast_attention: bool  # whether fused layers may take their fast path
+    settings: tuple[Any, ...]  # other settings of torch's
+    monkeypatches: Monkeypatches  # what stands in for functions of torch and the like
 
     @classmethod
     def current(cls) -> GlobalState:
@@ -53,10 +43,8 @@ class GlobalState(NamedTuple):
         """Return whether the state is the same now: `self == GlobalState.current()`, at less cost.
 
         Asked for at each call, and mostly by code that the processor has long forgotten: what
-        counts is how much code that is.
-
-        Args:
-            but_patches: whether somebody else asks for the functions that were replaced.
+        counts is how much code that is. With `but_patches`, somebody else asks for the functions
+        that were replaced.
         """
         context, dtype, modes, hooked, fast, settings, others = self
         if context.autocast or modes or any_autocast() or function_modes():

@@ -38,21 +38,14 @@ class GuardKind(Enum):
 
 
 class Analysis:
-    """Sorts the guards of a tape.
-
-    Attributes:
-        kinds: the kind of each guard, in the tape's order.
-        typed_state: state tensors whose dtype and device implied guards rely on.
-        ranked_state: state tensors whose number of dimensions implied guards rely on.
-        fixed_metadata: whether no op of the tape changes the shape of a tensor in place, so
-            that shapes can be read later than they were recorded.
-        computable: ops whose value needs no tensor op to be carried out.
-    """
+    """Sorts the guards of a tape."""
 
     def __init__(self, tape: Tape) -> None:
         self._ops = tape.ops
         self._counters, self._rounds = tape.counters, tape.rounds
         self._counted: set[int] = set()  # counters that no number in the state is part of
+        # True if no op of the tape changes the shape of a tensor in place, so that shapes can be
+        # read later than they were recorded.
         self.fixed_metadata: bool = not any(
             op.kind is OpKind.CALL
             and (table_name(op.target) in RESHAPES_IN_PLACE or _may_reshape(op))
@@ -65,7 +58,7 @@ class Analysis:
         self._sources: list[int] = []
         self._steady_type: list[bool] = []
         self._steady_rank: list[bool] = []
-        self.computable: set[int] = set()
+        self.computable: set[int] = set()  # ops whose value needs no tensor op to be carried out
         for op in tape.ops:
             self._follow(op)
             if op.kind is OpKind.CALL and _may_reshape(op):
@@ -73,13 +66,15 @@ class Analysis:
             # A write to a view, or to what shares its memory, is a write to all of them.
             self._is_untouched = self._is_untouched and not _may_touch(op)
         typed = ranked = 0
-        self.kinds: list[GuardKind] = []
+        self.kinds: list[GuardKind] = []  # the kind of each guard, in the tape's order
         for guard in tape.guards:
             kind, needs_type, needs_rank = self._sort(guard)
             self.kinds.append(kind)
             typed |= needs_type
             ranked |= needs_rank
+        # State tensors whose dtype and device implied guards rely on.
         self.typed_state: frozenset[Captured] = frozenset(self._parts(typed))
+        # State tensors whose number of dimensions implied guards rely on.
         self.ranked_state: frozenset[Captured] = frozenset(self._parts(ranked))
 
     @property

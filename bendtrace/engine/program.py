@@ -61,18 +61,9 @@ _MANY = 7
 class Program:
     """All known paths that share one set of input guards.
 
-    Args:
-        recording: the first run.
-        global_state: the global state that it ran under.
-        ignored: parts that need not be as they were, for a recording that is never replayed.
-        joins: whether its paths may join (see `program_graph.py`).
-        ties: whether calls may be given tensors that the model holds itself.
-
-    Attributes:
-        serial: counts programs in the order in which they were made.
-        live: for a run that can only be run live, how often that was done; else None.
-        root: the first run, if it can be replayed.
-        graph: the states that runs have been in; None if all are run live.
+    Parts in `ignored` need not be as they were, for a recording that is never replayed. Its paths
+    may join with `joins` (see `program_graph.py`). With `ties`, calls may be given tensors that the
+    model holds itself.
     """
 
     def __init__(
@@ -96,9 +87,10 @@ class Program:
         self.latest: Any = None  # how the ignored parts were found before the latest live run
         self.same = 0  # for how many in a row
         self.live_only: bool = bool(ignored or recording.tape.blockers)
-        self.serial: int = next(_serials)
+        self.serial: int = next(_serials)  # counts programs in the order in which they were made
+        # For a run that can only be run live, how often that was done; else None.
         self.live: RecordedPath | None = RecordedPath(recording, 1) if self.live_only else None
-        self.graph: ProgramGraph | None = None
+        self.graph: ProgramGraph | None = None  # states that runs were in; None if all run live
         self.is_lifted: bool = False  # whether counters of loops are lifted in its runs
         self.lifts_at: int = _MANY  # from so many segments on, they are to be lifted
         self._pieces = 0  # how many there were before the latest run
@@ -113,7 +105,7 @@ class Program:
         self.graph = ProgramGraph(
             recording, global_state.context, direct, self.analysis, joins=joins
         )
-        self.root: Stretch = Stretch(recording, 1)
+        self.root: Stretch = Stretch(recording, 1)  # the first run, if it can be replayed
         self.graph.first.owner = self.root
         assert self.graph.beginning.code
 
@@ -125,9 +117,8 @@ class Program:
     def lifting(self, counters: bool = False, lists: bool = False) -> varying.Lifting | None:
         """Return the lifting of numbers in the runs so far; None if there is none.
 
-        Args:
-            counters: whether to lift those that count the rounds of loops in any case.
-            lists: whether to follow lists of loops in any case.
+        With `counters`, those are lifted in any case that count rounds of loops; with `lists`,
+        lists of loops are followed in any case.
         """
         inputs = self.recording.environment.lifted
         if not (counters or self.is_lifted or self.places or inputs):
@@ -149,21 +140,15 @@ class Program:
     def follows(self, other: Program, begins: bool) -> None:
         """Take the place of another program.
 
-        Args:
-            other: the program.
-            begins: whether counters of loops are lifted from now on. The calls that were counted
-                before remain so.
+        With `begins`, counters of loops are lifted from now on. The calls that were counted before
+        remain so.
         """
         self.is_lifted, self.excluded = begins or other.is_lifted, other.excluded
         if begins and self.graph is not None and other.graph is not None:
             self.graph.retired += [*other.graph.retired, *other.graph.pieces()]
 
     def failing(self, arguments: tuple[Any, ...]) -> Check | None:
-        """Return the first input guard that does not hold, or None if all do.
-
-        Args:
-            arguments: the bound arguments in order.
-        """
+        """Return the first input guard that does not hold, or None if all do."""
         if (different := self.global_state.difference()) is not None:
             return Check(different)
         try:
@@ -211,13 +196,10 @@ class Program:
     ) -> FinishedReplay | Divergence:
         """Replay, along known paths as far as they go.
 
-        Args:
-            arguments: the bound arguments in order.
-            first: whether to go no other way than the first run did.
-            compiled: whether to use what is compiled of segments.
-            splicer: gives code in which values are passed through something; None for plain code.
-            since: where an earlier walk of the same call ended, and where it goes on, since the
-                answer is known by now.
+        With `first`, it goes no other way than the first run did; with `compiled`, it uses what is
+        compiled of segments. In the code of a `splicer`, values are passed through something.
+        `since` is where an earlier walk of the same call ended, and where it goes on, since the
+        answer is known by now.
 
         Raises:
             Exception: what an op raises where the model has no handler for it: the model
@@ -236,10 +218,7 @@ class Program:
             return result
 
     def go_on(
-        self,
-        divergence: Divergence,
-        arguments: tuple[Any, ...],
-        splicer: ExitWriter | None = None,
+        self, divergence: Divergence, arguments: tuple[Any, ...], splicer: ExitWriter | None = None
     ) -> FinishedReplay | Divergence:
         """Continue a replay whose other side has become known since it diverged."""
         if divergence.computed is None:  # nothing was done that cannot be done again
@@ -263,16 +242,7 @@ class Program:
         splicer: ExitWriter | None,
         joint: collectives.JointCall | None = None,
     ) -> FinishedReplay | Divergence:
-        """Replay from state to state.
-
-        Args:
-            arguments: the bound arguments in order.
-            first: whether to go no other way than the first run did.
-            compiled: whether to use what is compiled of segments.
-            since: see `run`.
-            splicer: see `run`.
-            joint: makes ranks agree on what they do.
-        """
+        """Replay from state to state (see `run`); `joint` makes ranks agree on what they do."""
         graph = self.graph
         assert graph is not None
         trips: list[Trip] = []
@@ -432,15 +402,10 @@ class Program:
     def grow(
         self, recording: Recording, divergence: Divergence | None = None, hits: int = 1
     ) -> bool:
-        """Add the path that a resumed run took after `divergence`.
+        """Add the path that a resumed run took after `divergence`, which may not be known.
 
-        Args:
-            recording: the run.
-            divergence: where it left the known path; None if that is not known.
-            hits: how many calls have taken the path.
-
-        Returns:
-            Whether it fits in: if not, the program is to be replaced.
+        As many calls as `hits` have taken it. Return whether it fits in: if not, the program is to
+        be replaced.
         """
         self.recording.environment.filled_caches.update(recording.environment.filled_caches)
         fits = self._add(recording, divergence, hits)
@@ -462,25 +427,12 @@ class Program:
         return True
 
     def add_live(self, leaves: tuple[int, Any], path: RecordedPath) -> None:
-        """Add a path that can only be run live.
-
-        Args:
-            leaves: the guard at which it leaves the first run, and its answer.
-            path: the path.
-        """
+        """Add a path that can only be run live, by the guard where it leaves the first run."""
         self.root.make_side(*leaves).live = path
         self._changes += 1
 
     def join(self, recording: Recording, hits: int = 1) -> bool:
-        """Add the new part of a run to the graph.
-
-        Args:
-            recording: the run.
-            hits: how many calls have taken its path.
-
-        Returns:
-            Whether it fits in.
-        """
+        """Add the new part of a run, whose path `hits` calls took; return whether it fits in."""
         graph = self.graph
         if graph is None or graph.is_broken:
             return False

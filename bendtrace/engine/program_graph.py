@@ -37,28 +37,13 @@ else:
 
 
 class ProgramGraph:
-    """The states that runs of one program have been in.
+    """The states that runs of one program have been in, beginning with those of the first run.
 
-    Args:
-        recording: the first run.
-        entry: grad mode, autocast and similar settings when a run begins.
-        direct: whether generated code may call what torch functions end up calling.
-        analysis: the analysis of the first run.
-        joins: whether paths may join: if not, each state belongs to one path.
-
-    Attributes:
-        joins: whether paths may join.
-        first: the first run, as a piece.
-        may_grow: whether caches may be replaced before the end of a call (see `cache_growth.py`).
-        is_broken: whether the graph has turned out to be unusable.
-        has_begun_anew: whether the graph has been started again from a later run.
-        beginning: the exit that a call begins with.
-        has_unread: whether calls may come to answers at which no state is known.
-        writes: whether a run writes to tensors in place.
-        retired: pieces that others have replaced; they hold the counts of calls before that.
+    With `direct`, generated code may call what torch functions end up calling. Without `joins`,
+    each state belongs to one path.
     """
 
-    has_begun_anew: bool
+    has_begun_anew: bool  # whether the graph has been started again from a later run
 
     def __init__(
         self,
@@ -69,22 +54,24 @@ class ProgramGraph:
         joins: bool = True,
     ) -> None:
         _know_states(recording, analysis, joins)
-        self.joins: bool = joins
+        self.joins: bool = joins  # whether paths may join
         self._entry = entry
         self._direct = direct
         self._nodes: dict[bytes, StateNode] = {}
-        self.is_broken: bool = False
+        self.is_broken: bool = False  # whether the graph has turned out to be unusable
         self.has_begun_anew = False
+        # True if caches may be replaced before the end of a call (see `cache_growth.py`).
         self.may_grow: bool = direct  # a mode would notice the replacement
-        self.retired: list[RunPiece] = []
+        self.retired: list[RunPiece] = []  # replaced; they hold the counts of calls before that
         self._ways: dict[tuple[Trip, ...], RunPiece] = {}
-        self.first: RunPiece = RunPiece(recording, -1, analysis)
+        self.first: RunPiece = RunPiece(recording, -1, analysis)  # the first run, as a piece
         self.first.count(-1, None)
-        self.beginning: Exit = Exit(None, self.first, -1, self._write)
+        self.beginning: Exit = Exit(None, self.first, -1, self._write)  # where a call begins
         for number in sorted(recording.tape.states):
             self._pass(self.first, number)
+        # True if calls may come to answers at which no state is known.
         self.has_unread: bool = bool(_unread_in(recording, analysis))
-        self.writes: bool = _writes_in_place(recording.tape)
+        self.writes: bool = _writes_in_place(recording.tape)  # whether a run writes in place
 
     def exits(self) -> Iterator[Exit]:
         """Yield the beginning, and the exits of all states."""
@@ -108,15 +95,10 @@ class ProgramGraph:
         return list(found.values())
 
     def add(self, recording: Recording, hits: int = 1) -> list[tuple[StateNode, RunPiece]] | None:
-        """Add the work that a run was the first to do.
+        """Add the work that a run was the first to do, whose path `hits` calls have taken.
 
-        Args:
-            recording: the run.
-            hits: how many calls have taken its path.
-
-        Returns:
-            The new pieces, with the states at which they begin; None if the run does not fit in:
-            the graph is unusable from then on.
+        Return the new pieces, with the states at which they begin; None if the run does not fit in:
+        the graph is unusable from then on.
 
         Raises:
             NondeterminismError: from one state, the run did something different from an earlier
@@ -266,13 +248,10 @@ class ProgramGraph:
         self._rewrite_first()
 
     def _learn(self, recording: Recording, after: int, number: int, exit: Exit) -> bool:
-        """Copy from a run the state in which the first run was at a guard.
+        """Copy from a run the state in which the first run was at a guard; return whether it could.
 
         The first run is recorded without its states: most calls take its path, and never need them.
         A run that did the same from some state on was in the same states.
-
-        Returns:
-            Whether the state could be copied.
         """
         first, tape = self.first.recording.tape, recording.tape
         ahead = exit.number + number - after
@@ -344,12 +323,7 @@ def _know_states(recording: Recording, analysis: Analysis, joins: bool = True) -
     """Give questions whose states were not read states that are equal only to themselves.
 
     From a question without a state, the model has to begin again. That may be where nothing was
-    done before that cannot be done twice.
-
-    Args:
-        recording: the run.
-        analysis: its guards, sorted.
-        joins: whether a run may be in the states of others; else no question keeps its own.
+    done before that cannot be done twice. Without `joins`, no question keeps its own.
     """
     tape = recording.tape
     if not joins:

@@ -58,13 +58,6 @@ class Schedule:
         splices: what values are passed through, in order.
         blocks: the checkpointed blocks that it is in.
         entered: the one that it begins in the middle of.
-
-    Attributes:
-        guards: those tested at each position, in order.
-        end: the position after the last op.
-        handed: as `available` was given, in that order.
-        changes: what the run has changed by then.
-        outputs: what is built at the end.
     """
 
     def __init__(
@@ -92,7 +85,7 @@ class Schedule:
         self.start = start
         self.stop = stop
         self.available: frozenset[int] = frozenset(available)
-        self.handed: tuple[int, ...] = tuple(available)
+        self.handed: tuple[int, ...] = tuple(available)  # as `available` was given, in that order
         self.holes_at: Mapping[int, tuple[int, ...]] | dict[int, tuple[int, ...]] = holes_at or {}
         self.blocks: list[Checkpoint] = list(blocks)
         self.entered: Checkpoint | None = entered
@@ -101,13 +94,16 @@ class Schedule:
         self.splices: dict[int, list[ValueSplice]] = {}
         for splice in splices:
             self.splices.setdefault(splice.position, []).append(splice)
+        # The position after the last op.
         self.end: int = len(self.tape.ops) if stop is None else self.tape.guards[stop].position
+        # What the run has changed by then.
         self.changes: list[EnvironmentChange] = recording.changes if stop is None else []
         values = [change.value for change in self.changes]
+        # What is built at the end.
         self.outputs: tuple[Any, list[Any]] | tuple[()] = (
             (recording.root.output, values) if stop is None else ()
         )
-        self.guards: dict[int, list[tuple[int, Guard]]] = {}
+        self.guards: dict[int, list[tuple[int, Guard]]] = {}  # tested at each position, in order
         for number, guard in guards.items():
             # What was put before `start` is tested first thing.
             self.guards.setdefault(max(guard.position, start), []).append((number, guard))
@@ -127,15 +123,9 @@ class Schedule:
     ) -> Schedule:
         """Return the schedule of a segment: from a state to another, or to the end of the run.
 
-        Args:
-            recording: the run.
-            analysis: its guards, sorted.
-            entry: grad mode and so on when a run begins.
-            after: the guard whose recorded answer leads into the segment; -1 for the beginning
-                of the run, when input guards have been tested.
-            stop: the guard that it ends with; None for the end of the run.
-            growths: what may be exchanged before the end of the run.
-            splices: what values of the run are passed through, in order.
+        The recorded answer of guard `after` leads into the segment, -1 to the beginning of the run,
+        when input guards have been tested. It ends with guard `stop`, or for None at the end of the
+        run.
         """
         tape = recording.tape
         is_first = after < 0
@@ -204,12 +194,7 @@ class Schedule:
         block: Checkpoint,
         write: Callable[[checkpoints.Portion], Callable[..., None]] | None = None,
     ) -> checkpoints.Portion:
-        """Return its work in a block.
-
-        Args:
-            block: the block.
-            write: see `Portion`.
-        """
+        """Return its work in a block."""
         start = self.start if block is self.entered else block.begin[0]
         ops = map(self.op_at, range(start, min(block.end[0], self.end)))
         passages = [
@@ -264,11 +249,7 @@ class Schedule:
         return last
 
     def deaths(self, kept_until: int = -1) -> dict[int, list[int]]:
-        """Return, for each moment, the values that nothing uses from then on.
-
-        Args:
-            kept_until: the moment until which all values are kept.
-        """
+        """Return, for each moment, the values not used any more; none until `kept_until`."""
         dying: dict[int, list[int]] = {}
         for index, moment in self.last_use.items():
             dying.setdefault(max(moment, kept_until, 2 * self.start - 1), []).append(index)
@@ -304,12 +285,7 @@ class Schedule:
     def missing(self, number: int, computed: Collection[int]) -> list[Op]:
         """Return what has to be computed where a guard does not hold, for what is handed on.
 
-        Args:
-            number: the guard.
-            computed: the ops whose values are there.
-
-        Raises:
-            Unlinked: that needs a value which is not there.
+        Raise `Unlinked` if that needs a value which is not there.
         """
         ops, found = self.tape.ops, set()
         waiting = [hole for hole in self.holes_at.get(number, ()) if hole not in computed]

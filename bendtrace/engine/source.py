@@ -21,23 +21,10 @@ from torch import Tensor
 from bendtrace.engine.guard_kinds import asks_for_slices
 from bendtrace.python.computations import item_of
 from bendtrace.python.lazy import LazyModule
-from bendtrace.tape.captured import (
-    UNSET,
-    Access,
-    Array,
-    Captured,
-    CaptureKind,
-    identical,
-)
+from bendtrace.tape.captured import UNSET, Access, Array, Captured, CaptureKind, identical
 from bendtrace.tape.contexts import Context, ContextSwitch, forget_casts
 from bendtrace.tape.guards import type_name_of
-from bendtrace.tape.structure import (
-    Construction,
-    Existing,
-    FixedObject,
-    Instance,
-    build_instance,
-)
+from bendtrace.tape.structure import Construction, Existing, FixedObject, Instance, build_instance
 from bendtrace.tape.tape import Guard, Op, OpKind, Ref, Stop
 from bendtrace.watch.monkeypatches import monkeypatches
 
@@ -71,29 +58,15 @@ IN_PYTHON = frozenset({"torch.nn.functional", "torch.functional", "torch._tensor
 
 @dataclass(slots=True, eq=False)
 class Departure:
-    """The early end of a run, because a guard does not hold or an op raised.
+    """The early end of a run, because a guard does not hold or an op raised."""
 
-    Attributes:
-        stop: the guard, on the tape of the run's recording, or the op that raised.
-        outcome: what the test gave instead of what was recorded.
-        values: the names and values of the run so far.
-    """
-
-    stop: Stop
-    outcome: Any
-    values: dict[str, Any]
+    stop: Stop  # the guard, on the tape of the run's recording, or the op that raised
+    outcome: Any  # what the test gave instead of what was recorded
+    values: dict[str, Any]  # the names and values of the run so far
 
 
 class Code:
-    """A generated function.
-
-    Attributes:
-        text: its text.
-        function: the function.
-        op_of_line: for each line of the text, the op that it carries out.
-        emitted: how many lines stand before each op that has one.
-        taken: the parts that it takes out of their containers.
-    """
+    """A generated function."""
 
     @cached_property
     def places(self) -> frozenset[Any]:
@@ -106,26 +79,20 @@ class Code:
         code = compile(self.text, f"<bendtrace {name}>", "exec")
         exec(code, source.names)
         self.function: Callable[..., Any] = source.names[name]
-        self.op_of_line: dict[int, int] = source.op_of_line
-        self.emitted: set[int] = source.emitted
-        self.taken: list[Captured] = source.taken
+        self.op_of_line: dict[int, int] = source.op_of_line  # the op of each line of the text
+        self.emitted: set[int] = source.emitted  # how many lines stand before each op that has one
+        self.taken: list[Captured] = source.taken  # the parts that it takes out of their containers
 
 
 class EquivalentCall(NamedTuple):
-    """A call that is equivalent to another one.
-
-    Attributes:
-        target: the function.
-        args: its arguments, as in `Op.args`; a function among them is called to compute its
-            argument.
-        kwargs: its keyword arguments.
-        gives_back: the argument that the call returns unchanged, unless it is a nested tensor or a
-            dispatch mode wants to see the call; None if the call computes something.
-    """
+    """A call that is equivalent to another one."""
 
     target: Any
+    # Its arguments, as in `Op.args`; a function among them is called to compute its argument.
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = MappingProxyType({})
+    kwargs: Mapping[str, Any] = MappingProxyType({})  # its keyword arguments
+    # The argument that the call returns unchanged, unless it is a nested tensor or a dispatch mode
+    # wants to see the call; None if the call computes something.
     gives_back: Ref | None = None
 
 
@@ -357,13 +324,10 @@ def dependencies_of(
     available: Collection[int] = (),
     same: Mapping[int, int] = MappingProxyType({}),
 ) -> set[int]:
-    """Return the ops that the values of some depend on, these included.
+    """Return the ops that the values of the roots depend on, these included.
 
-    Args:
-        ops: all ops.
-        roots: these.
-        available: ops whose values are there, whatever they depend on.
-        same: ops whose values are those of others.
+    The values of `available` are there, whatever they depend on; `same` are ops whose values are
+    those of others.
     """
     needed: set[int] = set()
     waiting = list(roots)
@@ -411,24 +375,15 @@ class ValueSplice:
     """A function that a value is passed through.
 
     The result of the function takes the place of the value in all later code.
-
-    Attributes:
-        index: the op that gave the value.
-        position: how many ops come before.
-        guards: how many guards come before.
-        context: the grad mode and so on that the function runs under; None if not known.
-        function: the function.
-        path: the path of the node.
-        is_fit: whether code can be changed there.
     """
 
-    index: int
-    position: int
-    guards: int
-    context: Context | None
+    index: int  # the op that gave the value
+    position: int  # how many ops come before
+    guards: int  # how many guards come before
+    context: Context | None  # grad mode and so on that the function runs under, if known
     function: Callable[[Any], Any]
-    path: str
-    is_fit: bool
+    path: str  # the path of the node
+    is_fit: bool  # whether code can be changed there
 
     def lies_in(self, after: int, stop: int | None) -> bool:
         """Return whether it belongs to the code between two guards (see `Schedule.of_segment`)."""
@@ -442,11 +397,8 @@ class Unfit(Exception):
 class Interrupted(Exception):
     """A call cannot go on behind a splice, so that the model's Python takes over there.
 
-    Args:
-        position: how many ops of the run come before the place.
-        guards: how many guards come before.
-        unfit: raised instead by a call that can begin again; None if none is to do so.
-        hand_on: is called before Python takes over.
+    So many ops and guards of the run come before the place. `unfit` is raised instead by a call
+    that can begin again. `hand_on` is called before Python takes over.
     """
 
     def __init__(

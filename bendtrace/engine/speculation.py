@@ -48,12 +48,7 @@ from bendtrace.python.lazy import tabulate
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import dispatch_modes
-from bendtrace.tape.tape import (
-    Op,
-    OpKind,
-    TensorMeta,
-    refs_in,
-)
+from bendtrace.tape.tape import Op, OpKind, TensorMeta, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, name_of
 from bendtrace.watch.writes import works_in_place
 
@@ -69,25 +64,15 @@ _MOST = 64  # paths, with those that were refused
 
 @dataclass(slots=True, eq=False)
 class SpeculationResult:
-    """The result of trying a call on a compiled path.
+    """The result of trying a call on a compiled path."""
 
-    Attributes:
-        recording: the run that was repeated; None if the path did not serve the call.
-        output: the output.
-        path: the path whose newly compiled graph, or speed, has to be compared with a replay.
-        unchecked: the result of a newly compiled graph.
-        began: the start time of the call, if its replay has to be timed.
-        may_compile: whether a replay may use compiled segments.
-        inserted: the insertions of the call; None without any.
-    """
-
-    path: CompiledPath | None = None
-    recording: Recording | None = None
+    path: CompiledPath | None = None  # with a new graph, or a speed, to compare with a replay
+    recording: Recording | None = None  # that was repeated; None if the path did not serve
     output: Any = None
-    unchecked: UncheckedResult | None = None
-    began: float = 0.0
-    may_compile: bool = False
-    inserted: CallInsertions | None = None
+    unchecked: UncheckedResult | None = None  # the result of a newly compiled graph
+    began: float = 0.0  # the start time of the call, if its replay has to be timed
+    may_compile: bool = False  # whether a replay may use compiled segments
+    inserted: CallInsertions | None = None  # the insertions of the call; None without any
 
 
 _WATCHED = SpeculationResult()
@@ -121,13 +106,7 @@ class Speculation:
         arguments: tuple[Any, ...],
         inserted: CallInsertions | None = None,
     ) -> SpeculationResult:
-        """Try a call on the leading compiled path for its input guards, if there is one.
-
-        Args:
-            names: names of the arguments.
-            arguments: the arguments.
-            inserted: the insertions of the call; None without any.
-        """
+        """Try a call on the leading compiled path for its input guards, if there is one."""
         if _is_watched():
             return _WATCHED
         calls = names if inserted is None else (names, inserted.places)
@@ -185,15 +164,7 @@ class Speculation:
         finished: FinishedReplay,
         arguments: tuple[Any, ...],
     ) -> None:
-        """Learn from a call that was replayed.
-
-        Args:
-            guess: the result of trying it on a compiled path before.
-            names: names of the arguments.
-            program: the program that it was replayed with.
-            finished: how it ended.
-            arguments: the arguments.
-        """
+        """Learn from a call that was replayed, after it was tried on a compiled path."""
         stretch, inserted = program.path_end(finished), guess.inserted
         calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
@@ -474,18 +445,9 @@ _PASSES = 8  # of a segment before it is compiled
 class CompiledBody(CompiledFunction):
     """Consecutive ops, compiled.
 
-    The code of segments calls it with the operands of the ops, and receives their results; or
-    None, in which case it runs the ops one by one, and passes their results to `seen`.
-
-    Args:
-        text: the source of a function of tensors and sizes.
-        names: the values of the names in it.
-        settings: how to compile.
-        ops: the ops, one for each line.
-
-    Attributes:
-        text: as given.
-        functions: the names of the functions that it calls.
+    The code of segments calls it with the operands of the ops, and receives their results; or None,
+    in which case it runs the ops one by one, and passes their results to `seen`. The text, with
+    names for values, is the source of a function of tensors and sizes, with a line for each op.
     """
 
     def __init__(
@@ -493,6 +455,7 @@ class CompiledBody(CompiledFunction):
     ) -> None:
         super().__init__(settings)
         self.text = text
+        # The names of the functions that it calls.
         self.functions: tuple[str, ...] = tuple(name_of(op.target) for op in ops)
         self._ops = ops
         self._names = names
@@ -585,14 +548,11 @@ class CompiledBody(CompiledFunction):
 
 
 class CompiledSegments:
-    """The bodies of one model.
-
-    Attributes:
-        reason: why there were no segments to compile, when they were last looked at.
-    """
+    """The bodies of one model."""
 
     def __init__(self, settings: CompileSettings) -> None:
         self._settings = settings
+        # Why there were no segments to compile, when they were last looked at.
         self.reason: str = (
             "they are looked at every 16 calls, where whole paths do not serve the calls"
         )
@@ -668,26 +628,16 @@ class CompiledSegments:
 
 
 class _CompiledProgram:
-    """The compiled parts of one program.
-
-    Attributes:
-        bodies: the bodies, by their source, the values of its names, and the context of the ops.
-        used: those that segments call.
-    """
+    """The compiled parts of one program."""
 
     def __init__(self) -> None:
+        # The bodies, by their source, the values of its names, and the context of the ops.
         self.bodies: dict[Any, CompiledBody] = {}
-        self.used: dict[Exit, tuple[CompiledBody, ...]] = {}
+        self.used: dict[Exit, tuple[CompiledBody, ...]] = {}  # those that segments call
 
 
 class CompiledWriter(SegmentWriter):
-    """Writes a segment that calls bodies.
-
-    Args:
-        schedule: its ops, in order.
-        direct: see `write_run`.
-        find: returns the body for a text, the names in it, and its ops; or None.
-    """
+    """Writes a segment that calls bodies; `find` gives one for a text, names in it, and its ops."""
 
     def __init__(
         self,
@@ -812,19 +762,8 @@ class CompiledWriter(SegmentWriter):
 class _BodyPlan(Expressions):
     """A body that has not been compiled yet.
 
-    Args:
-        ops: the ops.
-        again: those that run once more after it.
-        later: the ops whose values are used after it.
-        same: for ops that return a tensor unchanged, the op that returned it first.
-
-    Attributes:
-        ops: the ops that it runs.
-        again: as given.
-        text: the source.
-        inputs: the ops whose values it receives.
-        outputs: those whose values it returns.
-        same: as given, for ops whose values are used after it.
+    The ops `again` run once more after it; the values of `later` are used after it. `same` has, for
+    ops that return a tensor unchanged, the op that returned it first.
     """
 
     def __init__(
@@ -836,9 +775,9 @@ class _BodyPlan(Expressions):
         for op in reversed(ops):
             if op.index in needed:
                 needed.update(op.operands)
-        self.ops = [op for op in ops if op.index in needed]
+        self.ops = [op for op in ops if op.index in needed]  # the ops that it runs
         self.again = again
-        self.inputs: list[int] = []
+        self.inputs: list[int] = []  # the ops whose values it receives
         inside = {op.index for op in self.ops}
         lines: list[str] = []
         for op in self.ops:
@@ -849,13 +788,16 @@ class _BodyPlan(Expressions):
             call = self.call(op)
             self._own[op.index] = f"t{len(lines)}"
             lines.append(f"    t{len(lines)} = {call}\n")
+        # As given, for ops whose values are used after it.
         self.same = {index: root for index, root in same.items() if index in later}
         leaving = (later - same.keys()) | set(self.same.values())
+        # Those whose values it returns.
         self.outputs = [
             op.index for op in self.ops if isinstance(op.meta, TensorMeta) and op.index in leaving
         ]
         given = ", ".join(f"a{slot}" for slot in range(len(self.inputs)))
         results = "".join(f"{self.name(index)}, " for index in self.outputs)
+        # The source.
         self.text = f"def body({given}):\n{''.join(lines)}    return None, ({results})\n"
 
     def name(self, index: int) -> str:

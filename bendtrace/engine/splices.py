@@ -20,38 +20,26 @@ from bendtrace.record.recorder import Recording
 
 @dataclass(frozen=True, eq=False)
 class SpliceStep:
-    """One insertion at a gate.
+    """One insertion at a gate."""
 
-    Attributes:
-        slots: the positions of its values among those of the gate.
-        function: given the value and `tensors`, returns the new one, or None to keep it, followed
-            by `kept` tensors in a tuple if there are any; None for a step that only looks.
-        tensors: the other tensors that the function needs.
-        kept: the number of tensors that the function returns after the new value.
-        check: given the same, says why the function cannot be compiled; None if it can be. It is
-            asked once, with the values of a call.
-    """
-
-    slots: tuple[int, ...]
+    slots: tuple[int, ...]  # the positions of its values among those of the gate
+    # Given the value and `tensors`, returns the new one, or None to keep it, followed by `kept`
+    # tensors in a tuple if there are any; None for a step that only looks.
     function: Callable[..., Any] | None = None
-    tensors: tuple[Tensor, ...] = ()
-    kept: int = 0
+    tensors: tuple[Tensor, ...] = ()  # the other tensors that the function needs
+    kept: int = 0  # the number of tensors that the function returns after the new value
+    # Given the same, says why the function cannot be compiled; None if it can be. It is asked once,
+    # with the values of a call.
     check: Callable[..., str | None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class GateSplice:
-    """The insertions at one gate.
+    """The insertions at one gate."""
 
-    Attributes:
-        steps: the insertions, in the order in which they are called.
-        exchanged: the positions of the values that the gate returns.
-        in_place: the flag that it returns after them; None if it returns none.
-    """
-
-    steps: tuple[SpliceStep, ...]
-    exchanged: tuple[int, ...]
-    in_place: bool | None
+    steps: tuple[SpliceStep, ...]  # the insertions, in the order in which they are called
+    exchanged: tuple[int, ...]  # the positions of the values that the gate returns
+    in_place: bool | None  # the flag that it returns after them; None if it returns none
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -86,11 +74,7 @@ class PathSplices(Protocol):
         """The identities of these tensors."""
 
     def changing(self, calls: int) -> frozenset[int]:
-        """Return the numbers of functions that are known to change their value.
-
-        Args:
-            calls: in how many calls they did, or more.
-        """
+        """Return the numbers of functions that changed their value in so many calls, or in more."""
 
     def served(
         self,
@@ -102,12 +86,10 @@ class PathSplices(Protocol):
     ) -> None:
         """Let the insertions record what a graph did in their place.
 
-        Args:
-            kept: the observed values, in order.
-            changed: for each function but the silent ones, whether it has changed its value.
-            unchanged: the numbers of the functions that return their argument itself.
-            silent: the numbers of those of which the graph does not say so.
-            alone: those of the observed values that nobody else has, nor their memory.
+        It has kept the observed values, in order. `changed` says for each function but the silent
+        ones whether it has changed its value; the unchanged ones return their argument itself. The
+        graph does not say so of the silent ones. Nobody else has the values in `alone`, nor their
+        memory.
         """
 
 

@@ -37,21 +37,14 @@ Failure = tuple[str, str, int]
 
 @dataclass(eq=False)
 class RecordedPath:
-    """A recorded run, and how often a call went the same way.
-
-    Attributes:
-        recording: the run.
-        hits: calls that came to the end of the path, the recorded one included.
-        worth: what the calls before the latest eviction count for now (see `TraceTree`).
-        weighed: how many of the hits `worth` accounts for.
-    """
+    """A recorded run, and how often a call went the same way."""
 
     recording: Recording
     # Counted without a lock. CPython 3.11 and later switches threads at calls and jumps, and so
     # not within `path.hits += 1`; a build without the GIL may lose a count, and nothing else.
-    hits: int = 0
-    worth: int = 0
-    weighed: int = 0
+    hits: int = 0  # calls that came to the end of the path, the recorded one included
+    worth: int = 0  # what the calls before the latest eviction count for now (see `TraceTree`)
+    weighed: int = 0  # how many of the hits `worth` accounts for
 
     @property
     def uses(self) -> int:
@@ -65,35 +58,24 @@ class RecordedPath:
 
 @dataclass(eq=False)
 class GuardSide:
-    """The continuation after a guard had another outcome than in the run that put it.
+    """The continuation after a guard had another outcome than in the run that put it."""
 
-    Attributes:
-        outcome: what the test gave; the `Raised` of an op that raised, None if it did not.
-        target: what follows, if that is known.
-        live: the run that showed that it can only be run live.
-        failures: exceptions that the model raised before such a run came to its end.
-    """
-
-    outcome: Any
-    target: Stretch | None = None
-    live: RecordedPath | None = None
+    outcome: Any  # what the test gave; the `Raised` of an op that raised, None if it did not
+    target: Stretch | None = None  # what follows, if that is known
+    live: RecordedPath | None = None  # the run that showed that it can only be run live
+    # Exceptions that the model raised before such a run came to its end.
     failures: Counter[Failure] = field(default_factory=Counter)
 
 
 @dataclass(eq=False)
 class Stretch(RecordedPath):
-    """The rest of a recorded run, from where it left those before it.
+    """The rest of a recorded run, from where it left those before it."""
 
-    Attributes:
-        parent: the one that it branches off.
-        sides: where runs go on whose guard, or op that raised (or did not although it had when
-            recorded), had another outcome.
-        failures: names of exceptions that its ops raised and the model has no handler for.
-    """
-
-    parent: Stretch | None = field(default=None, repr=False)
-    # Read without a lock: the tuples are exchanged, not changed.
+    parent: Stretch | None = field(default=None, repr=False)  # the one that it branches off
+    # Where runs go on whose guard, or op that raised (or did not although it had when recorded),
+    # had another outcome. Read without a lock: the tuples are exchanged, not changed.
     sides: dict[Stop, tuple[GuardSide, ...]] = field(default_factory=dict)
+    # Names of exceptions that its ops raised and the model has no handler for.
     failures: Counter[tuple[int, str]] = field(default_factory=Counter)
     # Made where there are many sides, and again where one is gone.
     _by_outcome: dict[Stop, dict[tuple[type, Any], GuardSide]] = field(
@@ -134,17 +116,11 @@ class Stretch(RecordedPath):
 
 @dataclass(slots=True, eq=False)
 class FinishedReplay:
-    """A replay that reached its end, with what it returned.
+    """A replay that reached its end, with what it returned."""
 
-    Attributes:
-        output: what it returned.
-        stretch: the one that it ended in.
-        way: the parts of the graph that it went along.
-    """
-
-    output: Any
-    stretch: Stretch
-    way: list[Trip]
+    output: Any  # what it returned
+    stretch: Stretch  # the one that it ended in
+    way: list[Trip]  # the parts of the graph that it went along
 
     @property
     def recording(self) -> Recording:
@@ -154,34 +130,24 @@ class FinishedReplay:
 
 @dataclass(eq=False)
 class Divergence:
-    """A replay that came to a guard whose other side is not known.
+    """A replay that came to a guard whose other side is not known."""
 
-    Attributes:
-        stretch: what was being repeated.
-        recording: the run that was being replayed. (That of `stretch` may be another by now:
-            threads grow the graph.)
-        number: the guard on the tape of `recording`; or the op that raised, or did not raise
-            although it had when recorded.
-        outcome: what the test gave.
-        hold: on autocast's cache; released by who goes on.
-        trips: the parts of the graph that the call went along.
-        computed: the values of the state that it came to, by the ops of the last part; None if no
-            state was read, and the model can do everything again.
-        error: what an op raised, if it was not a guard that led away.
-        follower: knows states that a resumed run may come to.
-        asked: how many questions of the last part were asked, if no guard led away (see `Section`).
-    """
-
-    stretch: Stretch
+    stretch: Stretch  # what was being repeated
+    # The run that was being replayed. (That of `stretch` may be another by now: threads grow the
+    # graph.)
     recording: Recording
+    # The guard on the tape of `recording`; or the op that raised, or did not raise although it had
+    # when recorded.
     number: Stop
-    outcome: Any
-    hold: Hold
-    trips: list[Trip] = field(default_factory=list)
+    outcome: Any  # what the test gave
+    hold: Hold  # on autocast's cache; released by who goes on
+    trips: list[Trip] = field(default_factory=list)  # parts of the graph that the call went along
+    # The values of the state that it came to, by the ops of the last part; None if no state was
+    # read, and the model can do everything again.
     computed: dict[int, Any] | None = None
-    error: Exception | None = None
-    follower: Follower | None = None
-    asked: int = 0
+    error: Exception | None = None  # what an op raised, if it was not a guard that led away
+    follower: Follower | None = None  # knows states that a resumed run may come to
+    asked: int = 0  # questions of the last part that were asked, if no guard led away (`Section`)
 
     @property
     def guard(self) -> Guard | None:
@@ -250,18 +216,13 @@ _FEW = 8  # sides that are looked at one by one
 
 
 class Holes(list[Any]):
-    """The values that segments hand to each other in a call, and what has grown in it.
+    """The values that segments hand to each other in a call, and what has grown in it."""
 
-    Attributes:
-        grown: the tensors that were exchanged for longer ones (see `cache_growth.py`).
-        places: where they are.
-        memory: their memory.
-    """
-
-    # Its own only for a call in which something grows.
+    # The tensors that were exchanged for longer ones (see `cache_growth.py`). It has these three
+    # itself only in a call in which something grows.
     grown: tuple[GrownTensor, ...] = ()
-    places: frozenset[Any] = frozenset()
-    memory: frozenset[int] = frozenset()
+    places: frozenset[Any] = frozenset()  # where they are
+    memory: frozenset[int] = frozenset()  # their memory
 
     def __init__(self, may_grow: bool, hold: Hold) -> None:
         self.may_grow: bool = may_grow
@@ -274,9 +235,7 @@ class Holes(list[Any]):
     def may_enter(self, growths: Collection[Growth], taken: frozenset[Any]) -> bool:
         """Return whether code that expects the tensors as they were can continue.
 
-        Args:
-            growths: what the run that the code is of makes longer.
-            taken: where the code reads tensors.
+        Its run makes `growths` longer, and it reads tensors in the places `taken`.
         """
         return self.places.isdisjoint(taken) and self.places <= {g.place for g in growths}
 
@@ -295,31 +254,21 @@ class Holes(list[Any]):
 
 
 class RunPiece:
-    """A part of a recorded run that nothing else covers.
-
-    Attributes:
-        recording: the run.
-        after: the guard whose answer leads into it; -1 for the first piece.
-        stop: the guard at which it reaches a state of another piece; None for the end.
-        nodes: the states in it, by the guards of the run.
-        trips: how many calls ran it from one guard (-1 for its beginning) to another, or to an
-            op that raised (None where they ended).
-        analysis: the analysis of the run.
-        casts: whether some of the run is under autocast.
-        growths: caches that the run extends and may replace before its end, by the ops that
-            make the longer tensors.
-        owner: the object that counts the calls that take it.
-    """
+    """A part of a recorded run that nothing else covers."""
 
     def __init__(self, recording: Recording, after: int, analysis: Analysis | None = None) -> None:
         self.recording = recording
-        self.after = after
-        self.stop: int | None = None
-        self.nodes: dict[int, StateNode] = {}
+        self.after = after  # the guard whose answer leads into it; -1 for the first piece
+        self.stop: int | None = None  # the guard where it reaches another piece; None for the end
+        self.nodes: dict[int, StateNode] = {}  # the states in it, by the guards of the run
+        # How many calls ran it from one guard (-1 for its beginning) to another, or to an op that
+        # raised (None where they ended).
         self.trips: dict[tuple[int, Stop | None], int] = {}
+        # The analysis of the run.
         self.analysis: Analysis = Analysis(recording.tape) if analysis is None else analysis
+        # True if some of the run is under autocast.
         self.casts: bool = any(op.context.autocast for op in recording.tape.ops)
-        self.owner: Any = None
+        self.owner: Any = None  # the object that counts the calls that take it
 
     @functools.cached_property
     def growths(self) -> dict[int, Growth]:
@@ -349,31 +298,21 @@ class RunPiece:
 
 @dataclass(slots=True, eq=False)
 class Exit:
-    """The continuation of runs after an answer.
-
-    Attributes:
-        answer: the answer.
-        piece: the piece that contains what follows.
-        number: the guard of its run that had this answer.
-        written: the generated code, if it was requested already.
-        compiled: the same code with compiled ops in it, if there is any.
-        rewrites: how often the code was to be generated again.
-    """
+    """The continuation of runs after an answer."""
 
     answer: Any
-    piece: RunPiece
-    number: int
+    piece: RunPiece  # the piece that contains what follows
+    number: int  # the guard of its run that had this answer
     _write: Callable[..., Code]
-    written: Code | None = None
-    compiled: Code | None = None
-    rewrites: int = 0
+    written: Code | None = None  # the generated code, if it was requested already
+    compiled: Code | None = None  # the same code with compiled ops in it, if there is any
+    rewrites: int = 0  # how often the code was to be generated again
 
     @property
     def code(self) -> Code:
         """The code that follows, generated on first use.
 
-        Raises:
-            Unlinked: the code needs a value that the state does not hold.
+        Raise `Unlinked` if the code needs a value that the state does not hold.
         """
         if self.written is None:
             self.written = self._write(self.piece, self.number)
@@ -386,8 +325,7 @@ class Exit:
     def write_spliced(self, splices: Iterable[ValueSplice]) -> Code:
         """Return the code with values passed through something.
 
-        Raises:
-            Unlinked: the code needs a value that the state does not hold.
+        Raise `Unlinked` if the code needs a value that the state does not hold.
         """
         return self._write(self.piece, self.number, splices=splices)
 
@@ -404,24 +342,16 @@ class Exit:
 
 
 class StateNode:
-    """A state.
-
-    Attributes:
-        piece: the piece that first reached it.
-        number: its guard in that piece.
-        exits: the known answers.
-        yes: the exit for True; None if it is not known.
-        no: the exit for False; None if it is not known.
-    """
+    """A state."""
 
     __slots__ = ("_by_answer", "exits", "no", "number", "piece", "yes")
 
     def __init__(self, piece: RunPiece, number: int) -> None:
-        self.piece: RunPiece = piece
-        self.number: int = number
-        self.exits: tuple[Exit, ...] = ()
-        self.yes: Exit | None = None
-        self.no: Exit | None = None
+        self.piece: RunPiece = piece  # the piece that first reached it
+        self.number: int = number  # its guard in that piece
+        self.exits: tuple[Exit, ...] = ()  # the known answers
+        self.yes: Exit | None = None  # the exit for True; None if it is not known
+        self.no: Exit | None = None  # the exit for False; None if it is not known
         self._by_answer: dict[Any, Exit] = {}
 
     def after(self, answer: Any) -> Exit | None:

@@ -47,18 +47,6 @@ class Suffix:
         start: the first op that is not carried out yet.
         available: ops before it whose values are there.
         tests_before: tests (see `Guard.key`) that were made before `start`.
-
-    Attributes:
-        needed: the ops to carry out, and the inputs and state among what they use.
-        guards: the guards to test, with their numbers.
-        changes: the changes of the environment that belong to the rest.
-        cuts: all cuts.
-        used: those that matter.
-        memory: what the ops write to.
-        written: slots of given values that the model may write to.
-        is_straight: whether nothing can lead it along another path.
-        lacks: what is missing; empty if the rest can be run.
-        unclear: why it cannot be told from the run what is meant; "" if it can.
     """
 
     def __init__(
@@ -75,15 +63,15 @@ class Suffix:
     ) -> None:
         self.recording = recording
         self.cuts: Cuts = Cuts(cuts)
-        self.memory: TensorMemory = TensorMemory(recording)
+        self.memory: TensorMemory = TensorMemory(recording)  # what the ops write to
         self.start = start
         self.available = available
-        self.needed: set[int] = set()
-        self.guards: dict[int, Guard] = {}
+        self.needed: set[int] = set()  # ops to carry out, and the inputs and state that they use
+        self.guards: dict[int, Guard] = {}  # the guards to test, with their numbers
         self._changes: set[int] = set()  # their numbers
-        self.used: set[Cut] = set()
-        self.lacks: list[MissingArgument] = []
-        self.unclear: str = ""
+        self.used: set[Cut] = set()  # those that matter
+        self.lacks: list[MissingArgument] = []  # what is missing; empty if the rest can be run
+        self.unclear: str = ""  # why it cannot be told from the run what is meant; "" if it can
         self._ops = recording.tape.ops
         self._analysis = analysis
         self._missing = missing
@@ -94,10 +82,13 @@ class Suffix:
         self._slots, self._lacking = self._follow()
         self._dropped = self._before_cuts()
         self._settle()
+        # The changes of the environment that belong to the rest.
         self.changes: list[EnvironmentChange] = [
             recording.changes[number] for number in sorted(self._changes)
         ]
+        # Slots of given values that the model may write to.
         self.written: frozenset[int] = frozenset(self._written())
+        # True if nothing can lead it along another path.
         self.is_straight: bool = not self.guards and not any(
             op.raised is not None or is_handled(op.scope, op.site)
             for op in map(self._ops.__getitem__, self.needed)
@@ -174,12 +165,8 @@ class Suffix:
     ) -> None:
         """Note that a value is needed at a position, with all its sources.
 
-        Args:
-            index: the op that gives it.
-            position: where.
-            scope: for a guard, the call that it was put in.
-            by: the op that needs it; -1 for the output and for guards.
-            writer: the op that wrote to it last, if one did.
+        The scope is, for a guard, the call that it was put in. The op `by` needs the value, -1
+        stands for the output and for guards; `writer` is the op that wrote to it last, if one did.
         """
         waiting = [(index, position, scope, by, writer)]
         while waiting:
@@ -388,12 +375,7 @@ class Suffix:
         )
 
     def disturbs(self, done: Collection[int], until: int) -> bool:
-        """Return whether ops that were left out up to a position would now see what others wrote.
-
-        Args:
-            done: the ops that were carried out.
-            until: the position.
-        """
+        """Return whether ops left out up to a position would now see what others wrote."""
         written = self.memory.written_by(done)
         return any(
             self.memory.sees(op, written)
@@ -442,17 +424,11 @@ def _decides(output: Any) -> bool:
 
 
 class SuffixCode(NamedTuple):
-    """The rest of a run as code.
+    """The rest of a run as code."""
 
-    Attributes:
-        recording: the run, without the changes that do not belong to the rest.
-        code: takes the values that it goes on from by their names.
-        casts: whether some of it runs under autocast.
-    """
-
-    recording: Recording
-    code: Code
-    casts: bool
+    recording: Recording  # the run, without the changes that do not belong to the rest
+    code: Code  # takes the values that it goes on from by their names
+    casts: bool  # whether some of it runs under autocast
 
 
 def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> SuffixCode:
@@ -460,11 +436,6 @@ def write_rest(rest: Suffix, analysis: Analysis, entry: Context) -> SuffixCode:
 
     It takes the given values, and for a run that goes on those computed so far, from `E`:
     `s<slot>` and `v<op>`.
-
-    Args:
-        rest: what is needed.
-        analysis: the guards of the run, sorted.
-        entry: grad mode and so on when it begins.
     """
     whole = rest.recording
     kept = Recording(whole.tape, whole.environment, whole.root)
@@ -524,32 +495,21 @@ class _RestWriter(RunWriter):
 
 @dataclass(frozen=True)
 class Cut:
-    """From where on a given value counts, in place of the one that an op gives.
-
-    Attributes:
-        index: the op.
-        start: the first position on the tape at which it counts.
-        slot: number of the given value.
-        call: the call of a module that gives it; None if it is the op itself.
-    """
+    """From where on a given value counts, in place of the one that an op gives."""
 
     index: int
-    start: int
-    slot: int
+    start: int  # the first position on the tape at which it counts
+    slot: int  # number of the given value
+    # The call of a module that gives it; None if it is the op itself.
     call: ModuleCall | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class MissingArgument:
-    """An argument that is needed, and that is not there.
+    """An argument that is needed, and that is not there."""
 
-    Attributes:
-        part: the part of it that is needed.
-        chain: the ops from there to what needs it in the end.
-    """
-
-    part: Captured
-    chain: tuple[int, ...]
+    part: Captured  # the part of it that is needed
+    chain: tuple[int, ...]  # the ops from there to what needs it in the end
 
 
 class Cuts:
@@ -569,12 +529,9 @@ class Cuts:
         return self._of.keys()
 
     def at(self, index: int, position: int, scope: ModuleCall | None = None) -> Cut | None:
-        """Return the cut that counts for the value of an op at a position, if one does.
+        """Return the cut that counts for the value of an op used at a position, if one does.
 
-        Args:
-            index: the op.
-            position: where the value is used.
-            scope: for a guard, the call that it was put in.
+        The scope is, for a guard, the call that it was put in.
         """
         found = None
         for cut in self._of.get(index, ()):
@@ -631,11 +588,7 @@ _VIEWS = frozenset(
 
 
 class TensorMemory:
-    """The tensors of a run, and the known facts about their memory.
-
-    Args:
-        recording: the run.
-    """
+    """The tensors of a run, and the known facts about their memory."""
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording

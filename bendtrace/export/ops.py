@@ -347,8 +347,7 @@ class SegmentOps(Expressions):
         if meta is None:
             return Constant(None)
         raise ExportError(
-            f"{display_name(op.target)} does not return a tensor: leave the question out",
-            cite(op),
+            f"{display_name(op.target)} does not return a tensor: leave the question out", cite(op)
         )
 
     def _memory(self, op: Op) -> frozenset[int]:

@@ -382,9 +382,8 @@ class ProgramWriter:
     ) -> tuple[Any, list[Any]]:
         """Merge the values of two sides, and list the outputs of each.
 
-        Returns:
-            The structure, with a value where the sides agree, and the number of an output where
-            they differ; and the outputs: the value of each side, and the type of number.
+        Return the structure, with a value where the sides agree, and the number of an output where
+        they differ; and the outputs: the value of each side, and the type of number.
         """
         outputs: list[tuple[list[Value], type | None]] = []
 

@@ -15,14 +15,14 @@ loop serves all iterations, and an interjection at some passes is skipped at the
 Usually, no op is recorded for insertions. A *splicer* (`splicer.py`) finds where the gates of a
 plan go in a recorded run, and has the graph write its segments with them (`engine/source.py`). One
 graph serves all sets of places. `record/scopes.py` counts, where the call of a module ends, whether
-only the caller has its output. In the code, a gate stands in a `SplicedGate` (`spliced_gate.py`),
-which compares the kind of what it returns with the kind of the value. If they differ, it raises
-`Unfit`. The dispatcher then records the run with ops for the gates. An `Attempt` (`gates.py`) has
-kept what the gates returned, and they return it again. Resumed runs follow the script into the same
-graph, and the inserter passes values through gates without ops. The first run of a model does the
-same, but its first gate becomes an op if it cannot be spliced.
+only the caller has its output. In the code, a gate stands in a `SplicedGate`, which compares the
+kind of what it returns with the kind of the value. If they differ, it raises `Unfit`. The
+dispatcher then records the run with ops for the gates. An `Attempt` (`gates.py`) has kept what the
+gates returned, and they return it again. Resumed runs follow the script into the same graph, and
+the inserter passes values through gates without ops. The first run of a model does the same, but
+its first gate becomes an op if it cannot be spliced.
 
-`where.py` resolves what people pass as a place. `log/names.py` resolves a string in one run, also
+`where.py` resolves what people pass as a place. `log/run.py` resolves a string in one run, also
 for logs, and `resolver.py` in all runs of a model. Every entry point uses these two, so that a
 name selects the same node everywhere. `registry.py` keeps the insertions in order; `Knowledge`
 (`resolver.py`) holds the recorded runs. If there are none, `registry.py` also resolves names

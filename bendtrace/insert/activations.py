@@ -123,12 +123,9 @@ def _describe_item(value: Any) -> str:
 
 
 class _OutputObserver(Interjection):
-    """Keeps the outputs of nodes.
+    """Keeps the outputs of nodes in some passes, as snapshots with `detach`.
 
-    Args:
-        passes: which passes are kept.
-        detach: whether snapshots are kept, instead of the tensors themselves.
-        late: whether it sees the values after other insertions at the node.
+    With `late`, it sees the values after other insertions at the node.
     """
 
     observes = True
@@ -222,11 +219,6 @@ def inputs_of(
     model: Bended, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the model's keyword arguments, some of which were passed like options.
-
-    Args:
-        model: the `BendedModule`.
-        kwargs: those passed as a dict.
-        inputs: those passed directly.
 
     Raises:
         InputError: an argument of the model has the name of an option, or one was given twice.

@@ -263,14 +263,10 @@ def _is_bendable(value: Any) -> bool:
 
 
 def _replace_in(value: Any, at: NodePass, change: _Change) -> Any:
-    """Return a value with every bendable tensor in it changed.
+    """Return a value with every bendable tensor in it changed, in containers nested in any way.
 
-    Containers in which nothing has changed stay the same objects.
-
-    Args:
-        value: a tensor, a tuple, list, dict or data class, nested in any way.
-        at: the node that returned it.
-        change: called with each tensor and its path, such as `lstm.output|sub_1.sub_0`.
+    Containers in which nothing has changed stay the same objects. `change` is called with each
+    tensor and its path, such as `lstm.output|sub_1.sub_0`.
     """
     if isinstance(value, Tensor):
         return change(value, at.path) if _is_bendable(value) else value
@@ -404,16 +400,11 @@ class Expression:
 
 
 class Operation(Expression):
-    """Arithmetic on expressions.
-
-    Attributes:
-        name: the operation, by its name in the module `operator`.
-        operands: numbers, tensors and expressions.
-    """
+    """Arithmetic on expressions."""
 
     def __init__(self, name: str, operands: tuple[Any, ...]) -> None:
-        self.name = name
-        self.operands = operands
+        self.name = name  # the operation, by its name in the module `operator`
+        self.operands = operands  # numbers, tensors and expressions
 
     @depends_on("name", "operands")
     def get_value(self) -> Value:
@@ -485,11 +476,7 @@ class BendingParameter(Expression):
     """
 
     def __init__(
-        self,
-        name: str,
-        value: Value,
-        range: tuple[Any, Any] | None = None,
-        clamp: bool = False,
+        self, name: str, value: Value, range: tuple[Any, Any] | None = None, clamp: bool = False
     ) -> None:
         if not isinstance(name, str) or not name:
             raise InputError(f"the name of a parameter has to be a non-empty string, not {name!r}")

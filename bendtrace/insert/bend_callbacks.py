@@ -313,17 +313,11 @@ def random_order(sizes: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 class Chosen(NamedTuple):
-    """Some channels of each example.
+    """Some channels of each example."""
 
-    Attributes:
-        indices: their indices along the last dimension, the highest rank first.
-        shape: the dimensions up to the channels, which have an element for each channel.
-        wide: the same with dimensions of size one after it, which broadcasts to the tensor.
-    """
-
-    indices: Tensor
-    shape: tuple[int, ...]
-    wide: tuple[int, ...]
+    indices: Tensor  # their indices along the last dimension, the highest rank first
+    shape: tuple[int, ...]  # dimensions up to the channels, with an element for each channel
+    wide: tuple[int, ...]  # the same with ones after it, which broadcasts to the tensor
 
 
 def choose_by_score(
@@ -331,13 +325,8 @@ def choose_by_score(
 ) -> Chosen:
     """Choose the share of the channels of a tensor with the greatest mean.
 
-    Args:
-        tensor: the tensor.
-        share: the share, from 0 to 1, rounded to whole channels.
-        dim: the dimension of the channels; None for all elements as one row.
-        invert: whether to choose the channels with the smallest mean instead.
-        callback: the callback, for messages.
-        at: the node.
+    The share, from 0 to 1, is rounded to whole channels. They lie along a dimension; for None, all
+    elements are one row. With `invert`, those with the smallest mean are chosen.
     """
     values = tensor.detach()
     values = values.abs() if values.is_complex() else values
@@ -486,10 +475,7 @@ class ThresholdActivation(Bend):
     self_contained = True
 
     def __init__(
-        self,
-        threshold: Value | Expression = 0.5,
-        dim: int | None = None,
-        invert: bool = False,
+        self, threshold: Value | Expression = 0.5, dim: int | None = None, invert: bool = False
     ) -> None:
         self.threshold: Any = required_value("threshold", threshold)
         fraction("threshold", threshold, self)
@@ -757,14 +743,10 @@ def required_weights(weights: Any) -> Any:
 
 
 def mix_rows(examples: Tensor, weights: Any, softmax: bool, callback: Bend, at: NodePass) -> Tensor:
-    """Return weighted sums of the rows of a tensor.
+    """Return weighted sums of the rows of a tensor of shape `(n, ...)`.
 
-    Args:
-        examples: shape `(n, ...)`.
-        weights: shape `(n,)` or `(rows, n)`.
-        softmax: whether to take the softmax of each row of weights.
-        callback: the callback, for messages.
-        at: the node.
+    The weights are of shape `(n,)` or `(rows, n)`; with `softmax`, each row of them is replaced by
+    its softmax.
     """
     fits = isinstance(weights, Tensor) and weights.dim() in (1, 2) and examples.dim() > 0
     if not fits or weights.shape[-1] != examples.shape[0]:

@@ -6,12 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodDescriptorType,
-    WrapperDescriptorType,
-)
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import torch
@@ -23,9 +18,9 @@ from bendtrace.insert.bend import Bend
 from bendtrace.insert.insertion import Insertion, Report
 from bendtrace.insert.resolver import Knowledge, describe_where, resolve_meaning
 from bendtrace.insert.where import near_misses
-from bendtrace.log.names import is_layer_name, near_names
 from bendtrace.log.nodes import NodePath, Registry, Text, identifier
 from bendtrace.log.path_views import Candidate, Node, NodeSelector, Tree
+from bendtrace.log.run import is_layer_name, near_names
 from bendtrace.python.checks import is_inside
 from bendtrace.python.lazy import tabulate
 from bendtrace.record.recorder import Recording
@@ -52,18 +47,13 @@ class NamedActivations(NodeSelector):
     modules. A module that contains others is selected only by a pattern that ends with its name
     (`blocks\.0$`), and a node inside a leaf module only by its own path. A node that outputs no
     floating-point or complex tensor is not an activation.
-
-    Attributes:
-        patterns: the patterns.
-        leaves: qualified names of the leaf modules.
-        without: node paths to leave out.
     """
 
     needs_output = True
 
     patterns: tuple[re.Pattern[str], ...]
-    leaves: frozenset[str]
-    without: frozenset[str] = frozenset()
+    leaves: frozenset[str]  # qualified names of the leaf modules
+    without: frozenset[str] = frozenset()  # node paths to leave out
 
     def matches(self, node: Candidate) -> bool:
         """Return whether a node is meant."""
@@ -82,11 +72,8 @@ class NamedActivations(NodeSelector):
 def means(pattern: re.Pattern[str], level: Level, name: str) -> bool:
     """Return whether a pattern selects something that has a name.
 
-    Args:
-        pattern: the pattern.
-        level: "whole" for activations, "around" for modules that contain some, "inside" for nodes
-            inside an activation.
-        name: one of its names.
+    The level is "whole" for activations, "around" for modules that contain some, "inside" for nodes
+    inside an activation.
     """
     if level == "whole":
         return pattern.match(name) is not None
@@ -132,12 +119,9 @@ def weights_named(
 ) -> list[str]:
     """Return the parameters and buffers that patterns select, by their names in the state dict.
 
-    Args:
-        model: the model.
-        patterns: the patterns.
-        weights: None for those that a pattern names: it matches the full name, and would not match
-            with another last part. True for these, and for the parameters that a pattern matches
-            from the start. False for none.
+    With None, `weights` selects those that a pattern names: it matches the full name, and would not
+    match with another last part. True selects these, and the parameters that a pattern matches from
+    the start; False none.
     """
     if weights is False:
         return []
@@ -211,12 +195,7 @@ def of_candidate(node: Candidate, leaves: frozenset[str]) -> Activation | None:
 
 
 def inputs_in(recording: Recording, registry: Registry) -> Iterator[Activation]:
-    """Yield the inputs of the model that are tensors and can be bent.
-
-    Args:
-        recording: a run.
-        registry: gives the names of nodes.
-    """
+    """Yield the inputs of the model that are tensors and can be bent."""
     for op in recording.tape.ops:
         if op.kind is not OpKind.INPUT or not str(op.target).isidentifier():
             continue
@@ -241,10 +220,7 @@ def modules_of(model: Callable[..., Any], leaves: frozenset[str]) -> Iterator[Ac
 def passes_filter(names: Iterable[str], flt: Filter, exclude: Filter) -> bool:
     """Return whether something that has some names passes a filter.
 
-    Args:
-        names: its names.
-        flt: patterns, each of which has to match one of the names from the start.
-        exclude: patterns, none of which may match.
+    Each pattern of `flt` has to match one of them from the start, none of `exclude` may match.
     """
     names = list(names)
 
@@ -291,11 +267,7 @@ _NOTHING = frozenset[str]()
 
 
 class Catalogue:
-    """The activations and weights of a model that can be bent.
-
-    Args:
-        knowledge: the recorded runs of the model.
-    """
+    """The activations and weights of a model that can be bent."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._knowledge = knowledge
@@ -376,8 +348,7 @@ class Catalogue:
     def named(self, spec: BendSpec) -> BendSpec:
         """Return a bend with nodes instead of names of layers, which patterns never match.
 
-        Raises:
-            NodePathError: a name is ambiguous.
+        Raise `NodePathError` if a name is ambiguous.
         """
         if not spec.activations:
             return spec
@@ -398,11 +369,7 @@ class Catalogue:
         return replace(spec, where=tuple(where))
 
     def require_meaning(self, spec: BendSpec) -> None:
-        """Raise if a pattern selects nothing.
-
-        Raises:
-            InputError: a pattern selects nothing; the message lists similar names.
-        """
+        """Raise an `InputError` with similar names if a pattern selects nothing."""
         seen = self.activations()
         for pattern in spec.patterns:
             if spec.activations and _means(pattern, seen):
@@ -434,22 +401,14 @@ def _means(pattern: re.Pattern[str], seen: list[Activation]) -> bool:
 
 
 class CallbackInsertions:
-    """One callback, and its current insertions in the model.
-
-    Attributes:
-        spec: the callback, and what it bends.
-        allow_none: whether that may be nothing.
-        without: names that it bends no longer.
-        insertions: its current insertions.
-        former: its earlier insertions, for the reports.
-    """
+    """One callback, and its current insertions in the model."""
 
     def __init__(self, spec: BendSpec, allow_none: bool) -> None:
-        self.spec = spec
-        self.allow_none = allow_none
-        self.without: frozenset[str] = frozenset()
+        self.spec = spec  # the callback, and what it bends
+        self.allow_none = allow_none  # whether that may be nothing
+        self.without: frozenset[str] = frozenset()  # names that it bends no longer
         self.insertions: tuple[Insertion, ...] = ()
-        self.former: list[Insertion] = []
+        self.former: list[Insertion] = []  # its earlier insertions, for the reports
 
     def lift(self) -> None:
         """Remove its insertions."""
@@ -579,8 +538,7 @@ class BendSpec:
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     """Return a pattern that can be matched.
 
-    Raises:
-        InputError: it is not a regular expression, or is empty.
+    Raise `InputError` if it is not a regular expression, or is empty.
     """
     try:
         made = re.compile(pattern)

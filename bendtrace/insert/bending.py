@@ -241,9 +241,8 @@ _PACKAGE = __name__.rpartition(".")[0]
 def encode_bends(bends: Iterable[BendSpec]) -> dict[str, Any]:
     """Return bends as plain values, ready for JSON.
 
-    Raises:
-        InputError: a callback is made from a function, or is applied at something that cannot be
-            saved.
+    Raise `InputError` if a callback is made from a function, or is applied at something that
+    cannot be saved.
     """
     writer = _BendWriter()
     listed = [writer.bend(bend) for bend in bends]
@@ -251,14 +250,9 @@ def encode_bends(bends: Iterable[BendSpec]) -> dict[str, Any]:
 
 
 def decode_bends(data: Any, parameters: Mapping[str, BendingParameter]) -> list[BendSpec]:
-    """Create bends from a result of `encode_bends`.
+    """Create bends from a result of `encode_bends`, with parameters for those of the same name.
 
-    Args:
-        data: the plain values.
-        parameters: parameters to use instead of those of the same name.
-
-    Raises:
-        InputError: the data is invalid, or names an unknown class of callbacks.
+    Raise `InputError` if the data is invalid, or names an unknown class of callbacks.
     """
     try:
         return list(_BendReader(data, parameters).bends())
@@ -806,8 +800,7 @@ class Bending:
     def _copyable_state(self, memo: dict[int, Any] | None) -> Any:
         """Return the part of the bends' state that a copy of the model needs.
 
-        Args:
-            memo: the objects copied so far, for a deep copy; None when everything is pickled.
+        The memo has the objects copied so far, for a deep copy; None when everything is pickled.
         """
         state = self.versions, self.configs, self._sources.copyable_state()
         if memo is None:
@@ -873,11 +866,6 @@ class Sources:
     """The bends of one model, and their insertions.
 
     A version of the weights comes first, so that bends apply to the weights of any version.
-
-    Args:
-        owner: where they are inserted.
-        catalogue: the values that can be bent.
-        versions: the versions of the weights.
     """
 
     def __init__(self, owner: BendableModel, catalogue: Catalogue, versions: Versions) -> None:
@@ -1037,16 +1025,11 @@ class Versions(Interjection):
         return dict(self._weights.get(name, {}))
 
     def add(self, name: str, weights: Mapping[str, Tensor], *, strict: bool, force: bool) -> None:
-        """Save copies of weights under a name.
+        """Save copies of weights, some or all of a state dict of the model, under a name.
 
-        Args:
-            name: the name.
-            weights: some or all of a state dict of the model.
-            strict: whether all parameters are required.
-            force: whether a version of that name may be replaced.
-
-        Raises:
-            InputError: the weights are not those of the model, or the name is taken.
+        With `strict`, all parameters are required; with `force`, a version of that name may be
+        replaced. Raise `InputError` if the weights are not those of the model, or the name is
+        taken.
         """
         if not isinstance(name, str) or not name or name == ORIGINAL:
             raise InputError(f"a version cannot be called {name!r}: {ORIGINAL!r} is the model's")
@@ -1082,11 +1065,7 @@ class Versions(Interjection):
             }
 
     def remove(self, name: str) -> None:
-        """Remove a version.
-
-        Raises:
-            InputError: the version does not exist, or is in use.
-        """
+        """Remove a version. Raise `InputError` if the version does not exist, or is in use."""
         self._require(name)
         if name == ORIGINAL or name in self.mixture:
             raise InputError(f"version {name!r} is in use: set another one first")
@@ -1095,8 +1074,7 @@ class Versions(Interjection):
     def checked(self, mixture: Mapping[str, Any]) -> dict[str, Any]:
         """Return a validated mixture.
 
-        Raises:
-            InputError: a version does not exist, or its weight is not a number.
+        Raise `InputError` if a version does not exist, or its weight is not a number.
         """
         if not mixture:
             raise InputError("a mixture needs at least one version")

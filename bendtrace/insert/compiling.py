@@ -30,13 +30,7 @@ from bendtrace.insert.gates import (
 )
 from bendtrace.insert.insertion import CallTally, Insertion
 from bendtrace.insert.interjection import NO_INPUTS, Effect, Interjection, NodePass, hand_over
-from bendtrace.insert.leaves import (
-    ContainerShape,
-    LeafShape,
-    assemble,
-    leaves_of_shape,
-    shape_at,
-)
+from bendtrace.insert.leaves import ContainerShape, LeafShape, assemble, leaves_of_shape, shape_at
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion
 from bendtrace.insert.purity import IdentityFacts, effect_of_pure, facts_on
 from bendtrace.record.recorder import Recording
@@ -45,29 +39,17 @@ from bendtrace.tape.tape import Ref, TensorMeta
 
 
 class _Turn(NamedTuple):
-    """One insertion at a gate, as far as it is the same in all calls.
-
-    Attributes:
-        entry: the insertion.
-        at: the pass, as the insertion sees it.
-        slot: the position of the value that it changes; -1 for an observer.
-        like: the metadata of that value.
-        shape: the structure of the observed value.
-        slots: the positions of the tensors in it.
-        values: the arguments of the gate; observed tensors replace those at `slots`.
-        look: called with the observed value.
-        is_alone: whether the observed value is one tensor.
-    """
+    """One insertion at a gate, as far as it is the same in all calls."""
 
     entry: LocatedInsertion
     at: NodePass
-    slot: int = -1
+    slot: int = -1  # the position of the value that it changes; -1 for an observer
     like: TensorMeta | None = None
-    shape: Any = None
-    slots: tuple[int, ...] = ()
-    values: tuple[Any, ...] = ()
-    look: Callable[[Any], Any] | None = None
-    is_alone: bool = False
+    shape: Any = None  # the structure of the observed value
+    slots: tuple[int, ...] = ()  # the positions of the tensors in it
+    values: tuple[Any, ...] = ()  # arguments of the gate; observed tensors replace those at `slots`
+    look: Callable[[Any], Any] | None = None  # called with the observed value
+    is_alone: bool = False  # whether the observed value is one tensor
 
 
 # A gate with the number of its op, and its insertions.
@@ -88,17 +70,10 @@ def insertions_of_plan(plan: InsertionPlan) -> PlannedInsertions:
 
 
 class PlannedInsertions:
-    """The insertions of a plan (see `engine.splices.CallInsertions`).
-
-    Args:
-        plan: the insertions.
-
-    Attributes:
-        places: the key of their locations.
-    """
+    """The insertions of a plan (see `engine.splices.CallInsertions`)."""
 
     def __init__(self, plan: InsertionPlan) -> None:
-        self.places: Hashable = plan.key
+        self.places: Hashable = plan.key  # the key of their locations
         self._plan = plan
         self._paths: dict[int, _Path] = {}
 
@@ -115,22 +90,14 @@ class PlannedInsertions:
 
 
 class _Path:
-    """The insertions along one path.
-
-    Args:
-        recording: the path.
-        plan: the insertions.
-
-    Attributes:
-        steady: the latest splices, or why there are none, and the facts that this depends on; None
-            if these are not known.
-        asked: how often in a row the insertions were asked.
-        wants_runs: whether an insertion wants to know of each call, and not only of the first.
-    """
+    """The insertions along one path."""
 
     def __init__(self, recording: Recording, plan: InsertionPlan) -> None:
+        # The latest splices, or why there are none, and the facts that this depends on; None if
+        # these are not known.
         self.steady: tuple[SplicedTurns | str, IdentityFacts] | None = None
-        self.asked = 0
+        self.asked = 0  # how often in a row the insertions were asked
+        # True if an insertion wants to know of each call, and not only of the first.
         self.wants_runs: bool = any(
             type(entry.insertion).ran is not Insertion.ran for entry in plan.entries
         )
@@ -194,15 +161,7 @@ class _Path:
 class SplicedTurns:
     """The splices of one path in one call (see `engine.splices.PathSplices`).
 
-    Args:
-        path: the path.
-        gates: the gates with their insertions.
-        effects: for each gate, the effects of its insertions; None for observers.
-
-    Attributes:
-        key: equal for calls that the same graph can serve.
-        tensors: the tensors that the effects need, in order.
-        identities: their identities.
+    The effects of the insertions at each gate are None for observers.
     """
 
     def __init__(
@@ -212,6 +171,7 @@ class SplicedTurns:
         self._gates = gates
         self._effects = effects
         found = [effect for row in effects for effect in row if effect is not None]
+        # The tensors that the effects need, in order.
         self.tensors: tuple[Tensor, ...] = tuple(
             tensor for effect in found for tensor in effect.tensors
         )
@@ -222,8 +182,8 @@ class SplicedTurns:
         # A graph knows which of its inputs are one and the same tensor.
         firsts: dict[int, int] = {}
         same = tuple(firsts.setdefault(id(t), slot) for slot, t in enumerate(self.tensors))
-        self.key: Hashable = keys, same
-        self.identities: frozenset[int] = frozenset(firsts)
+        self.key: Hashable = keys, same  # equal for calls that the same graph can serve
+        self.identities: frozenset[int] = frozenset(firsts)  # their identities
         self._splices: dict[int, GateSplice] | None = None
         self._all = [
             pair
@@ -387,8 +347,7 @@ def _splice(gate: Gate, turns: list[_Turn], effects: list[Effect | None]) -> Gat
 def _turns(gate: Gate, args: Any, recording: Recording, plan: InsertionPlan) -> list[_Turn]:
     """Return the insertions at a gate, in order.
 
-    Raises:
-        _Refused: one of them cannot be compiled.
+    Raise `_Refused` if one of them cannot be compiled.
     """
     entries = gate.entries_in(plan, gate.at.number)
     if isinstance(gate, CountGate):

@@ -9,18 +9,22 @@ at some passes only has a gate at each, which asks it.
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from bendtrace.engine.source import Interrupted, Unfit
 from bendtrace.errors import InterjectionError
 from bendtrace.insert.gradients import CallGradients, ChecksGradients
 from bendtrace.insert.interjection import NO_INPUTS, Inputs, NodePass
@@ -42,32 +46,31 @@ from bendtrace.insert.leaves import (
     write_count,
 )
 from bendtrace.insert.plan import Called, InsertionPlan, LocatedInsertion, Slot
+from bendtrace.python.internals import internal
 from bendtrace.python.sites import place_text
 from bendtrace.record.checkpoints import KEEPERS
-from bendtrace.tape.captured import is_inference
+from bendtrace.record.scopes import REFERENCES_OF_LOCAL
+from bendtrace.tape.captured import is_inference, is_leaf, is_uneven, requires_grad
 from bendtrace.tape.contexts import any_autocast, function_modes
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.mode_queries import unseen
+
+if TYPE_CHECKING:
+    from bendtrace.insert.splicer import Splicer
 
 # What an insertion has returned: whether it fits, and what it has changed.
 
 
 class Containers:
-    """Changes that the insertions of a gate made to lists, dicts and objects.
+    """Changes that the insertions of a gate made to lists, dicts and objects."""
 
-    Attributes:
-        are_kept: whether an insertion has returned those that it was given.
-        are_changed: whether one of these has changed them.
-        others: the structures of which others were returned.
-    """
+    are_changed: bool  # whether one of these has changed them
 
-    are_changed: bool
-
-    are_kept: bool
+    are_kept: bool  # whether an insertion has returned those that it was given
 
     def __init__(self) -> None:
         self.are_kept = self.are_changed = False
-        self.others: list[Any] = []
+        self.others: list[Any] = []  # the structures of which others were returned
 
     def settle(
         self, shapes: tuple[Any, ...], given: tuple[Any, ...], results: tuple[Any, ...],
@@ -75,19 +78,10 @@ class Containers:
     ) -> tuple[Any, ...]:  # fmt: skip
         """Note whether lists and dicts that an insertion was given have to be updated in place.
 
-        Args:
-            shapes: the structures of the values that it received.
-            given: these values.
-            results: what it returned in their place.
-            found: the tensors and numbers of these values, as they were before it was called.
-            at: the pass.
-            entry: the insertion.
-
-        Returns:
-            The results, and what was given for those that are None.
-
-        Raises:
-            InterjectionError: it has changed some in place, and returned others.
+        It received the given values, with their shapes, and returned the results in their place.
+        `found` are the tensors and numbers of these values, as they were before it was called.
+        Return the results, and what was given for those that are None. Raise `InterjectionError`
+        if it has changed some in place, and returned others.
         """
         results = tuple(
             value if result is None and type(shape) is ContainerShape else result
@@ -119,12 +113,7 @@ class Containers:
 
 
 class ObservedNode:
-    """A node that an insertion may or may not call, and the outcome.
-
-    Args:
-        call: the node.
-        given: its original arguments.
-    """
+    """A node, with its original arguments, that an insertion may call or not, and the outcome."""
 
     def __init__(self, call: Callable[..., Any], given: Inputs) -> None:
         self.given = given
@@ -161,8 +150,7 @@ def collect_returned(
 ) -> None:
     """Replace old values by the tensors and numbers that an insertion returned.
 
-    Raises:
-        InterjectionError: the value does not fit.
+    Raise `InterjectionError` if the value does not fit.
     """
     try:
         collect(shape, result, found)
@@ -205,13 +193,11 @@ class Attempt:
 
     The model's own Python may have to take over from the start of the call. Nothing that is
     inserted is called a second time then: the gates return what they have returned before.
-
-    Attributes:
-        answers: for a call that begins again, what gates return, by node and pass; None for the
-            value that they receive, and an error for one that they raise.
     """
 
     def __init__(self) -> None:
+        # For a call that begins again, what gates return, by node and pass; None for the value that
+        # they receive, and an error for one that they raise.
         self.answers: dict[tuple[str, int], Any] = {}
         self._returned: dict[tuple[str, int], _Returned] = {}
         # By identity, which another tensor may have once one is gone: the references tell.
@@ -238,15 +224,10 @@ class Attempt:
         may_change: bool,
         version: int | None = None,
     ) -> None:
-        """Note what a gate has returned.
+        """Note what a gate has returned, in a pass of a node.
 
-        Args:
-            path: the node.
-            number: the pass.
-            given: what was returned.
-            keeps: whether to keep it alive.
-            may_change: whether the model may change it in place.
-            version: its version, if that is known.
+        With `keeps`, it is kept alive; with `may_change`, the model may change it in place. Its
+        version may not be known.
         """
         self._met[id(given)] = reference = weakref.ref(given)
         version = write_count(given) if version is None else version
@@ -267,12 +248,9 @@ class Attempt:
     def hands_on(self, gates: Sequence[Gate], given: Any) -> None:
         """Have the gates at a place in known code return once more what they have returned.
 
-        The model's Python takes over behind the op before that place, and comes to all of them.
-
-        Args:
-            gates: those that were called there, in order.
-            given: what the last of them has returned, or the error that it has raised; None for the
-                value that it received.
+        The model's Python takes over behind the op before that place, and comes to all of them. The
+        last of the gates, in the order in which they were called there, has returned what is given,
+        or has raised the given error; None stands for the value that it received.
         """
         for gate in gates:
             take_back(gate)
@@ -286,8 +264,7 @@ class Attempt:
     def begin_again(self) -> None:
         """Have gates return what they have returned.
 
-        Raises:
-            InterjectionError: that is gone, or was changed since.
+        Raise `InterjectionError` if that is gone, or was changed since.
         """
         returned, self._returned, self._met = self._returned, {}, {}
         for (path, number), value in returned.items():
@@ -329,23 +306,7 @@ _Watching = tuple[CallGradients | None, CallGradients | None]
 
 
 class CallState:
-    """The state of one call of the model that gates share.
-
-    Args:
-        plan: the insertions; None outside of calls.
-        outer: the state of the code around the call.
-
-    Attributes:
-        kept: the store of interjections (see `of_this_run`).
-        reshaped: the insertions that have changed a shape or dtype, with how.
-        passes: how often gates were passed, by node and role.
-        attempt: what gates have returned so far.
-        is_repeated: whether the backward pass does a checkpointed block again.
-        containers: the changes to containers that the insertions of the running gate made.
-        through: the managers of gradients, by node and pass.
-        error: what an insertion has raised first.
-        models_own: what the node itself has raised, inside of a gate.
-    """
+    """The state of one call of the model that gates share. Outside of calls, there is no plan."""
 
     __slots__ = (
         "attempt", "containers", "error", "is_repeated", "kept", "models_own", "passes", "plan",
@@ -354,14 +315,16 @@ class CallState:
 
     def __init__(self, plan: InsertionPlan | None, outer: CallState | None = None) -> None:
         self.plan: InsertionPlan | None = plan
-        self.through: dict[tuple[str, int], _Watching] = {}
-        self.error: Exception | None = None
-        self.models_own: Exception | None = None
-        self.kept: dict[Any, Any] = {}
-        self.reshaped: dict[str, None] = {}
-        self.passes: dict[tuple[str, str], int] = {}
-        self.attempt: Attempt = Attempt()
+        self.through: dict[tuple[str, int], _Watching] = {}  # managers of gradients, by node, pass
+        self.error: Exception | None = None  # what an insertion has raised first
+        self.models_own: Exception | None = None  # what the node itself has raised, inside a gate
+        self.kept: dict[Any, Any] = {}  # the store of interjections (see `of_this_run`)
+        self.reshaped: dict[str, None] = {}  # insertions that changed a shape or dtype, with how
+        self.passes: dict[tuple[str, str], int] = {}  # of gates so far, by node and role
+        self.attempt: Attempt = Attempt()  # what gates have returned so far
+        # True if the backward pass does a checkpointed block again.
         self.is_repeated: bool = outer is not None and outer.is_repeated
+        # The changes to containers that the insertions of the running gate made.
         self.containers: Containers = Containers() if outer is None else outer.containers
 
 
@@ -551,21 +514,13 @@ def exchange_store(store: dict[Any, Any]) -> dict[Any, Any]:
 class Gate:
     """A place around a node at which insertions are called.
 
-    Args:
-        at: the node, in the pass in which the gate was recorded.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the values passed to them.
-        plan: the insertions that were active when the gate was recorded.
-
-    Attributes:
-        is_ahead: whether the node alone goes on with what it returns.
-        counts: whether it counts its passes, instead of being in the one that it was recorded in.
-        is_followed: whether its work is recorded like the model's own code, instead of one op.
+    The node is given in the pass in which the gate was recorded, with the structure of the values
+    passed to them, and the plan of the insertions that were active then.
     """
 
     is_gate = True
-    counts = False
-    is_followed = False
+    counts = False  # whether it counts its passes, instead of being in the recorded one
+    is_followed = False  # whether its work is recorded like the model's own code, instead of one op
     role = ""
 
     def __init__(
@@ -580,7 +535,7 @@ class Gate:
         if self.role == "before":  # the tuple of arguments and the dict of keywords are new
             args, kwargs = shape.items
             self.tells_in_place = has_mutable((*args.items, *kwargs.items))
-        self.is_ahead: bool = self.role in ("before", "entry")
+        self.is_ahead: bool = self.role in ("before", "entry")  # the node alone gets its result
         # Weak, so that paths do not keep former insertions alive. A trace held by the user does.
         self._plan = weakref.ref(plan)
         with torch._C.DisableTorchFunction():  # a label may look at tensors
@@ -619,9 +574,8 @@ class Gate:
     def __call__(self, *values: Any) -> Any:
         """Call the insertions.
 
-        Returns:
-            The tensors and numbers to continue with; if there are lists or dicts, followed by a
-            flag that says whether to update these in place.
+        Return the tensors and numbers to continue with; if there are lists or dicts, followed by a
+        flag that says whether to update these in place.
         """
         outer, _local.call.containers = _local.call.containers, Containers()
         answers = _local.call.attempt.answers
@@ -705,14 +659,8 @@ class Gate:
 class AfterGate(Gate):
     """Receives the output of a node, and its inputs if an insertion wants them.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the node's output.
-        plan: the insertions that were active when the gate was recorded.
-        given: the structure of the node's inputs; None if no insertion wants them.
-        writes: whether the node worked in place, on a copy of the last tensor passed here, which
-            has to receive the value.
+    The structure of its inputs is None if no insertion wants them. If the node `writes`, it worked
+    in place, on a copy of the last tensor passed here, which has to receive the value.
     """
 
     role = "after"
@@ -845,15 +793,8 @@ class AfterGate(Gate):
     ) -> Any:
         """Return what takes the place of a value, for what an insertion has returned.
 
-        Args:
-            entry: the insertion.
-            value: the value that it received.
-            result: what it has returned.
-            at: the pass.
-            version: the version of the value before.
-
-        Raises:
-            InterjectionError: it does not fit.
+        The version is the one that the value had before. Raise `InterjectionError` if it does not
+        fit.
         """
         found = [value]
         if result is not None:
@@ -924,12 +865,8 @@ class StateGate(AfterGate):
 class BeforeGate(Gate):
     """Receives the inputs of a node before it runs.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the arguments: a tuple of them, and a dict.
-        plan: the insertions that were active when the gate was recorded.
-        places: the inputs that insertions apply to: for each slot the keys that lead to it.
+    The shape is of its arguments: a tuple of them, and a dict. The places are the inputs that
+    insertions apply to: for each slot the keys that lead to it.
     """
 
     role = "before"
@@ -1001,12 +938,9 @@ class BeforeGate(Gate):
 class EntryGate(Gate):
     """Exchanges tensors that a node is given: the node works on aliases, or on a copy.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that receive the gradients of the node's inputs.
-        shape: the structure of the arguments: a tuple of them, and a dict.
-        plan: the insertions that were active when the gate was recorded.
-        written: the number of the tensor that the node works on in place; None if it does not.
+    The insertions of the slots receive the gradients of the node's inputs. The shape is of its
+    arguments: a tuple of them, and a dict. `written` is the number of the tensor that the node
+    works on in place; None if it does not.
     """
 
     role = "entry"
@@ -1086,13 +1020,7 @@ class InputsGate(Gate):
 
 
 class CountGate(Gate):
-    """Reports that a node was reached, and receives no values.
-
-    Args:
-        at: the pass.
-        slots: the slots of the insertions to notify.
-        plan: the insertions that were active when the gate was recorded.
-    """
+    """Reports that a node was reached, and receives no values."""
 
     role = "before"
 
@@ -1110,19 +1038,13 @@ class CountGate(Gate):
 class InsteadGate(Gate):
     """Is called instead of a function or a module.
 
-    Args:
-        at: the pass.
-        slots: the slots of the insertions that are called here.
-        shape: the structure of the arguments: a tuple of them, and a dict.
-        plan: the insertions that were active when the gate was recorded.
-
-    Attributes:
-        given: the arguments themselves, in a run that is not replayed; None for what is assembled
-            from their values.
+    The shape is of the arguments: a tuple of them, and a dict.
     """
 
     role = "instead"
     calls_node = True
+    # The arguments themselves, in a run that is not replayed; None for what is assembled from their
+    # values.
     given: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     @property
@@ -1177,3 +1099,249 @@ def as_inputs(value: Any) -> Inputs:
 
 def _pass_of_part(at: NodePass, entry: LocatedInsertion) -> NodePass:
     return replace(at, path=entry.place.shown) if entry.dig else at
+
+
+# Gates in generated code, for as long as their results are of the same kind as their values.
+
+
+class SplicedGate:
+    """Passes a value through a gate, behind so many ops and guards of a run, put by a splicer.
+
+    `is_part` says whether a tensor is a part of the model, or was one of its arguments.
+    """
+
+    def __init__(
+        self,
+        gate: AfterGate,
+        splicer: Splicer,
+        is_part: Callable[[Tensor], bool],
+        place: tuple[int, int],
+    ) -> None:
+        self.gates: tuple[AfterGate, ...] = (gate,)  # those here up to this one, in order
+        self._gate = gate
+        self._path = gate.at.path
+        self._splicer = splicer
+        self._is_part = is_part
+        self._place = place
+        self._tests: dict[Any, KindTest] = {}  # by the shape
+        self._latest: KindTest | None = None
+
+    def __call__(self, value: Any) -> Any:
+        """Pass a value through.
+
+        Raise `Interrupted` if the gate has raised an error, or returned another kind of value.
+        """
+        call, gate = of_call(), self._gate
+        plan, passes, current = call.plan, call.passes, call.attempt
+        assert plan is not None
+        _, _, selects, entry = plan.called_at.get(id(gate)) or gate.called_by(plan)
+        if entry is None or current.answers or call.is_repeated:
+            return self._slowly(value, tensor_kind(value))
+        if selects and not gate.is_due(entry, call):
+            gate.begin(passes)
+            return value
+        test = self._latest
+        if test is None or not test.is_alike(value):
+            test = self._latest = self._test_of(value)
+            if test is None:
+                return self._slowly(value, tensor_kind(value))
+        kind = test.kind
+        # The usual case: what `AfterGate` does, in a third of the instructions.
+        at, version = gate.begin(passes), value._version
+        try:
+            given = entry.what.after(at, NO_INPUTS, value)
+            if value._version == version:
+                if given is None or given is value:
+                    if test.is_alike(value):
+                        entry.insertion.fired(at, False)
+                        current.note_unchanged(self._path, at.number)
+                        return value
+                elif (
+                    sys.getrefcount(given) <= REFERENCES_OF_LOCAL
+                    and test.is_alike(given)
+                    and not entry.what.observes
+                    and self._path in (tally := entry.insertion._tally).changes
+                ):
+                    keeps, writes = self._splicer.keeps, self._splicer.writes
+                    if not writes or not (keeps or _is_even_shared(given)):
+                        tally.noted.append((at, True, 1))
+                        current.note(self._path, at.number, given, keeps, writes, given._version)
+                        return given
+            given = gate.exchanged_for(entry, value, given, at, version)
+        except Exception as error:
+            gate.failed(error, (entry,))
+            self._hand_on(error)
+            raise Interrupted(*self._place) from None
+        is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
+        return self._weighed(value, given, is_referenced, at.number, kind, version)
+
+    def _test_of(self, value: Any) -> KindTest | None:
+        """Return a test for what is like a value; None if too little is known of that."""
+        if type(value) is not Tensor or value.is_nested:
+            return None
+        test = self._tests.get(value.shape)
+        if test is None or not test.is_alike(value):
+            kind = tensor_kind(value)
+            if kind is None or kind[0]:  # a tensor of inference mode has no version to compare
+                return None
+            if len(self._tests) >= _MOST_SHAPES:
+                self._tests.clear()
+            test = self._tests[value.shape] = KindTest(value, kind)
+        return test
+
+    def _slowly(self, value: Any, kind: tuple[Any, ...] | None) -> Any:
+        if is_repeated():
+            return self._gate(value)
+        number, version = gate_passes(self._gate), write_count(value)
+        try:
+            given = self._gate(value)
+        except Exception as error:
+            self._hand_on(error)
+            raise Interrupted(*self._place) from None
+        is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
+        return self._weighed(value, given, is_referenced, number, kind, version)
+
+    def _weighed(
+        self,
+        value: Any,
+        given: Any,
+        is_referenced: bool,
+        number: int,
+        kind: tuple[Any, ...] | None,
+        version: int,
+    ) -> Any:
+        """Return what a gate has returned for a value in a pass, if known code can go on with it.
+
+        Somebody else may have a reference to that, too. The kind and version are those of the value
+        before.
+        """
+        path, current, splicer = self._path, attempt(), self._splicer
+        if given is not value:
+            is_met = is_referenced and (current.has_met(given) or self._is_part(given))
+            may_change = splicer.writes
+            if not is_met and fits(kind, given, may_change):
+                if not may_change or is_referenced or not splicer.keeps:
+                    current.note(path, number, given, splicer.keeps, may_change)
+                else:
+                    current.meets(given)
+                    current.note(path, number, given.clone(), True, False)
+                return given
+            current.note(path, number, given, True, False)
+        else:
+            is_fit = kind is not None and tensor_kind(value) == kind
+            is_untouched = write_count(value) == version and not value.is_inference()
+            # Another kind tells whether the data were exchanged.
+            if is_untouched and (is_fit or kind is None):
+                current.note_unchanged(path, number)
+            elif is_shared(value):
+                current.refuse(path, number)
+            elif is_fit:
+                current.note(path, number, value, splicer.keeps, splicer.writes)
+            else:
+                current.note(path, number, value, True, False)
+            if is_fit:
+                return value
+        splicer.is_apart = True
+        unfit = None
+        if current.can_begin_again():
+            unfit = Unfit(f"what is inserted at {path!r} gives another kind of tensor")
+        hand_on = functools.partial(self._hand_on, None if given is value else given)
+        raise Interrupted(*self._place, unfit, hand_on)
+
+    def _hand_on(self, given: Any) -> None:
+        """Have the model's Python go on from what the gate has returned, or raised."""
+        attempt().hands_on(self.gates, given)
+
+
+def fits(kind: tuple[Any, ...] | None, given: Any, writes: bool) -> bool:
+    """Return whether a tensor can take the place of another, of some kind, in a known run.
+
+    That may write to tensors in place.
+    """
+    if kind is None or type(given) is not Tensor or tensor_kind(given) != kind:
+        return False
+    return not (writes and is_shared(given))
+
+
+def tensor_kind(tensor: Any) -> tuple[Any, ...] | None:
+    """Return what code may rely on about a tensor, whatever is in it; None if that is not known."""
+    if type(tensor) is not Tensor or is_uneven(tensor) or tensor.__dict__:
+        return None
+    if tensor._base is None:
+        history = _history(tensor)
+    else:
+        history = requires_grad(tensor), is_leaf(tensor)
+    return (
+        tensor.is_inference(),
+        _form(tensor),
+        tensor.stride(),
+        tensor.storage_offset(),
+        history,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+_form = operator.attrgetter("dtype", "device", "shape")
+_history = operator.attrgetter("requires_grad", "is_leaf")
+
+
+class KindTest:
+    """Tests whether other tensors are of the kind of one."""
+
+    __slots__ = ("_guards", "_has_history", "kind")
+
+    def __init__(self, tensor: Tensor, kind: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self._has_history: bool = requires_grad(tensor)
+        self._guards: Callable[[Any], bool] | None = None
+        # A guard of torch.compile compares in one step what takes ten to ask for: all of the kind
+        # but the offset, own attributes, and what is said of views and of leaves.
+        is_usual = tensor._base is None and not tensor.storage_offset()
+        if _guards is not None and is_usual and not (self._has_history and tensor.is_leaf):
+            made = _guards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+            self._guards = made.check
+
+    def is_alike(self, value: Any) -> bool:
+        """Return whether a value is a tensor of the kind."""
+        if self._guards is None:
+            return tensor_kind(value) == self.kind
+        return (
+            type(value) is Tensor
+            and not value.is_nested  # which the guard would end the process for
+            and self._guards(value)
+            and value._base is None
+            and not (value.storage_offset() or value.__dict__)
+            and not (self._has_history and value.is_leaf)
+        )
+
+
+# Seen in torch 2.13 to 2.15; it takes the mode of the thread into account that it was made in.
+_guards: Any = internal("torch._C._dynamo.guards.TensorGuards", None)
+_MOST_SHAPES = 64  # for which tests are kept
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether other tensors may have the same memory."""
+    return is_uneven(tensor) or _is_even_shared(tensor)
+
+
+def _is_even_shared(tensor: Tensor) -> bool:
+    return tensor._is_view() or _uses(tensor.untyped_storage()._cdata) > _uses_of_one()
+
+
+# `sys.getrefcount` counts Python's references only, and a view has a storage object of its own over
+# the same memory. Without the count of torch (2.13), all memory is taken to be shared.
+_uses: Callable[[int], int] = internal("torch._C._storage_Use_Count", None) or (lambda _: 1 << 30)
+
+
+@functools.cache
+def _uses_of_one() -> int:
+    """Return what it says of memory that one tensor has.
+
+    Asking makes a storage object, which counts as well (2 in torch 2.13), so the number is
+    measured: not when this is imported, which may be in the middle of a recording.
+    """
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        probe = torch.empty(1, device="cpu")
+        return _uses(probe.untyped_storage()._cdata)

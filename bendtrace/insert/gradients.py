@@ -58,13 +58,9 @@ class ChecksGradients(Interjection):
         passing: frozenset[int],
         shapes: Sequence[Sequence[int]],
     ) -> Gradients:
-        """Return the gradients to pass on.
+        """Return the gradients to pass on, for what `backward` returned.
 
-        Args:
-            result: what `backward` returned.
-            before: the gradients that it was given.
-            passing: the indices of the inputs that pass a gradient on.
-            shapes: the shapes of the inputs.
+        It was given those before. `passing` are the indices of the inputs that pass a gradient on.
         """
         raise NotImplementedError
 
@@ -72,18 +68,11 @@ class ChecksGradients(Interjection):
 class CallGradients:
     """Manages the gradients of one call of a module, from before the call to all backward passes.
 
-    Args:
-        receivers: interjections whose `backward` is called, the node pass that each sees, and a
-            callback for afterwards.
-        inputs: the input tensors of the node.
-        writes: whether the node may change them in place; if not, torch refuses it.
-        apart: whether a tensor that is passed in several positions has a separate gradient for
-            each; if not, it is one tensor for the node as well, with the sum of the gradients.
-        keeps_casts: whether to leave tensors alone of which autocast keeps a cast.
-
-    Attributes:
-        of_hooks: whether all of `receivers` are hooks: then the gradients of outputs are those of
-            the values that forward hooks returned.
+    The receivers are interjections whose `backward` is called, the node pass that each sees, and a
+    callback for afterwards. If the node `writes`, it may change inputs in place; if not, torch
+    refuses it. With `apart`, a tensor that is passed in several positions has a separate gradient
+    for each; if not, it is one tensor for the node as well, with the sum of the gradients. With
+    `keeps_casts`, tensors are left alone of which autocast keeps a cast.
     """
 
     def __init__(
@@ -94,6 +83,8 @@ class CallGradients:
         apart: bool = False,
         keeps_casts: bool = False,
     ) -> None:
+        # True if all of `receivers` are hooks: then the gradients of outputs are those of the
+        # values that forward hooks returned.
         self.of_hooks: bool = all(isinstance(what, ChecksGradients) for what, _, _ in receivers)
         self._receivers = receivers
         self._backwards = [what._backward_of_call() for what, _, _ in receivers]
@@ -134,11 +125,8 @@ class CallGradients:
     def close(self, outputs: list[Tensor]) -> dict[int, Tensor]:
         """Pass on to the inputs how they were changed in place.
 
-        Returns:
-            By id of each replacement: the input with the same value now.
-
-        Raises:
-            InputError: in-place changes make it impossible to separate the gradients.
+        Return, by id of each replacement, the input with the same value now. Raise `InputError` if
+        in-place changes make it impossible to separate the gradients.
         """
         same: dict[int, Tensor] = {}
         for alias in self._aliases:
@@ -301,17 +289,9 @@ class CallGradients:
         before: Gradients,
         passing: frozenset[int],
     ) -> Gradients:
-        """Return the gradients that an interjection returned.
+        """Return the gradients that an interjection returned (see `checked_gradients`).
 
-        Args:
-            what: the interjection.
-            at: the node pass.
-            result: what it returned.
-            before: the gradients that it was given.
-            passing: the indices of the inputs that pass a gradient on.
-
-        Raises:
-            InterjectionError: these are not valid gradients of the inputs.
+        Raise `InterjectionError` if these are not valid gradients of the inputs.
         """
         if isinstance(what, ChecksGradients):
             return what.checked_gradients(result, before, passing, self._shapes)
@@ -375,25 +355,19 @@ def _has_cast(tensor: Tensor) -> bool:
 
 
 class InputReplacement:
-    """An input, and its replacement during the call.
-
-    Attributes:
-        original: the input, which the caller still holds.
-        inside: the replacement: the same storage, with another history.
-        nodes: the autograd nodes of the input and of its view base, if it is a view.
-        is_leaf: whether it is a leaf of the autograd graph.
-        is_rebased: whether the input has received the history of its replacement.
-    """
+    """An input, and its replacement during the call."""
 
     def __init__(self, original: Tensor, inside: Tensor) -> None:
+        # The input, which the caller still holds.
         self.original: Callable[[], Tensor | None] = weakref.ref(original)
-        self.inside = inside
+        self.inside = inside  # the replacement: the same storage, with another history
         self._version = inside._version
         self._entry: Node = inside.grad_fn
         self._node: Node = root(original).grad_fn
+        # The autograd nodes of the input and of its view base, if it is a view.
         self.nodes: set[Any] = {original.grad_fn, self._node} - {None}
-        self.is_leaf: bool = root(original).is_leaf
-        self.is_rebased = False
+        self.is_leaf: bool = root(original).is_leaf  # whether it is a leaf of the autograd graph
+        self.is_rebased = False  # whether the input has received the history of its replacement
         if getattr(original, "__dict__", None):
             inside.__dict__.update(original.__dict__)
 
@@ -419,10 +393,6 @@ class Watch:
 
     The history of one tensor does not show changes of the other. This is harmless if the input no
     longer exists, or if nothing else uses it.
-
-    Args:
-        alias: the input, and its replacement that is (or underlies) an output.
-        name: the name of the module, for messages.
     """
 
     def __init__(self, alias: InputReplacement, name: str) -> None:
@@ -482,10 +452,8 @@ def enter(
 ) -> tuple[tuple[Tensor, ...], Node]:
     """Return tensors that share values and storage with others, and the step's autograd node.
 
-    Args:
-        traffic: receives the gradients.
-        tensors: the other tensors.
-        writable: whether they can be changed in place; if not, torch refuses it (`NOT_WRITABLE`).
+    The traffic receives the gradients. If they are not writable, torch refuses to change them in
+    place (`NOT_WRITABLE`).
     """
     step = _Entry if writable else _ReadOnlyEntry
     inside: tuple[Tensor, ...] = step.apply(*tensors)
@@ -520,8 +488,7 @@ def leave_as_view(traffic: CallGradients, places: Sequence[int], tensor: Tensor)
 def rebase(tensor: Tensor, other: Tensor) -> None:
     """Give a tensor the history of another with the same storage.
 
-    Raises:
-        RuntimeError: autograd refuses to change it in place.
+    Raise `RuntimeError` if autograd refuses to change it in place.
     """
     _in_place(_Rebase, tensor, other)
 

@@ -33,17 +33,11 @@ _orders = itertools.count()
 
 @dataclass(eq=False)
 class HookedModule:
-    """A module that hooks are registered on.
-
-    Attributes:
-        module: the module.
-        name: its name.
-        is_given: whether a user chose the name; if not, the first user-chosen name replaces it.
-    """
+    """A module that hooks are registered on."""
 
     module: nn.Module
     name: str
-    is_given: bool
+    is_given: bool  # whether a user chose the name; if not, the first user-chosen name replaces it
 
 
 class ModuleTable(Mapping[nn.Module, "HookHandle"]):
@@ -231,11 +225,7 @@ class HookHandle:
 
 
 class _Hook(Interjection):
-    """Calls a hook for the calls of a module.
-
-    Args:
-        handle: the hook.
-    """
+    """Calls a hook for the calls of a module."""
 
     checks_itself = True
 
@@ -255,13 +245,9 @@ class _Hook(Interjection):
     def _call(
         self, at: NodePass, seen: tuple[Any, ...], given: tuple[Any, ...], what: str
     ) -> tuple[Any, ...]:
-        """Return the result of the hook for some tensors, if it is active.
+        """Return the result of the hook for some tensors, if it is active; messages name these.
 
-        Args:
-            at: the call of the module.
-            seen: the arguments of the hook before these.
-            given: the tensors.
-            what: their name in messages.
+        Its arguments are those seen, and these tensors.
         """
         handle = self.handle
         if not handle.active:

@@ -22,14 +22,16 @@ from bendtrace.insert.gates import (
     InsteadGate,
     StateGate,
     attempt,
+    fits,
+    is_shared,
     noted,
     take_back,
+    tensor_kind,
 )
 from bendtrace.insert.gradients import NOT_WRITABLE
 from bendtrace.insert.interjection import NodePass
 from bendtrace.insert.leaves import LeafShape, refill_value, take_apart, with_values, write_count
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Slot
-from bendtrace.insert.spliced_gate import fits, is_shared, tensor_kind
 from bendtrace.log.nodes import LiveNames, Registry, bound, dotted, identifier, parameters_of
 from bendtrace.log.path_views import Candidate
 from bendtrace.python.bytecode import drops
@@ -118,28 +120,17 @@ def _slots_with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
 class LiveInserter:
     """An `Inserter` that adds the gates of a plan to one run.
 
-    Args:
-        plan: the insertions.
-        registry: gives the names of nodes, as in all trees of the model.
-        function: what is run.
-        position: where that is, if it is a part of the model.
-        path_of: for a method of the model, gives the paths of modules from qualified names.
-        splicer: splices insertions into known code where it can; None if each insertion is an op.
-
-    Attributes:
-        plan: as given.
-        stage: the run.
-        names: names of its nodes.
-        pending: the values that are needed again once what is running is over.
-        entry: the grad mode and other modes at the start of the run.
-        code: what it has followed like the model's code, by name: nothing.
-        raised: the paths of functions that have raised in the run: no gate counts their passes.
+    The registry gives the names of nodes, as in all trees of the model. If the function is a part
+    of the model, its position says where. For a method of the model, `path_of` gives the paths of
+    modules from qualified names. A splicer splices insertions into known code where it can; without
+    one, each insertion is an op.
     """
 
+    # What it has followed like the model's code, by name: nothing.
     code: Mapping[str, Any] = MappingProxyType({})
     stage: Stage
-    names: LiveNames
-    entry: Context
+    names: LiveNames  # names of its nodes
+    entry: Context  # the grad mode and other modes at the start of the run
 
     def __init__(
         self,
@@ -158,8 +149,8 @@ class LiveInserter:
         self._registry = registry
         self._function = function
         self._spots: dict[str, NodeSlots] = {}
-        self.pending: list[Sequence[Any]] = []
-        self.raised: set[str] = set()
+        self.pending: list[Sequence[Any]] = []  # values needed again once what runs is over
+        self.raised: set[str] = set()  # paths of functions that raised: no gate counts their passes
         self._undo: list[Undo] = []  # of the arguments of a function
         self._recomputed = 0  # how many checkpointed blocks the run is in
         self._model = function if position is None else position.model
@@ -168,10 +159,6 @@ class LiveInserter:
         self._has_output_slots = any(
             slot.place.matcher.needs_output for slot in plan.slots if slot.place.role == "node"
         )
-
-    @property
-    def _wants_inputs(self) -> bool:
-        return any("inputs" in slot.forms for slot in self.plan.slots)
 
     @property
     def sees_inputs(self) -> bool:
@@ -464,9 +451,7 @@ class LiveInserter:
     def require_once(self, path: str, backward: bool = False) -> None:
         """Raise if the backward pass will run the current code again without what is inserted.
 
-        Args:
-            path: the node at which something is inserted.
-            backward: whether that receives gradients.
+        With `backward`, that receives gradients.
         """
         is_lost = self._recomputed or (backward and self.stage.is_in_block)
         if is_lost and torch.is_grad_enabled():
@@ -490,8 +475,7 @@ class LiveInserter:
     def settle(self, recording: Recording) -> None:
         """Have a complete run decide what names mean.
 
-        Raises:
-            NodePathError: a name is not one of the run, or ambiguous.
+        Raise `NodePathError` if a name is not one of the run, or ambiguous.
         """
         lookup = self.plan.lookup
         if lookup is None or recording.error is not None:
@@ -551,15 +535,9 @@ class LiveInserter:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments that a node works on: aliases of tensors, and a copy of one.
 
-        The node receives its own lists and dicts, since it may change them.
-
-        Args:
-            spot: the node.
-            args: what it is given.
-            kwargs: as `args`.
-            frame: the frame that calls it.
-            written: the tensor that it works on in place, if that has to be copied.
-            undo: receives what puts the former tensors back into lists and dicts.
+        The node receives its own lists and dicts, since it may change them. The tensor that it
+        works on in place is `written`, if it has to be copied. `undo` receives what puts the former
+        tensors back into lists and dicts.
         """
         if not spot.receivers and written is None:
             return args, kwargs
@@ -713,7 +691,7 @@ class LiveInserter:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], written: Tensor | None
     ) -> Sequence[Any]:
         """Return the values of a node's inputs that its gates need again after it."""
-        if written is None and not self._wants_inputs:
+        if written is None and not any("inputs" in slot.forms for slot in self.plan.slots):
             return ()
         return [*take_apart((args, kwargs), objects=False)[1], written]
 
@@ -882,24 +860,15 @@ def _tensors_among(value: Any) -> Iterator[Tensor]:
 
 
 class StateInsertions:
-    """The parameters and buffers with insertions.
-
-    Args:
-        plan: the insertions of the run.
-        model: the model.
-        host: the inserter.
-
-    Attributes:
-        slots: the insertions at them, by qualified name.
-        made: what the run has replaced so far, and goes on using: names, grad modes and tensors.
-    """
+    """The parameters and buffers with insertions."""
 
     def __init__(self, plan: InsertionPlan, model: Callable[..., Any], host: LiveInserter) -> None:
-        self.slots: dict[str, tuple[Slot, ...]] = plan.states()
+        self.slots: dict[str, tuple[Slot, ...]] = plan.states()  # at them, by qualified name
         self._plan = plan
         self._host = host
         self._names = _state_names(model) if self.slots else {}
         self._exchanges: dict[tuple[tuple[Slot, ...], Context], Tensor] = {}
+        # What the run has replaced so far, and goes on using: names, grad modes and tensors.
         self.made: list[Any] = []
 
     def __bool__(self) -> bool:
@@ -1045,24 +1014,17 @@ def _flag_position(function: Any) -> int | None:
 
 
 class PartPosition(NamedTuple):
-    """The position in a model of a part that is run separately.
-
-    Attributes:
-        model: the model.
-        name: qualified name of the part.
-        path: its node path.
-    """
+    """The position in a model of a part that is run separately."""
 
     model: Callable[..., Any]
-    name: str
-    path: str
+    name: str  # qualified name of the part
+    path: str  # its node path
 
 
 def refuse_reading(plan: InsertionPlan, method: MethodType) -> None:
-    """Raise if a method of the model reads a weight itself at which something is inserted.
+    """Raise an `InputError` if a method of the model reads a weight itself that has insertions.
 
-    Raises:
-        InputError: it does, and what is inserted there would not be called.
+    They would not be called.
     """
     code: Any = getattr(method.__func__, "__code__", None)
     is_users = code is not None and not is_torchs(getattr(method, "__module__", None))

@@ -37,11 +37,7 @@ What: TypeAlias = Interjection | Callable[[Any], Any] | Callable[[Any, NodePass]
 class Function(Interjection):
     """A plain function or module as an interjection on the output of a node.
 
-    Args:
-        function: called with the value; if it takes two arguments, also with the `NodePass`.
-
-    Attributes:
-        function: as given.
+    It is called with the value; if it takes two arguments, also with the `NodePass`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -92,11 +88,7 @@ def _needed_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def as_interjection(what: What) -> Interjection:
-    """Return the interjection for an object.
-
-    Raises:
-        InputError: `what` cannot be inserted.
-    """
+    """Return the interjection for an object. Raise `InputError` if `what` cannot be inserted."""
     if isinstance(what, Interjection):
         if not any(type(what)._overrides(form) for form in _FORMS):
             raise InputError(
@@ -125,12 +117,7 @@ def _refuse_object(what: Any) -> NoReturn:
 
 @contextmanager
 def blaming(insertion: Insertion, number: int) -> Iterator[None]:
-    """Say on an error about a name how to take away the insertion that has it.
-
-    Args:
-        insertion: the insertion.
-        number: its number among those of the model.
-    """
+    """Say on an error about a name how to take away the insertion that has it."""
     try:
         yield
     except NodePathError as error:
@@ -374,19 +361,14 @@ _MOST_NOTED = 512  # calls, before they are counted
 
 
 class CallTally:
-    """Counts calls; thread-safe, since backward passes may run in several threads.
+    """Counts calls; thread-safe, since backward passes may run in several threads."""
 
-    Attributes:
-        latest_reset: another object after each reset of counts, of any insertion.
-        noted: calls that are not counted yet: the pass, whether it changed the value, how often.
-        changes: the nodes at which a value was changed.
-    """
-
-    latest_reset: ClassVar[object] = object()
+    latest_reset: ClassVar[object] = object()  # another one after each reset of counts
 
     def __init__(self) -> None:
+        # Calls that are not counted yet: the pass, whether it changed the value, how often.
         self.noted: deque[tuple[NodePass, bool, int]] = deque()
-        self.changes: set[str] = set()
+        self.changes: set[str] = set()  # the nodes at which a value was changed
         self._rows: dict[str, Row] = {}
         self._lock = threading.Lock()
         self._settling = threading.Lock()

@@ -233,26 +233,14 @@ PassNumbers: TypeAlias = int | Iterable[int] | Callable[[int], bool] | None
 class Passes:
     """Selects passes of a node.
 
-    Args:
-        numbers: the numbers of passes, counted from 0, or from the end if negative; a predicate of
-            the number; None for all.
-        every: select only every n-th pass, beginning with the first.
-        option: the name of the argument that has the numbers, for errors.
-
-    Attributes:
-        is_asked: whether a user function decides, which may decide differently the next time.
-        admits_all: whether every pass is selected.
-        needs_total: whether the total number of passes has to be known.
-
-    Raises:
-        InputError: an argument is invalid.
+    Their numbers are counted from 0, or from the end if negative; a predicate of the number selects
+    as well, None all. With `every`, only each n-th pass is selected, beginning with the first. The
+    option is the name of the argument that has the numbers, for errors. Raises `InputError` if an
+    argument is invalid.
     """
 
     def __init__(
-        self,
-        numbers: PassNumbers = None,
-        every: int | None = None,
-        option: str = "passes",
+        self, numbers: PassNumbers = None, every: int | None = None, option: str = "passes"
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise InputError(f"every= has to be a positive int, not {every!r}")
@@ -265,19 +253,16 @@ class Passes:
             self._numbers = numbers
         elif numbers is not None:
             self._numbers = frozenset(_ints(numbers, option))
+        # True if a user function decides, which may decide differently the next time.
         self.is_asked: bool = callable(numbers)
-        self.admits_all: bool = numbers is None and every in (None, 1)
+        self.admits_all: bool = numbers is None and every in (None, 1)  # it selects every pass
+        # True if the total number of passes has to be known.
         self.needs_total: bool = self._numbers is not None and any(
             number < 0 for number in self._numbers
         )
 
     def admits(self, number: int, total: int | None) -> bool:
-        """Return whether a pass is selected.
-
-        Args:
-            number: the pass.
-            total: the total number of passes; None if unknown.
-        """
+        """Return whether a pass is selected, of a total number of passes, if that is known."""
         if number % self._every:
             return False
         if self._predicate is not None:
@@ -314,25 +299,18 @@ def _ints(numbers: Any, option: str) -> list[int]:
 
 
 class Effect(NamedTuple):
-    """The change of a tensor by an insertion in one call.
+    """The change of a tensor by an insertion in one call."""
 
-    Attributes:
-        function: given the tensor and `tensors`, returns the new tensor, or None to keep it. With
-            `keep` it returns a tuple of that and of the tensors to keep.
-        tensors: the other tensors that it needs. They are inputs of compiled graphs, so that one
-            graph serves calls with different tensors.
-        key: everything else that the function depends on: effects with equal keys do the same.
-        keep: called after the run with the tensors to keep.
-        kept: their number.
-        check: see `engine.splices.SpliceStep`.
-    """
-
+    # Given the tensor and `tensors`, returns the new tensor, or None to keep it. With `keep` it
+    # returns a tuple of that and of the tensors to keep.
     function: Callable[..., Any]
+    # The other tensors that it needs. They are inputs of compiled graphs, so that one graph serves
+    # calls with different tensors.
     tensors: tuple[Tensor, ...]
-    key: Hashable
-    keep: Callable[[tuple[Tensor, ...]], None] | None = None
-    kept: int = 0
-    check: Callable[..., str | None] | None = None
+    key: Hashable  # the rest that it depends on: effects with equal keys do the same
+    keep: Callable[[tuple[Tensor, ...]], None] | None = None  # keeps tensors after the run
+    kept: int = 0  # their number
+    check: Callable[..., str | None] | None = None  # see `engine.splices.SpliceStep`
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -367,14 +345,9 @@ _DECIDING = ("effect_of_bend", "effect", "get_value")
 
 
 def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
-    """Return an operand as a tensor that gives the same results.
+    """Return an operand as a tensor that gives the same results with another operand.
 
-    Args:
-        value: the operand: a number or tensor.
-        like: the metadata of the other operand.
-
-    Returns:
-        The tensor; None for a constant of the graph; or why it can be neither.
+    None for a constant of the graph; or why it can be neither.
     """
     if isinstance(value, Tensor):
         if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
@@ -391,13 +364,9 @@ def _number_or_tensor(value: Any, like: TensorMeta) -> Tensor | str | None:
 def effect_of_value(
     compute: Callable[[Any, Any], Any], value: Any, like: TensorMeta, *key: Hashable
 ) -> Effect | str:
-    """Return the effect of a function of a tensor and one value.
+    """Return the effect of a function of a tensor and one value, a number or tensor.
 
-    Args:
-        compute: given both, returns the new tensor.
-        value: the value: a number or tensor.
-        like: the metadata of the tensor.
-        key: everything that `compute` depends on.
+    Given both, `compute` returns the new tensor; the key is everything that it depends on.
     """
     given = _number_or_tensor(value, like)
     if isinstance(given, str):

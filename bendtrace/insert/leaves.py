@@ -24,38 +24,23 @@ from bendtrace.watch.mode_queries import unseen
 
 @dataclasses.dataclass(frozen=True)
 class LeafShape:
-    """A placeholder in a structure: for a tensor, a number, or an object that stays the same.
-
-    Attributes:
-        kind: its type.
-        number: its position among the values that are passed on; -1 for none.
-    """
+    """A placeholder in a structure: for a tensor, a number, or an object that stays the same."""
 
     kind: type
-    number: int
+    number: int  # its position among the values that are passed on; -1 for none
 
 
 @dataclasses.dataclass(frozen=True)
 class ContainerShape:
-    """A container: its type and its items.
-
-    Attributes:
-        kind: its type.
-        keys: keys of a dict, else indices.
-        items: the items under the keys.
-        names: names of attributes.
-        attributes: their values.
-        mirrored: attributes that are also items of the same name.
-        order: the names of all attributes.
-    """
+    """A container: its type and its items."""
 
     kind: type
-    keys: tuple[Any, ...]
-    items: tuple[Any, ...]
-    names: tuple[Any, ...] = ()
-    attributes: tuple[Any, ...] = ()
-    mirrored: tuple[Any, ...] = ()
-    order: tuple[Any, ...] = ()
+    keys: tuple[Any, ...]  # keys of a dict, else indices
+    items: tuple[Any, ...]  # the items under the keys
+    names: tuple[Any, ...] = ()  # names of attributes
+    attributes: tuple[Any, ...] = ()  # their values
+    mirrored: tuple[Any, ...] = ()  # attributes that are also items of the same name
+    order: tuple[Any, ...] = ()  # the names of all attributes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +61,7 @@ class StructureMismatch(Exception):
 def take_apart(value: Any, objects: bool = True) -> tuple[Any, list[Any]]:
     """Return the structure of a value, and the tensors, traced numbers and objects in it.
 
-    Args:
-        value: anything.
-        objects: whether to pass other objects on, or leave them out.
+    Without `objects`, others are left out.
     """
     found: list[Any] = []
     return _shape_of(value, found, objects), found
@@ -151,13 +134,7 @@ def assemble(shape: Any, values: list[Any]) -> Any:
 
 
 def with_values(value: Any, shape: Any, values: list[Any]) -> Any:
-    """Build a value again, with other tensors and numbers and the same objects.
-
-    Args:
-        value: the original value.
-        shape: its structure.
-        values: its new contents.
-    """
+    """Build a value of a structure again, with other tensors and numbers but the same objects."""
     if type(shape) is LeafShape:
         return values[shape.number] if shape.number >= 0 else value
     if type(shape) is not ContainerShape:
@@ -189,11 +166,7 @@ def refill_value(
 ) -> Any:
     """Put other tensors and numbers into the lists, dicts and objects of a value, in place.
 
-    Args:
-        value: the value.
-        shape: its structure.
-        values: its new contents.
-        undo: receives functions that put the former contents back where the new ones still are.
+    `undo` receives functions that put the former contents back where the new ones still are.
     """
     if type(shape) is not ContainerShape:
         return with_values(value, shape, values)
@@ -321,16 +294,9 @@ class OmittedObject:
 
 
 def collect(shape: Any, value: Any, found: list[Any], where: str = "") -> None:
-    """Collect the tensors and numbers of a value that must have a given structure.
+    """Collect the tensors and numbers of a value of a given structure, one for each leaf.
 
-    Args:
-        shape: the shape.
-        value: the value.
-        found: receives the values, one for each leaf of the structure.
-        where: the position of the value, for messages.
-
-    Raises:
-        Mismatch: the value has another structure.
+    Raise `Mismatch` if the value has another structure.
     """
     if type(shape) is LeafShape:
         _collect_leaf(shape, value, found, where)
@@ -459,13 +425,10 @@ def with_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
 
 
 class TensorExchange:
-    """Tensors that temporarily replace others.
+    """Tensors that temporarily replace others, by the ids of these.
 
     Lists, dicts and dataclasses are changed in place, not copied: the receiver may append to them,
     and the caller expects to see that. `undo` puts the tensors back.
-
-    Args:
-        exchanged: the replacement of each tensor, by the tensor's id.
     """
 
     def __init__(self, exchanged: dict[int, Tensor]) -> None:
@@ -513,12 +476,9 @@ def _map_tensors(
 ) -> Any:
     """Return a value with other tensors.
 
-    Args:
-        value: the value.
-        new: returns the replacement of a tensor.
-        changeable: returns the list, dict or dataclass to change instead of one.
-        note: called with each replaced tuple, and its replacement.
-        around: the ids of the containers that the value is in.
+    `changeable` returns the list, dict or dataclass to change instead of one. `note` is called with
+    each replaced tuple, and its replacement. `around` has the ids of the containers around the
+    value.
     """
     if isinstance(value, Tensor):
         return new(value)
@@ -541,12 +501,9 @@ def _map_tensors(
 def with_items(
     value: Any, changed: Iterable[tuple[Any, Any]], changeable: Callable[[Any], Any] = copy.copy
 ) -> Any:
-    """Return a container with other items under some keys.
+    """Return a tuple, list, dict or dataclass with other items under some keys, indices or fields.
 
-    Args:
-        value: a tuple, list, dict or dataclass.
-        changed: keys, indices or names of fields, with the new items.
-        changeable: returns the list, dict or dataclass to change.
+    `changeable` returns the list, dict or dataclass to change.
     """
     if isinstance(value, tuple):
         return _tuple_with(value, dict(changed))

@@ -74,7 +74,7 @@ AS_ONE = (
 # would take longer than to look at its frames.
 _MOST_PLACES = 256
 # Functions that compile what they are given, which no mode may see; and the call of an autograd
-# function, which recorders may follow (`watch/followed_functions.py`).
+# function, which recorders may follow (`watch/intercepts.py`).
 _UNSEEN_INSIDE = frozenset(
     {"cond", "while_loop", "scan", "associative_scan", "flex_attention", "apply"}
 )
@@ -83,14 +83,7 @@ _NOT_OF_MODELS = (TORCH, PACKAGE)
 
 
 class LiveRunner:
-    """Runs a model with insertions at calls of its modules, and of torch functions.
-
-    Args:
-        knowledge: what is known of the model.
-        plan: the insertions.
-        modules: the modules at whose calls they may be.
-        functions: the functions at whose calls they may be.
-    """
+    """Runs a model with insertions at calls of its modules, and of torch functions."""
 
     def __init__(
         self,
@@ -117,10 +110,7 @@ class LiveRunner:
     ) -> Any:
         """Call the model; the gates of this thread call the insertions (see `gates.applying`).
 
-        Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            recording: the run that the call is likely to be like, for reports; None if none is.
+        The run is the one that the call is likely to be like, for reports; None if none is.
         """
         with _lock:
             run = self._idle.pop() if self._idle else None
@@ -229,11 +219,8 @@ def _modules_at(
 ) -> list[nn.Module] | None:
     """Return the modules at whose calls an insertion may be; None if a run has to be recorded.
 
-    Args:
-        knowledge: what is known of the model.
-        slot: the insertion.
-        parts: the modules of the model, by their qualified names.
-        functions: receives the functions at whose calls it may be.
+    The parts are modules by qualified name. `functions` receives the functions at whose calls it
+    may be.
     """
     matcher = slot.place.matcher
     if slot.place.role == "state" or matcher.needs_output:
@@ -352,12 +339,7 @@ class _ModuleInterceptor:
 
 
 class _FunctionInterceptor(TorchFunctionMode):
-    """Takes the calls of functions at which insertions may be.
-
-    Args:
-        run: calls the functions, with what is inserted.
-        places: the functions.
-    """
+    """Takes the calls of functions at which insertions may be."""
 
     def __init__(self, run: _InsertionRun, places: _FunctionPlaces) -> None:
         super().__init__()
@@ -385,32 +367,15 @@ class _FunctionInterceptor(TorchFunctionMode):
 
 
 class _CallerFrame(NamedTuple):
-    """A frame around the call of a module.
+    """A frame around the call of a module."""
 
-    Attributes:
-        code: what runs in it.
-        at: the instruction.
-        module: the module that it calls, if it is torch's own code for that.
-    """
-
-    code: CodeType
-    at: int
-    module: nn.Module | None
+    code: CodeType  # what runs in it
+    at: int  # the instruction
+    module: nn.Module | None  # the module that it calls, if it is torch's own code for that
 
 
 class _CallPlace:
-    """Where a module or a function is called.
-
-    Attributes:
-        inner: the frames around the call, innermost first, up to the model's own outermost one.
-        outer: those around them.
-        scope: the call of the module; for a function, that around it.
-        spot: what is inserted there; None for a function that has not been called there.
-        site: for a function, the place of the call in the code of the module; None for a module.
-        gate: receives what it returns, if that is a tensor; None if more has to be done.
-        is_inside: whether the call is inside of something that is one op.
-        is_recomputed: whether the backward pass does it again, if there is one.
-    """
+    """Where a module or a function is called."""
 
     __slots__ = ("gate", "inner", "is_inside", "is_recomputed", "outer", "scope", "site", "spot")
 
@@ -420,14 +385,19 @@ class _CallPlace:
         outermost = len(frames)
         while outermost and frames[outermost - 1].code.co_filename.startswith(_NOT_OF_MODELS):
             outermost -= 1
+        # The frames around the call, innermost first, up to the model's own outermost one.
         self.inner: tuple[_CallerFrame, ...] = frames[:outermost]
-        self.outer: tuple[_CallerFrame, ...] = frames[outermost:]
-        self.scope: ModuleCall = scope
+        self.outer: tuple[_CallerFrame, ...] = frames[outermost:]  # those around them
+        self.scope: ModuleCall = scope  # the call of the module; for a function, that around it
+        # What is inserted there; None for a function that has not been called there.
         self.spot: NodeSlots | None = spot
+        # For a function, the place of the call in the code of the module; None for a module.
         self.site: Site | None = None
-        self.gate: AfterGate | None = None
+        self.gate: AfterGate | None = None  # receives the result; None if more has to be done
         files = [one.code.co_filename for one in frames]
+        # True if the call is inside of something that is one op.
         self.is_inside: bool = any(file.startswith(AS_ONE) for file in files)
+        # True if the backward pass does it again, if there is one.
         self.is_recomputed: bool = _RECOMPUTES in files and not self.is_inside
 
     def is_at(self, frame: FrameType | None, run: _InsertionRun) -> bool:
@@ -455,20 +425,7 @@ class _CallPlace:
 
 
 class _InsertionRun:
-    """One call of the model after the other, with insertions.
-
-    Args:
-        knowledge: what is known of the model.
-        plan: the insertions.
-        modules: the modules at whose calls they may be.
-        functions: the functions at whose calls they may be.
-
-    Attributes:
-        mode: receives the calls of functions; None if nothing is inserted at any.
-        places: where modules are called, by the identity of the module.
-        outermost: the model's own outermost frame in this call; None if not known yet.
-        outer: the frames around it.
-    """
+    """One call of the model after the other, with insertions at calls of modules and functions."""
 
     def __init__(
         self,
@@ -491,14 +448,16 @@ class _InsertionRun:
         self._inserter.begins(self._stage)
         self._whole = ModuleCall("", model, 0, root, 0)
         self._inserter.names.call(self._whole, (), {})
+        # Receives the calls of functions; None if nothing is inserted at any.
         self.mode: _FunctionInterceptor | None = None
         if functions:
             self.mode = _FunctionInterceptor(self, functions)
         # The places keep the code of their frames alive, so that no number is used again.
         self._calls: dict[tuple[Any, int, int], list[_CallPlace]] = {}
+        # Where modules are called, by the identity of the module.
         self.places: dict[int, list[_CallPlace]] = {id(module): [] for module in modules}
-        self.outermost: FrameType | None = None
-        self.outer: tuple[_CallerFrame, ...] = ()
+        self.outermost: FrameType | None = None  # the model's own in this call, if known yet
+        self.outer: tuple[_CallerFrame, ...] = ()  # the frames around it
 
     def ended(self) -> None:
         """Forget what belongs to the call."""
@@ -513,15 +472,7 @@ class _InsertionRun:
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:
-        """Call a module, and what is inserted there.
-
-        Args:
-            module: the module.
-            own: calls the module itself.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            frame: the frame that calls it.
-        """
+        """Call a module by `own`, and what is inserted there."""
         places = self.places[id(module)]
         place = self._known(places, frame)
         if place is None:
@@ -625,9 +576,7 @@ class _InsertionRun:
     ) -> tuple[tuple[_CallerFrame, ...], ModuleCall]:
         """Return the frames around a call, and the call of a module that is the innermost.
 
-        Args:
-            module: the module that is called; None for a function.
-            frame: the frame that calls it.
+        The module is None for a call of a function.
         """
         frames: list[_CallerFrame] = []
         calls: list[tuple[nn.Module, FrameType]] = []

@@ -60,14 +60,7 @@ class Counts:
 
 
 class AttachedInterjection:
-    """An interjection at the calls of one module.
-
-    Args:
-        module: the module.
-        what: the interjection.
-        path: the node path that it sees.
-        counts: counts the calls; None if their numbers are not needed.
-    """
+    """An interjection at the calls of one module, which may be counted. It sees the path."""
 
     active = True  # as long as it is installed: nobody else takes it away
 
@@ -120,16 +113,11 @@ def _station_of(module: nn.Module) -> Station | None:
 
 
 class Station:
-    """Calls everything that is attached to a module.
-
-    Attributes:
-        module: the module; None for the station of a copy, which nothing else is attached to.
-        entries: what is attached, in order.
-    """
+    """Calls everything that is attached to a module."""
 
     def __init__(self, module: nn.Module | None) -> None:
-        self.module = module
-        self.entries: tuple[AttachedInterjection, ...] = ()
+        self.module = module  # None for the station of a copy, which nothing else is attached to
+        self.entries: tuple[AttachedInterjection, ...] = ()  # what is attached, in order
         self._stages: dict[Callable[..., Any], RemovableHandle] = {}
         self._open: list[_OpenCall] = []
 
@@ -202,17 +190,12 @@ class Station:
 
 
 class _Stage:
-    """The object that torch calls.
+    """The object that torch calls."""
 
-    Attributes:
-        station: the station with the entries.
-        runs_user_code: marks it for recorded runs as user code.
-    """
-
-    runs_user_code = True
+    runs_user_code = True  # marks it for recorded runs as user code
 
     def __init__(self, station: Station, stage: Callable[..., Any]) -> None:
-        self.station = station
+        self.station = station  # the station with the entries
         self._stage = stage
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
@@ -223,25 +206,16 @@ class _Stage:
 
 
 class _OpenCall:
-    """A call of a module, until it ends.
-
-    Attributes:
-        station: the station with the entries.
-        module: the called module.
-        gradients: manages its gradients; None if they are not needed.
-        exchange: replaced the module's inputs by aliases.
-        same: the result of `CallGradients.close`.
-        copies: the inputs as they were; None if nobody needs them.
-    """
+    """A call of a module, until it ends."""
 
     def __init__(self, station: Station, module: nn.Module) -> None:
-        self.station = station
+        self.station = station  # the station with the entries
         self.module = module
         self._at = {one.order: one.at(module) for one in station.entries if one.is_paired}
-        self.gradients: CallGradients | None = None
-        self.exchange: TensorExchange = TensorExchange({})
-        self.same: dict[int, Tensor] = {}
-        self.copies: Any = None
+        self.gradients: CallGradients | None = None  # manages its gradients, if they are needed
+        self.exchange: TensorExchange = TensorExchange({})  # has replaced inputs by aliases
+        self.same: dict[int, Tensor] = {}  # the result of `CallGradients.close`
+        self.copies: Any = None  # the inputs as they were; None if nobody needs them
         # To distinguish a normal end from an error, which torch reports in the same way.
         self._handled = sys.exception()
         self._thread = threading.get_ident()

@@ -134,10 +134,6 @@ def copy_tensors(value: Any, copied: Callable[[Tensor], Tensor]) -> Any:
     """Return a value with all tensors in it copied, and the containers that hold them.
 
     Objects of other kinds, such as the caches of language models, are not copied.
-
-    Args:
-        value: a tensor, or tuples, lists and dicts of tensors.
-        copied: copies a tensor.
     """
     if isinstance(value, Tensor):
         return copied(value)
@@ -324,11 +320,7 @@ def _check_paths(registry: InsertionRegistry, knowledge: Knowledge, places: list
 
 
 def raise_all(errors: Sequence[NodePathError]) -> None:
-    """Raise the errors of several paths as one, if there are any.
-
-    Raises:
-        NodePathError: there are.
-    """
+    """Raise the errors of several paths as one `NodePathError`, if there are any."""
     if not errors:
         return
     first = errors[0]
@@ -396,11 +388,7 @@ Index = IndexItem | tuple[IndexItem, ...] | list[IndexItem]
 
 
 def check_index(index: Any) -> None:
-    """Raise if something is not a valid index of a tensor.
-
-    Raises:
-        InputError: it is not an index expression.
-    """
+    """Raise an `InputError` if something is not a valid index of a tensor."""
     items = index if isinstance(index, (list, tuple)) else (index,)
     for item in items:
         if isinstance(item, (list, tuple)):
@@ -437,11 +425,7 @@ def _indexes(item: Any) -> bool:
 
 
 def check_value(value: Any) -> None:
-    """Raise if something can neither be added to a tensor nor replace it.
-
-    Raises:
-        InputError: it is neither a tensor nor a number.
-    """
+    """Raise an `InputError` if something can neither be added to a tensor nor replace it."""
     if not isinstance(value, (Tensor, bool, int, float, complex)):
         raise InputError(
             f"value has to be a tensor or a number, not {described(value)} ({type(value).__name__})"
@@ -449,11 +433,7 @@ def check_value(value: Any) -> None:
 
 
 def _check_number(original: Any, value: Any) -> None:
-    """Raise for values that are neither tensors nor numbers, and for tensors that replace numbers.
-
-    Raises:
-        PatchError: the node holds, or is to hold, an unsupported type.
-    """
+    """Raise a `PatchError` if a value is not a number, or is to be replaced by a tensor."""
     if not isinstance(original, (bool, int, float, complex)):
         raise PatchError(
             f"the value is {described(original)} ({type(original).__name__}), neither a tensor "
@@ -468,15 +448,9 @@ def _check_number(original: Any, value: Any) -> None:
 
 
 def edit_part(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any:
-    """Return a copy of a tensor with one part changed.
+    """Return a copy of a tensor with one part changed: `edit` returns the new for the present one.
 
-    Args:
-        original: the tensor; it is not changed.
-        index: the part.
-        edit: returns the new part for the present one.
-
-    Raises:
-        PatchError: the part does not exist, or the new part does not fit.
+    Raise `PatchError` if the part does not exist, or the new part does not fit.
     """
     new = edit(_part_of(original, index))
     made = original.clone()
@@ -485,15 +459,9 @@ def edit_part(original: Any, index: Index, edit: Callable[[Tensor], Any]) -> Any
 
 
 def add_to_part(original: Any, index: Index, value: Any) -> Any:
-    """Return a value with something added to a part of it.
+    """Return a tensor or a number with something added to a part of a copy; None for all of it.
 
-    Args:
-        original: a tensor or a number; it is not changed.
-        index: the part; None for all of it.
-        value: the summand.
-
-    Raises:
-        PatchError: the part does not exist, or the value cannot hold the sum.
+    Raise `PatchError` if the part does not exist, or the value cannot hold the sum.
     """
     if index is not None:
         return edit_part(original, index, lambda part: add_to_part(part, None, value))
@@ -512,15 +480,9 @@ def add_to_part(original: Any, index: Index, value: Any) -> Any:
 
 
 def replace_part(original: Any, index: Index, value: Any) -> Any:
-    """Return a value with a part of it replaced.
+    """Return a tensor or a number with a part replaced in a copy; None for all of it.
 
-    Args:
-        original: a tensor or a number; it is not changed.
-        index: the part; None for all of it.
-        value: the new part.
-
-    Raises:
-        PatchError: the part does not exist, or cannot hold the value.
+    Raise `PatchError` if the part does not exist, or cannot hold the value.
     """
     if index is None and not isinstance(original, Tensor):
         _check_number(original, value)
@@ -542,11 +504,7 @@ def replace_part(original: Any, index: Index, value: Any) -> Any:
 
 
 def _part_of(original: Any, index: Index) -> Tensor:
-    """Return a part of a tensor.
-
-    Raises:
-        PatchError: the part does not exist.
-    """
+    """Return a part of a tensor. Raise `PatchError` if the part does not exist."""
     if not isinstance(original, Tensor):
         raise PatchError(
             f"only tensors can be sliced, and the value is {described(original)}",
@@ -849,7 +807,7 @@ class _KeepingPatch(Patch[Any]):
 
     def op(self, original_output: Any) -> Any:
         """Keep a copy of the value."""
-        self._keep(_copy_of_value(original_output, self.detach))
+        self._keep(copy_tensors(original_output, _detach_copy if self.detach else Tensor.clone))
         return original_output
 
     def _keep(self, value: Any) -> None:
@@ -909,10 +867,6 @@ class RecordPatch(_KeepingPatch):
         self.activations.append(value)
 
 
-def _copy_of_value(value: Any, detach: bool) -> Any:
-    return copy_tensors(value, _detach_copy if detach else Tensor.clone)
-
-
 def _detach_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
@@ -922,14 +876,9 @@ def _detach_copy(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def patched_numbers(numbers: Mapping[tuple[nn.Module, str], Any], others: Any) -> Iterator[None]:
-    """Within it, numbers that modules have are patched, and another context is entered.
+    """Within it, numbers are patched, by module and attribute, and another context is entered.
 
-    Args:
-        numbers: the patches, by module and attribute.
-        others: the other context.
-
-    Raises:
-        InputError: something is not a patch, or makes something else than a number.
+    Raise `InputError` if something is not a patch, or makes something else than a number.
     """
     new = {}
     for (owner, name), given in numbers.items():

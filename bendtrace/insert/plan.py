@@ -18,43 +18,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """A parameter or buffer.
+    """A parameter or buffer."""
 
-    Attributes:
-        name: its qualified name.
-        holder: path of the module call in whose code it is used; None for everywhere.
-    """
-
-    name: str
-    holder: str | None = None
+    name: str  # its qualified name
+    holder: str | None = None  # path of the module call whose code uses it; None for everywhere
 
 
 @dataclass(frozen=True)
 class Location:
-    """The location of an insertion.
+    """The location of an insertion."""
 
-    Attributes:
-        role: whether it applies to outputs of nodes, to an input of a module, or to a parameter or
-            buffer.
-        matcher: selects the nodes; for parameters and buffers a `StateTensor`.
-        argument: name of the input.
-        dig: keys of the part inside the value.
-        shown: the path as the user writes it; only for single paths.
-    """
-
+    # Outputs of nodes, an input of a module, or a parameter or buffer.
     role: Literal["node", "input", "state"]
-    matcher: Any
-    argument: str = ""
-    dig: tuple[Hashable, ...] = ()
-    shown: str = field(default="", compare=False)
+    matcher: Any  # selects the nodes; for parameters and buffers a `StateTensor`
+    argument: str = ""  # name of the input
+    dig: tuple[Hashable, ...] = ()  # keys of the part inside the value
+    shown: str = field(default="", compare=False)  # the path as the user writes it, if single
 
     def is_below(self, prefix: str, names: frozenset[str]) -> bool:
-        """Return whether it is at nodes with known paths, one of which leads through some names.
-
-        Args:
-            prefix: the beginning of the path.
-            names: the following names.
-        """
+        """Return whether it is at nodes with known paths, one of which has a prefix and names."""
         paths = getattr(self.matcher, "paths", (getattr(self.matcher, "path", None),))
         return any(
             path is not None
@@ -65,26 +47,14 @@ class Location:
 
 
 class Slot(NamedTuple):
-    """The properties shared by insertions that one trace can serve in turn.
+    """The properties shared by insertions that one trace can serve in turn."""
 
-    Attributes:
-        place: their location.
-        forms: the methods of `Interjection` that they override.
-    """
-
-    place: Location
-    forms: frozenset[str]
+    place: Location  # their location
+    forms: frozenset[str]  # the methods of `Interjection` that they override
 
 
 class LocatedInsertion:
-    """An insertion at one of its locations.
-
-    Attributes:
-        insertion: the insertion.
-        what: the interjection.
-        place: the location.
-        slot: the properties that it shares with other insertions.
-    """
+    """An insertion at one of its locations."""
 
     __slots__ = (
         "after", "backward", "before", "dig", "insertion", "instead", "place", "slot",
@@ -99,7 +69,7 @@ class LocatedInsertion:
         forms = forms_of(what)
         if insertion.allow_none:  # it may be at nodes without support for insertions
             forms |= {"permits"}
-        self.slot: Slot = Slot(place, forms)
+        self.slot: Slot = Slot(place, forms)  # the properties that it shares with other insertions
         self.before: bool = "before" in forms
         self.instead: bool = "instead" in forms
         self.after: bool = "after" in forms
@@ -129,27 +99,9 @@ def forms_of(what: Interjection) -> frozenset[str]:
 class InsertionPlan:
     """The insertions of a run. A plan only changes while a run is recorded that resolves names.
 
-    Args:
-        entries: the insertions at their locations, in the order in which they were made; late ones
-            are moved to the end.
-        totals: the number of passes of each node without insertions, if it matters.
-        lookup: resolves names while a run is recorded; None if there are none to resolve.
-
-    Attributes:
-        entries: as given.
-        totals: as given.
-        lookup: as given.
-        has_grown: whether names were resolved.
-        slots: their slots, without repetitions.
-        joins: whether paths may join.
-        key: what makes the traces of two plans interchangeable.
-        can_be_spliced: whether they only receive outputs of nodes (see `splicer.py`).
-        names_places: whether each is at nodes that were named, not at all that a selector finds.
-        called_at: what the gates of traces call, as far as they were asked.
-        compiled: what compiled paths know of it (see `compiling.py`).
-        reaches: what their code reaches (see `state_access.py`).
-        floor: which calls with such insertions run the model itself; None if nobody has asked.
-        splicer: what puts them into known code; None if nobody has asked.
+    The entries are in the order in which they were made; late ones are moved to the end. Totals are
+    the numbers of passes of nodes without insertions, if they matter. There is no lookup if there
+    are no names to resolve.
     """
 
     def __init__(
@@ -160,7 +112,7 @@ class InsertionPlan:
     ) -> None:
         self.totals: dict[str, int] = totals or {}
         self.lookup: NameLookup | None = lookup
-        self.has_grown: bool = False
+        self.has_grown: bool = False  # whether names were resolved
         self._set(entries)
 
     def add(self, entries: Sequence[LocatedInsertion]) -> None:
@@ -174,17 +126,24 @@ class InsertionPlan:
             sorted(entries, key=lambda entry: entry.what.late)
         )
         self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
+        # True if paths may join.
         self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
+        # What makes the traces of two plans interchangeable.
         self.key: tuple[bool, frozenset[Slot]] = self.joins, frozenset(self.slots)
+        # True if they only receive outputs of nodes (see `splicer.py`).
         self.can_be_spliced: bool = self.joins and all(map(_can_be_spliced, self.slots))
         self.sees_inputs: bool = any(not slot.forms.isdisjoint(_INPUTS) for slot in self.slots)
+        # True if each is at nodes that were named, not at all that a selector finds.
         self.names_places: bool = not any(
             hasattr(slot.place.matcher, "selector") for slot in self.slots
         )
-        # By the id of gates, with the gate itself so that its id is not reused.
+        # What gates of traces call, as far as they were asked: by the id of each, with the gate
+        # itself so that its id is not reused.
         self.called_at: dict[int, Called] = {}
-        self.compiled: object = None
-        self.reaches: object = None
+        self.compiled: object = None  # what compiled paths know of it (see `compiling.py`)
+        self.reaches: object = None  # what their code reaches (see `state_access.py`)
+        # Which calls with such insertions run the model itself, and what puts them into known code;
+        # None if nobody has asked.
         self.floor: Floor | None = None
         self.splicer: Any = None
         self._looked: dict[int, tuple[Recording, bool]] = {}
@@ -194,11 +153,9 @@ class InsertionPlan:
     def looks_at_changes(
         self, recordings: list[Recording], looks: Callable[[InsertionPlan, Recording], object]
     ) -> bool:
-        """Return whether an insertion might read what one of some runs changes, or the reverse.
+        """Return whether an insertion might read what some run changes, or the reverse.
 
-        Args:
-            recordings: the runs.
-            looks: decides this for one run.
+        `looks` decides this for one run.
         """
         if recordings is self._looked_at:
             return False

@@ -37,17 +37,11 @@ class _Impure(Exception):
 
 
 class LiftedCallable(NamedTuple):
-    """A callable, separated into its tensors and the rest.
+    """A callable, separated into its tensors and the rest."""
 
-    Attributes:
-        spec: `build_callable` rebuilds it from this and its tensors, or other ones.
-        tensors: the tensors.
-        key: everything else that it depends on.
-    """
-
-    spec: Any
+    spec: Any  # `build_callable` rebuilds it from this and its tensors, or other ones
     tensors: tuple[Tensor, ...]
-    key: Hashable
+    key: Hashable  # everything else that it depends on
 
 
 def effect_of_function(function: Callable[..., Any]) -> Effect | str:
@@ -104,8 +98,7 @@ def facts_on(whats: Iterable[Interjection]) -> IdentityFacts | None:
 def _follow(thing: Any, facts: IdentityFacts) -> None:
     """Add the facts on everything in a thing that can change.
 
-    Raises:
-        _Impure: it may change without changing its attributes.
+    Raise `_Impure` if it may change without changing its attributes.
     """
     kind = type(thing)
     if kind in _PLAIN or kind in (Tensor, nn.Parameter):
@@ -133,9 +126,7 @@ def _follow(thing: Any, facts: IdentityFacts) -> None:
 def lift_tensors(function: Any, trusted: bool = False) -> LiftedCallable | str:
     """Separate a callable into its tensors and the rest, or return why that is impossible.
 
-    Args:
-        function: a function, method, partial or module.
-        trusted: whether its author promises that it only computes new tensors.
+    It is trusted if its author promises that it only computes new tensors.
     """
     lifting = _Lifting(trusted)
     try:
@@ -173,14 +164,9 @@ def _caller(spec: Any) -> Callable[..., Any]:
 
 
 class _Lifting:
-    """Separates callables into tensors and the rest.
+    """Separates callables into tensors and the rest. The code of trusted ones is not inspected.
 
-    Args:
-        trusted: whether to skip the inspection of code.
-        facts: receives everything that is read; None if nobody needs it.
-
-    Attributes:
-        tensors: the tensors found.
+    The facts receive everything that is read.
     """
 
     def __init__(self, trusted: bool, facts: IdentityFacts | None = None) -> None:
@@ -193,8 +179,7 @@ class _Lifting:
     def of(self, thing: Any) -> tuple[Any, Hashable]:
         """Return the spec of a thing, and its key.
 
-        Raises:
-            _Impure: it may read or write something unknown.
+        Raise `_Impure` if it may read or write something unknown.
         """
         kind = type(thing)
         if kind in _PLAIN:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 from torch import Tensor, nn
 
 from bendtrace.errors import InputError, InterjectionError, NodePathError
-from bendtrace.insert import gates, spliced_gate
+from bendtrace.insert import gates
 from bendtrace.insert.insertion import Insertion, What, as_interjection, blaming
 from bendtrace.insert.interjection import Interjection, Passes, PassNumbers
 from bendtrace.insert.plan import InsertionPlan, LocatedInsertion, Location, StateTensor, forms_of
@@ -35,16 +35,15 @@ from bendtrace.insert.where import (
     targets_of,
 )
 from bendtrace.log.entries import layer_type_of
-from bendtrace.log.names import RunNames, is_layer_name
 from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
+from bendtrace.log.run import Run, RunNames, is_layer_name
 from bendtrace.record.recorded_call import Signature
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.scalars import TRACED
 
 if TYPE_CHECKING:
     from bendtrace.engine.dispatcher import Calls
-    from bendtrace.log.run import Run
 
 _DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__
@@ -57,10 +56,8 @@ InsertionRow = tuple[str, tuple[Target, ...], Interjection, Passes, bool]
 class InsertionRegistry:
     """The insertions of one model, in the order in which they were made.
 
-    Args:
-        model: the model.
-        changed: called when insertions change, with whether there are any.
-        calls: the calls of the model that each thread is in.
+    `changed` is called when they change, with whether there are any. The calls of the model are
+    those that each thread is in.
     """
 
     def __init__(self, model: Knowledge, changed: Callable[[bool], None], calls: Calls) -> None:
@@ -141,8 +138,7 @@ class InsertionRegistry:
     def add(self, *insertions: Insertion) -> None:
         """Activate insertions, all together.
 
-        Raises:
-            InputError: this thread is in a call of the model.
+        Raise `InputError` if this thread is in a call of the model.
         """
         if insertions and self._calls.depth:
             raise InputError(
@@ -175,8 +171,7 @@ class InsertionRegistry:
     def copyable_rows(self, memo: dict[int, Any] | None) -> list[InsertionRow]:
         """Return the insertions for a copy of the model.
 
-        Args:
-            memo: the objects copied so far, for a deep copy; None when everything is pickled.
+        The memo has the objects copied so far, for a deep copy; None when everything is pickled.
         """
         found: list[InsertionRow] = []
         for insertion in self._insertions:
@@ -232,8 +227,7 @@ class InsertionRegistry:
         # call, and this is asked only where calls are nested deeply.
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code is not _OF_NODE:  # which calls the model's code
-            is_gate = frame.f_globals is vars(gates) or frame.f_globals is vars(spliced_gate)
-            entry = frame.f_locals.get("entry") if is_gate else None
+            entry = frame.f_locals.get("entry") if frame.f_globals is vars(gates) else None
             if entry is not None and entry.insertion._owner is self:
                 raise InterjectionError(
                     f"{entry.what.label} at {describe_where(entry.insertion.where)} calls the "
@@ -246,8 +240,7 @@ class InsertionRegistry:
     def _look_up(self, insertions: tuple[Insertion, ...]) -> None:
         """Look names and patterns up that no run had shown so far, if there are runs by now.
 
-        Raises:
-            NodePathError: the runs have no such node.
+        Raise `NodePathError` if the runs have no such node.
         """
         for number, insertion in enumerate(insertions):
             with blaming(insertion, number):
@@ -377,14 +370,9 @@ class InsertionRegistry:
         return targets
 
     def _is_matched(self, insertion: Insertion, nodes: Iterable[Candidate] | None) -> bool:
-        """Return whether everything requested matches a node.
+        """Return whether everything requested matches a node; these are None before a run.
 
-        Args:
-            insertion: the insertion.
-            nodes: the known nodes of the model; None if it was not run yet.
-
-        Raises:
-            NodePathError: the model was run, and has no such node.
+        Raise `NodePathError` if the model was run, and has no such node.
         """
         holders = [*self._model.modules(), *(nodes or ())]
         for target in insertion.targets:
@@ -467,13 +455,7 @@ _PASS = re.compile(r"(.+):(\d+)", re.DOTALL)
 
 
 class OneRun:
-    """One run, as names are looked up in it.
-
-    Args:
-        knowledge: the model.
-        tree: the nodes of the run.
-        names: the names in it.
-    """
+    """One run, as names are looked up in it."""
 
     def __init__(self, knowledge: Knowledge, tree: Tree, names: RunNames) -> None:
         self.model: Callable[..., Any] = knowledge.model
@@ -496,40 +478,24 @@ class OneRun:
 
 @dataclass(eq=False)
 class _Name:
-    """A name that no run has shown so far.
+    """A name that no run has shown so far."""
 
-    Attributes:
-        insertion: the insertion at it.
-        target: what the user gave.
-        text: the name.
-        stem: the name without a pass.
-        chosen: the pass, counted from 0; None for all.
-        words: the words of the stem, in order.
-        layer: the type and the number of the layer that it may name; None for none.
-        found: what it means, as far as the run has shown.
-    """
-
-    insertion: Insertion
-    target: Target
-    text: str
-    stem: str
-    chosen: tuple[int, ...] | None
-    words: tuple[str, ...]
-    layer: tuple[str, int] | None
-    found: tuple[Target, ...] = ()
+    insertion: Insertion  # the insertion at it
+    target: Target  # what the user gave
+    text: str  # the name
+    stem: str  # the name without a pass
+    chosen: tuple[int, ...] | None  # the pass, counted from 0; None for all
+    words: tuple[str, ...]  # the words of the stem, in order
+    layer: tuple[str, int] | None  # type and number of the layer that it may name; None for none
+    found: tuple[Target, ...] = ()  # what it means, as far as the run has shown
 
 
 class NameLookup:
-    """The names that a run has to resolve.
+    """The names that a run has to resolve for its insertions, which are in order.
 
-    Args:
-        knowledge: the model.
-        insertions: all insertions of the run, in order.
-        check: raises for an interjection that is not possible at its location.
-        is_matched: raises if a pattern matches none of some nodes, and returns whether it does.
-
-    Raises:
-        InputError: a name can only be resolved after a run.
+    `check` raises for an interjection that is not possible at its location. `is_matched` raises if
+    a pattern matches none of some nodes, and returns whether it does. Raises `InputError` if a name
+    can only be resolved after a run.
     """
 
     def __init__(
@@ -576,12 +542,9 @@ class NameLookup:
     ) -> list[LocatedInsertion]:  # fmt: skip
         """Look names up where a call begins; return what is inserted there.
 
-        Args:
-            path: its path.
-            relative: the name of the module in the code around it.
-            module: the qualified name of the module.
-            arguments: its arguments, by the names of the inputs in the tree.
-            states: the names of the parameters and buffers that it holds itself.
+        The relative name is the one of the module in the code around it. The arguments are given by
+        the names of the inputs in the tree. The states are the parameters and buffers that it holds
+        itself.
         """
         if not self._may_lead_to(path, relative):
             return []
@@ -617,11 +580,7 @@ class NameLookup:
     def output(self, path: str, base: str, value: Any, *, is_call: bool) -> list[LocatedInsertion]:
         """Look names up where a node ends; return what is inserted there.
 
-        Args:
-            path: its path.
-            base: its name without a number.
-            value: its output.
-            is_call: whether it is a call of a module, or of the model.
+        The base is its name without a number. `is_call` is for calls of modules, and of the model.
         """
         if not self._may_lead_to(path, base):
             return []
@@ -703,9 +662,8 @@ class NameLookup:
     def settle(self, recording: Recording) -> None:
         """Have the complete run decide what the names mean.
 
-        Raises:
-            NodePathError: a name means nothing, several things, or something else than what was
-                found while the run was recorded.
+        Raise `NodePathError` if a name means nothing, several things, or something else than what
+        was found while the run was recorded.
         """
         run = self._knowledge.run(recording)
         one_run = OneRun(self._knowledge, run.tree, run.naming)
@@ -740,11 +698,7 @@ class NameLookup:
             insertion.is_checked = True
 
     def require_names(self) -> None:
-        """Raise if a run of a method has not shown a name.
-
-        Raises:
-            NodePathError: it has not.
-        """
+        """Raise a `NodePathError` if a run of a method has not shown a name."""
         for name in self._names:
             if not name.found and not name.insertion.allow_none:
                 raise NodePathError(f"this run has no node {name.text!r}", name.text)
@@ -830,16 +784,10 @@ class InsertionGroup:
 
     Workflows and harvests, which need several insertions together, reach the model only through
     this class. All insertions are checked before the first one is inserted.
-
-    Args:
-        model: a `BendedModule`.
-
-    Attributes:
-        insertions: the insertions, in the order in which they were made.
     """
 
     def __init__(self, model: Bended) -> None:
-        self.insertions: list[Insertion] = []
+        self.insertions: list[Insertion] = []  # in the order in which they were made
         self._insertion_registry = model._insertion_registry
         self._knowledge = model._knowledge
 
@@ -857,14 +805,8 @@ class InsertionGroup:
     ) -> Insertion:
         """Create and check an insertion of the group, without activating it.
 
-        Args:
-            where: the nodes, as `BendedModule.interject` takes them.
-            what: what to insert.
-            allow_none: whether `where` may match no node.
-            kind: the class of the insertion.
-
-        Raises:
-            NodePathError: `where` matches no node.
+        With `allow_none`, `where` may match no node. Raise `NodePathError` if `where` matches no
+        node.
         """
         made = self._insertion_registry.make(where, what, allow_none=allow_none)
         if kind is not Insertion:

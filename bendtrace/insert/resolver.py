@@ -15,7 +15,6 @@ from bendtrace.errors import InputError, NameOrderWarning, NodePathError
 from bendtrace.insert.leaves import LeafShape, describe, shape_at, take_apart
 from bendtrace.insert.plan import StateTensor
 from bendtrace.log.entries import LayerEntry, ModuleEntry
-from bendtrace.log.names import Meaning, RunNames, ambiguity
 from bendtrace.log.nodes import Chosen, Registry, TreeNode, children_of, identifier, parameters_of
 from bendtrace.log.nodes import describe_node as describe_node
 from bendtrace.log.path_views import (
@@ -29,6 +28,7 @@ from bendtrace.log.path_views import (
     is_path_only,
     plain_path,
 )
+from bendtrace.log.run import Meaning, Run, RunNames, ambiguity
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import place_text, users_level
 from bendtrace.record.op_names import NodeRef
@@ -40,11 +40,8 @@ from bendtrace.watch.owners import module_of, modules_in, states_of
 if TYPE_CHECKING:
     from bendtrace.insert import selector_naming as naming
     from bendtrace.insert import selector_source as source
-    from bendtrace.log import run as run_views
-    from bendtrace.log.run import Run
     from bendtrace.show.outline import Coverage
 else:
-    run_views = LazyModule("bendtrace.log.run")
     source = LazyModule("bendtrace.insert.selector_source")
     naming = LazyModule("bendtrace.insert.selector_naming")
 
@@ -64,11 +61,7 @@ class NamedRuns(Protocol):
 
 
 def node_name_of(where: Any, knowledge: NamedRuns) -> str | None:
-    """Return the name for a node or an entry of a run; None if `where` is neither.
-
-    Args:
-        where: a name, a node of a tree of paths or of a mirror, or an entry of a log.
-        knowledge: the recorded runs of the model.
+    """Return the name for a node of a tree or mirror, or an entry of a log; None if it is neither.
 
     Raises:
         NodePathError: no mirror contains the node.
@@ -93,21 +86,14 @@ def node_name_of(where: Any, knowledge: NamedRuns) -> str | None:
 
 @dataclass(frozen=True)
 class Resolution:
-    """The result of resolving a string.
+    """The result of resolving a string."""
 
-    Attributes:
-        kind: the kind of object.
-        name: for modules and states, the qualified name.
-        module: for modules, the module.
-        places: nodes of runs: the root of the tree, the node, and its passes; None for all.
-        is_owned: whether it is one of the model's own modules, parameters or buffers.
-    """
-
-    kind: Literal["state", "module", "node", "layer"]
-    name: str = ""
-    module: nn.Module | None = None
+    kind: Literal["state", "module", "node", "layer"]  # the kind of object
+    name: str = ""  # for modules and states, the qualified name
+    module: nn.Module | None = None  # for modules, the module
+    # Nodes of runs: the root of the tree, the node, and its passes; None for all.
     places: tuple[tuple[TreeNode, TreeNode, Chosen], ...] = ()
-    is_owned: bool = False
+    is_owned: bool = False  # whether it is one of the model's own modules, parameters or buffers
 
     @property
     def is_whole_state(self) -> bool:
@@ -126,8 +112,7 @@ class Resolution:
 def resolve_meaning(text: str, knowledge: NamedRuns) -> Resolution | None:
     """Resolve a string in a model; return None if nothing known has this name.
 
-    Raises:
-        NodePathError: the string matches several things.
+    Raise `NodePathError` if the string matches several things.
     """
     found: list[tuple[RunNames, Meaning]] = []
     for names in knowledge.names():
@@ -170,10 +155,8 @@ def _require_same_node(text: str, node: TreeNode, trees: Sequence[Tree]) -> None
     """Raise for a name that another known run would give to another node, and warn of others.
 
     Nodes of one name are numbered in the order in which runs reach them. A name may therefore
-    depend on which of several paths came first.
-
-    Raises:
-        NodePathError: another known run would give the name to another node.
+    depend on which of several paths came first. Raise `NodePathError` if another known run would
+    give the name to another node.
     """
     name, otherwise = node.path.rpartition(".")[2], ""
     parents = list(_parents(node, trees))
@@ -273,8 +256,7 @@ def _path_error(
 def text_of_place(where: Any) -> str:
     """Return the path for a key: a path or a node.
 
-    Raises:
-        InputError: it is neither a path nor a node.
+    Raise `InputError` if it is neither a path nor a node.
     """
     if isinstance(where, Node):
         return where._path
@@ -284,15 +266,10 @@ def text_of_place(where: Any) -> str:
 
 
 def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return given activations by the paths of their nodes.
+    """Return given activations, by path or node, by the paths of their nodes.
 
-    Args:
-        model: the `BendedModule`.
-        activations: the values, by path or node.
-
-    Raises:
-        InputError: a key is not a path, selects something whose value cannot be given, or is
-            ambiguous, or two keys select the same value.
+    Raise `InputError` if a key is not a path, selects something whose value cannot be given, or is
+    ambiguous, or two keys select the same value.
     """
     found: dict[str, Any] = {}
     values: list[tuple[str, _Value]] = []
@@ -325,8 +302,7 @@ def by_path(model: Any, activations: Mapping[Any, Any]) -> dict[str, Any]:
 def _selected_path(model: Any, where: Any) -> str:
     """Return the path of the one selected node; a name is returned as it is if no run has it yet.
 
-    Raises:
-        InputError: it is not the value of one node.
+    Raise `InputError` if it is not the value of one node.
     """
     knowledge, label = model._knowledge, describe_where(where)
     try:
@@ -374,21 +350,13 @@ def node_of_name(model: Any, text: str) -> Node | None:
 
 
 class _Value(NamedTuple):
-    """The value of a node: a result, or a part of one.
+    """The value of a node: a result, or a part of one."""
 
-    Attributes:
-        path: the node of the function, or of the module call.
-        keys: the keys that lead to the part.
-        passes: the selected passes; None for all.
-        scope: path of the enclosing call, "" for the call of the model.
-        role: the role of the whole value there.
-    """
-
-    path: str
-    keys: tuple[str, ...]
-    passes: frozenset[int] | None
-    scope: str
-    role: str
+    path: str  # the node of the function, or of the module call
+    keys: tuple[str, ...]  # the keys that lead to the part
+    passes: frozenset[int] | None  # the selected passes; None for all
+    scope: str  # path of the enclosing call, "" for the call of the model
+    role: str  # the role of the whole value there
 
     @classmethod
     def of(cls, node: Node) -> _Value:
@@ -459,28 +427,19 @@ def flat(where: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class ReplacementPoint:
-    """A position on a tape from which a given value, or a part of it, replaces a recorded one.
+    """A position on a tape from which a given value, or a part of it, replaces a recorded one."""
 
-    Attributes:
-        index: the op whose value it replaces.
-        start: the first position at which it applies.
-        call: the module call that outputs it; None if it is the op.
-        keys: its position inside the value of the node.
-        node: the part of the node.
-    """
-
-    index: int
-    start: int
-    call: ModuleCall | None
-    keys: tuple[Any, ...]
-    node: TreeNode
+    index: int  # the op whose value it replaces
+    start: int  # the first position at which it applies
+    call: ModuleCall | None  # the module call that outputs it; None if it is the op
+    keys: tuple[Any, ...]  # its position inside the value of the node
+    node: TreeNode  # the part of the node
 
 
 def path_in(tree: Tree, text: str) -> str:
     """Return the path that a tree uses for a node that has a given path in another run.
 
-    Raises:
-        NodePathError: the tree has no such node.
+    Raise `NodePathError` if the tree has no such node.
     """
     try:
         find_node(tree.data, text)
@@ -500,13 +459,9 @@ def is_named(node: TreeNode, text: str) -> bool:
 def spots_of(
     recording: Recording, tree: Tree, text: str, *, bended: bool
 ) -> tuple[ReplacementPoint, ...]:
-    """Return where on the tape of a run the value of a node is defined.
+    """Return where on the tape of a run the value of a node is defined, by its path.
 
-    Args:
-        recording: the run.
-        tree: its tree.
-        text: the path of the node.
-        bended: whether it is the value after the insertions at the node.
+    With `bended`, it is the value after the insertions at the node.
 
     Raises:
         NodePathError: the run has no such node.
@@ -586,12 +541,7 @@ class _Spots:
         yield from self._at(index, index + 1, None, (), keys, node, gate)
 
     def _of_call(
-        self,
-        holder: TreeNode,
-        number: int,
-        node: TreeNode,
-        within: int,
-        keys: tuple[Any, ...],
+        self, holder: TreeNode, number: int, node: TreeNode, within: int, keys: tuple[Any, ...]
     ) -> Iterator[ReplacementPoint]:
         """Yield the spots of a call's output, or of a part of it."""
         made = holder.passes[number].index
@@ -688,8 +638,7 @@ class _Spots:
 def values_for(text: str, value: Any, spots: tuple[ReplacementPoint, ...]) -> list[Any]:
     """Return what a given value defines at each of the spots of a node.
 
-    Raises:
-        InputError: its structure differs from the structure of the node's value.
+    Raise `InputError` if its structure differs from the structure of the node's value.
     """
     found = [_part_of_value(text, value, spot) for spot in spots]
     tensors = [item for item in take_apart(value)[1] if isinstance(item, Tensor)]
@@ -740,13 +689,9 @@ def _item_at_key(value: Any, key: Any) -> Any:
 class Knowledge:
     """The runs of one model, as insertions query them.
 
-    Args:
-        model: the model.
-        registry: the registry of node names.
-        runs: returns the runs without insertions, the latest first.
-        inserted: returns those with insertions.
-        coverage: lists the branches with a side that was not seen.
-        predict: returns the run without insertions that the inputs will repeat, if that is certain.
+    `runs` returns those without insertions, the latest first, `inserted` those with them.
+    `coverage` lists the branches with a side that was not seen. `predict` returns the run without
+    insertions that the inputs will repeat, if that is certain.
     """
 
     def __init__(
@@ -813,8 +758,7 @@ class Knowledge:
     def select(self, what: Any) -> list[str]:
         """Return the paths of the nodes that a selector, or a value that converts to one, selects.
 
-        Raises:
-            InputError: nothing has been traced yet.
+        Raise `InputError` if nothing has been traced yet.
         """
         runs = self._runs()
         if not runs:
@@ -896,11 +840,7 @@ class Knowledge:
     ) -> str:
         """Return why some runs reached a node less often than others; "" if that is unknown.
 
-        Args:
-            path: the node.
-            runs: the runs.
-            often_enough: whether a run that reached the node a given number of times counts as one
-                of the others.
+        `often_enough` says whether a run that reached it so many times counts as one of the others.
         """
         others = [run for run in self.recordings() if often_enough(self.count_passes(path, run))]
         nodes = {node.path: node for node in self.candidates() or ()}
@@ -936,6 +876,6 @@ class Knowledge:
             living = {id(other) for other in self.recordings()}
             for key in [key for key in self._views if key not in living]:
                 del self._views[key]
-            run = run_views.Run(recording, self.model, self.registry)
+            run = Run(recording, self.model, self.registry)
             cached = self._views[id(recording)] = run
         return cached

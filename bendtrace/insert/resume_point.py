@@ -69,21 +69,13 @@ from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
 
 @dataclass(eq=False)
 class Deviation:
-    """A rest that has left the path of the run that it followed.
+    """A rest that has left the path of the run that it followed."""
 
-    Attributes:
-        run: the recorded run.
-        prepared: the rest.
-        number: the guard of the run that did not hold, or the op that raised, or did not.
-        outcome: what was found instead.
-        values: the variables of the code so far.
-    """
-
-    run: RecordedRun
-    prepared: PreparedSuffix
-    number: Stop
-    outcome: Any
-    values: dict[str, Any]
+    run: RecordedRun  # the recorded run
+    prepared: PreparedSuffix  # the rest
+    number: Stop  # the guard of the run that did not hold, or the op that raised, or did not
+    outcome: Any  # what was found instead
+    values: dict[str, Any]  # the variables of the code so far
     slots: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -140,8 +132,7 @@ class Deviation:
     def has_effects(self, random: RandomStates | None) -> bool:
         """Return whether anything besides the values of the run has been changed, or may have been.
 
-        Args:
-            random: the states of the random generators at its start, if it may draw.
+        If it may draw, the states of the random generators at its start are given.
         """
         has_drawn = random is None or random.differ()
         return has_drawn or self.prepared.rest.memory.has_effects(self.finished_ops)
@@ -231,13 +222,7 @@ def parse_replacements(
     """Parse `from_activations({path: value}, *args, **kwargs)`, or torchbend's form of it.
 
     In that form the names come first, and the values are among the model's keyword arguments.
-
-    Args:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-
-    Returns:
-        The activations, and the model's positional and keyword arguments.
+    Return the activations, and the model's positional and keyword arguments.
 
     Raises:
         InputError: the arguments have neither form.
@@ -291,7 +276,9 @@ class _SuffixRun:
             if chosen is not None:
                 run, prepared = chosen
                 self._require_possible(prepared)
-                if self._looks_at_changes(run, plan):
+                if plan is not None and plan.looks_at_changes(
+                    run.program.recordings(), read_and_changed
+                ):
                     if not self._is_whole:
                         raise InputError(
                             "an insertion may read what the rest changes, and a recorded run "
@@ -369,12 +356,6 @@ class _SuffixRun:
             raise InputError(
                 "no output or change of the model depends on " + ", ".join(map(repr, self._given))
             )
-
-    @staticmethod
-    def _looks_at_changes(run: RecordedRun, plan: InsertionPlan | None) -> bool:
-        return plan is not None and plan.looks_at_changes(
-            run.program.recordings(), read_and_changed
-        )
 
     # Carrying it out
 
@@ -563,18 +544,10 @@ def call_with(
     *,
     bended: bool,
 ) -> Any:
-    """Call a model with given values instead of its own.
+    """Call a model with given values, by node path, instead of its own.
 
-    Args:
-        model: the `BendedModule`.
-        given: the values, by node path.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
-        bended: whether the values replace those after the insertions at the nodes.
-
-    Raises:
-        InputError: the model did not reach a node, or reached it several times, or the value of a
-            node cannot be given.
+    With `bended`, they replace those after the insertions at the nodes. Raise `InputError` if the
+    model did not reach a node, or reached it several times, or the value of a node cannot be given.
     """
     registry = model._insertion_registry
     others = () if bended else registry.insertions
@@ -615,13 +588,7 @@ def _refuse_alias(text: str, node: Node, insertion: Insertion) -> None:
 
 
 class _Replacement(Interjection):
-    """Replaces the output of a node by a given value.
-
-    Args:
-        text: the requested name of the node.
-        value: the value.
-        late: whether it runs after all other insertions there.
-    """
+    """Replaces the output of a node by a value; if `late`, after all other insertions there."""
 
     _only_outputs = True
 
@@ -655,47 +622,29 @@ _MOST = 64  # things that are kept for each model
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A recorded run that may have the required rest.
+    """A recorded run that may have the required rest."""
 
-    Attributes:
-        program: the program that it belongs to.
-        recording: the run.
-        arguments: the arguments of the call, by position; None for missing ones.
-        missing: positions of the missing ones.
-    """
-
-    program: Program
+    program: Program  # the program that it belongs to
     recording: Recording
-    arguments: tuple[Any, ...]
-    missing: frozenset[int] = frozenset()
+    arguments: tuple[Any, ...]  # the arguments of the call, by position; None for missing ones
+    missing: frozenset[int] = frozenset()  # positions of the missing ones
 
 
 @dataclass
 class PreparedSuffix:
-    """The rest of a recorded run, ready to run.
-
-    Attributes:
-        recording: the run.
-        spots: where on its tape the value of each node is given.
-        cuts: the same, by op.
-        rest: the required ops.
-        code: the same as code; None if it cannot be run.
-    """
+    """The rest of a recorded run, ready to run."""
 
     recording: Recording
-    spots: dict[str, tuple[ReplacementPoint, ...]]
-    cuts: list[Cut]
-    rest: Suffix
-    code: SuffixCode | None = None
+    spots: dict[str, tuple[ReplacementPoint, ...]]  # where its tape has the value of each node
+    cuts: list[Cut]  # the same, by op
+    rest: Suffix  # the required ops
+    code: SuffixCode | None = None  # the same as code; None if it cannot be run
 
 
 class Suffixes:
-    """The rests of a model's runs after the values of some nodes.
+    """The rests of a model's runs after the values of some nodes, which are given by path.
 
-    Args:
-        model: the `BendedModule`.
-        given: the values, by node path.
-        bended: whether the values replace those after the insertions at the nodes.
+    With `bended`, the values replace those after the insertions at the nodes.
     """
 
     def __init__(self, model: Any, given: Mapping[str, Any], bended: bool) -> None:
@@ -717,11 +666,8 @@ class Suffixes:
     ) -> PreparedSuffix:
         """Return the rest of a run.
 
-        Args:
-            run: the run.
-            start: the first op that has not been run yet.
-            available: the ops before it that were run.
-            tests_before: the tests that were made before.
+        It starts with the first op that has not been run yet; those before it in `available` were
+        run. The tests before were made already.
 
         Raises:
             NodePathError: the run has not reached a node.
@@ -781,8 +727,7 @@ class Suffixes:
     def values_for(self, prepared: PreparedSuffix) -> dict[str, Any]:
         """Return the given values in the form that the code of a rest takes.
 
-        Raises:
-            InputError: one differs in structure from its node's value.
+        Raise `InputError` if one differs in structure from its node's value.
         """
         values: dict[str, Any] = {}
         rest = prepared.rest
@@ -867,17 +812,9 @@ def cached_for_model(model: Any, key: Any, make: Callable[[], Any]) -> Any:
 class RecordedRuns:
     """The recorded runs that fit the arguments of a call, the latest first.
 
-    Args:
-        model: the `BendedModule`.
-        tree: its paths, with the current insertions.
-        bound: the arguments by name, as far as they were passed.
-        form: how they were passed, where the model may see that.
-
-    Attributes:
-        is_whole: whether the model can be called with these arguments.
-
-    Raises:
-        InputError: no runs are known, and no arguments are given.
+    The tree has the model's paths, with the current insertions. The form is how arguments were
+    passed, where the model may see that. Raises `InputError` if no runs are known, and no arguments
+    are given.
     """
 
     def __init__(
@@ -889,6 +826,7 @@ class RecordedRuns:
         programs = sorted(tree.programs(), key=lambda program: program.serial, reverse=True)
         self._same = list(tree.programs((*names, *form)))
         self._wider = [p for p in programs if set(names) < set(_argument_names(p))]
+        # True if the model can be called with these arguments.
         self.is_whole: bool = bool(self._same) or (bool(names) and not self._wider)
         if not (self.is_whole or self._wider):
             raise InputError(
@@ -898,11 +836,7 @@ class RecordedRuns:
             )
 
     def __iter__(self) -> Iterator[RecordedRun]:
-        """Yield the runs.
-
-        Raises:
-            DivergenceError: arguments are missing, and no run fits.
-        """
+        """Yield the runs. Raise `DivergenceError` if arguments are missing, and no run fits."""
         return iter(self._admitting() if self.is_whole else self._fitting())
 
     def _admitting(self) -> list[RecordedRun]:

@@ -164,11 +164,7 @@ def find_nodes(what: Any, graph: CandidateGraph) -> list[Candidate]:
 def select_nodes(selector: NodeSelector, graph: CandidateGraph, among: set[str]) -> set[str]:
     """Return which of some nodes of a graph are selected.
 
-    Args:
-        selector: the selector.
-        graph: the whole graph.
-        among: paths of the nodes to check; a selector that judges nodes alone is not called for
-            others.
+    A selector that judges nodes alone is not called for others.
     """
     if selector.looks_ahead:
         return selector.select(graph) & among
@@ -606,22 +602,14 @@ GROUPS: dict[str, dict[str, str]] = {
     "Pooling": {"is_pooling": ""},
     "Padding": {"is_padding": ""},
     "Normalization": {"is_normalization": ""},
-    "Recurrent": {
-        "is_rnn": "RNN",
-        "is_rnn_cell": "RNNCell",
-        "is_recurrent": "",
-    },
+    "Recurrent": {"is_rnn": "RNN", "is_rnn_cell": "RNNCell", "is_recurrent": ""},
     "Transformer": {
         "is__transformer_": "Transformer",
         "is_transformer_encoder": "TransformerEncoder TransformerEncoderLayer",
         "is_transformer_decoder": "TransformerDecoder TransformerDecoderLayer",
         "is_transformer": "",
     },
-    "Linear": {
-        "is_identity": "Identity",
-        "is_linear_not_bilinear": "Linear",
-        "is_linear": "",
-    },
+    "Linear": {"is_identity": "Identity", "is_linear_not_bilinear": "Linear", "is_linear": ""},
     "Dropout": {
         "is__dropout_": "Dropout",
         "is_alphadropout": "AlphaDropout",

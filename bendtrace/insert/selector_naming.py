@@ -683,13 +683,8 @@ class Outside(Selector):
 def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> NodeSelector:
     """Return a selector for the nodes that a selector selects outside some modules.
 
-    Args:
-        what: a selector, or any value that converts to one.
-        model: the model.
-        leaves: classes of modules, modules, or qualified names of modules.
-
-    Raises:
-        InputError: one of the leaves is invalid.
+    The leaves are classes of modules, modules, or qualified names of modules. Raise `InputError`
+    if one of the leaves is invalid.
     """
     selector = _selector_by_name(what) if isinstance(what, str) else as_selector(what)
     names = leaf_names(model, leaves)
@@ -699,8 +694,7 @@ def outside(what: Any, model: Callable[..., Any], leaves: Iterable[Any]) -> Node
 def leaf_names(model: Callable[..., Any], leaves: Iterable[Any]) -> frozenset[str]:
     """Return the qualified names of some modules (see `outside`).
 
-    Raises:
-        InputError: one of the leaves is invalid.
+    Raise `InputError` if one of the leaves is invalid.
     """
     modules = list(modules_in(model).items())
     found = (
@@ -712,8 +706,7 @@ def leaf_names(model: Callable[..., Any], leaves: Iterable[Any]) -> frozenset[st
 def leaf_modules_in(tracer_kwargs: Mapping[str, Any] | None) -> list[Any]:
     """Return the `leaf_modules` of `tracer_kwargs`.
 
-    Raises:
-        InputError: there are unknown options.
+    Raise `InputError` if there are unknown options.
     """
     options = dict(tracer_kwargs or {})
     leaves = options.pop("leaf_modules", None) or ()

@@ -36,26 +36,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourcePattern:
-    """A user's description of a condition or a loop.
+    """A user's description of a condition or a loop."""
 
-    Attributes:
-        text: its source, a regular expression that is searched for in it, or None for any.
-        line: a line that it covers, or None for any.
-        file: the source file, or the end of its path; None for any.
-    """
-
+    # Its source, a regular expression that is searched for in it, or None for any.
     text: str | re.Pattern[str] | None = None
-    line: int | None = None
-    file: str | None = None
+    line: int | None = None  # a line that it covers, or None for any
+    file: str | None = None  # the source file, or the end of its path; None for any
 
     def means(self, text: str, lines: range, file: str) -> bool:
-        """Return whether the description fits something in the source.
-
-        Args:
-            text: its source.
-            lines: the lines that it is on.
-            file: the file that it is in.
-        """
+        """Return whether the description fits something in the source."""
         if self.line is not None and self.line not in lines:
             return False
         if self.file is not None and not is_file(file, self.file):
@@ -73,13 +62,9 @@ class SourcePattern:
 def mark(where: Any, file: str | None, asked: str) -> SourcePattern:
     """Return a checked description of a place in the source.
 
-    Args:
-        where: text, a regular expression, a line, `"model.py:41"`, or None.
-        file: the source file, if given separately.
-        asked: the calling function, for messages.
-
-    Raises:
-        InputError: the description is invalid.
+    It is text, a regular expression, a line, `"model.py:41"`, or None. The source file may be given
+    separately; messages name the function that asked. Raise `InputError` if the description is
+    invalid.
     """
     if file is not None and not isinstance(file, str):
         raise InputError(f"{asked}() takes the path of a source file, or its end, not {file!r}")
@@ -273,17 +258,11 @@ class AtLine(Selector):
 
 
 class ConditionSide(NamedTuple):
-    """A condition, as seen from code that depends on it.
+    """A condition, as seen from code that depends on it."""
 
-    Attributes:
-        text: its source.
-        lines: the lines that it is on.
-        side: whether it has to be true.
-    """
-
-    text: str
-    lines: range
-    side: bool
+    text: str  # its source
+    lines: range  # the lines that it is on
+    side: bool  # whether it has to be true
 
 
 def _outside_places(node: Candidate) -> Iterator[InstructionPlace]:
@@ -401,13 +380,7 @@ def why_past(
 
     It is the innermost condition around the node in the source whose outcome was different in a
     run. If there is none, it is the first decision of a run that differs in the most similar run
-    that reached the node.
-
-    Args:
-        path: the node.
-        nodes: the known nodes by path.
-        others: runs that reached it.
-        runs: runs that did not reach it.
+    that reached the node. The runs did not reach it, the others did.
     """
     others = list(others)
     furthest, found = -1, ""
@@ -488,10 +461,7 @@ def branch_before(node: TreeNode, parents: Sequence[TreeNode]) -> Step | None:
     """Return a branch whose other side might change a node's name, if a run had taken it first.
 
     The other side may hold a node of this name itself, or leave out one that was counted before.
-
-    Args:
-        node: the node.
-        parents: the graph around it, in each known run that has reached this graph.
+    The parents are the graph around it, in each known run that has reached this graph.
     """
     base, seen = _node_identifier(node), defaultdict[tuple[str, int], set[str]](set)
     for parent in parents:

@@ -31,13 +31,12 @@ from bendtrace.engine.program_graph import ProgramGraph
 from bendtrace.engine.schedule import Unlinked
 from bendtrace.engine.source import Code, Unfit, ValueSplice
 from bendtrace.engine.stretches import Exit, RunPiece
-from bendtrace.insert.gates import AfterGate, Gate, raise_caught
+from bendtrace.insert.gates import AfterGate, Gate, SplicedGate, raise_caught
 from bendtrace.insert.inserter import LiveInserter, place_of_node
 from bendtrace.insert.interjection import NodePass
 from bendtrace.insert.leaves import LeafShape
 from bendtrace.insert.plan import InsertionPlan, Slot, slots_at_node
 from bendtrace.insert.resolver import Knowledge
-from bendtrace.insert.spliced_gate import SplicedGate
 from bendtrace.log.path_views import Candidate, RunNodes
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import Site
@@ -58,25 +57,18 @@ else:
 
 
 class Splicer:
-    """Gives the code of segments with what is inserted at some places.
+    """Gives the code of segments with what is inserted at some places, by the plan.
 
-    Args:
-        plan: insertions at these places.
-        knowledge: the runs of the model.
-        exits: gives all exits that calls may take.
-
-    Attributes:
-        is_apart: whether it has turned out that runs with the insertions have to be recorded.
-        calls: how many calls it has served to their end.
-        writes: whether a known run writes to tensors in place.
+    `exits` gives all exits that calls may take.
     """
 
     def __init__(
         self, plan: InsertionPlan, knowledge: Knowledge, exits: Callable[[], Iterable[Exit]]
     ) -> None:
+        # True if it has turned out that runs with the insertions have to be recorded.
         self.is_apart: bool = not plan.can_be_spliced
-        self.calls: int = 0
-        self.writes: bool = False
+        self.calls: int = 0  # how many calls it has served to their end
+        self.writes: bool = False  # whether a known run writes to tensors in place
         self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
@@ -88,14 +80,7 @@ class Splicer:
         self._codes: dict[Exit, tuple[int, Code]] = {}
 
     def __call__(self, exit: Exit) -> Code:
-        """Return the code of an exit.
-
-        Args:
-            exit: the exit.
-
-        Raises:
-            Unfit: there is none.
-        """
+        """Return the code of an exit. Raise `Unfit` if there is none."""
         cached = self._codes.get(exit)
         if cached is not None and cached[0] == exit.rewrites:
             return cached[1]
@@ -168,16 +153,7 @@ _FIRST = 3  # calls in which what is inserted may turn out not to fit
 
 
 class _Places:
-    """Finds where gates go in a recorded run.
-
-    Args:
-        splicer: knows what is inserted.
-        nodes: the nodes of a run.
-        piece: the run.
-
-    Attributes:
-        is_open: whether gates reach all modules that it calls.
-    """
+    """Finds where gates go in a recorded run."""
 
     def __init__(self, splicer: Splicer, nodes: RunNodes, piece: RunPiece) -> None:
         self._splicer = splicer
@@ -187,7 +163,7 @@ class _Places:
         self._tape: Tape = piece.recording.tape
         self._analysis: Analysis = piece.analysis
         self._positions = [guard.position for guard in self._tape.guards]
-        self.is_open: bool = not self._tape.is_closed
+        self.is_open: bool = not self._tape.is_closed  # whether gates reach all modules in it
 
     def find(self) -> tuple[ValueSplice, ...]:
         """Return the splices in order."""
@@ -319,17 +295,9 @@ def record_with_insertions(
 ) -> Recording:
     """Run a model under the tracer, with insertions.
 
-    Args:
-        knowledge: the recorded runs of the model.
-        signature: binds the arguments.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        plan: the insertions; None for none.
-        script: what need not run again.
-        reads_states: whether the run reads all states where it asks for values.
-        lifting: lifts counters of loops, and numbers in the state; None to lift none.
-        splicer: for a run that is to be kept with those without insertions, splices these in.
-            They are ops of the run if the first of them cannot be spliced.
+    The script has what need not run again. With `reads_states`, the run reads all states where it
+    asks for values. If it is to be kept with those without insertions, the splicer splices these
+    in. They are ops of the run if the first of them cannot be spliced.
     """
     inserter = None
     if plan is not None:

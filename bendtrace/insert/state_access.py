@@ -52,11 +52,7 @@ def read_and_changed(plan: InsertionPlan, recording: Recording) -> frozenset[str
 
 
 class _ModelStateAccess:
-    """The state of the model that a run reads and changes.
-
-    Args:
-        recording: the run.
-    """
+    """The state of the model that a run reads and changes."""
 
     def __init__(self, recording: Recording) -> None:
         environment = recording.environment
@@ -265,32 +261,22 @@ _MAKING = frozenset({"__init__", "__new__", "__post_init__"})  # assign to new o
 
 
 class ReachedObjects(NamedTuple):
-    """The objects that the code of one insertion reaches.
-
-    Attributes:
-        what: the insertion.
-        codes: its code, and whether other code calls it: see `stores_in`.
-        objects: the containers, objects, modules and tensors that it holds, by identity.
-        numbers: the globals with plain values that it names.
-        is_contained: whether it can read nothing of the model but its arguments, unless the model
-            has some of what it holds, too.
-        is_plain: whether it could not by what it holds at present, which may change.
-    """
+    """The objects that the code of one insertion reaches."""
 
     what: Interjection
-    codes: Mapping[types.CodeType, bool]
-    objects: Mapping[int, Any]
-    numbers: frozenset[str]
+    codes: Mapping[types.CodeType, bool]  # its code, and whether other code calls it (`stores_in`)
+    objects: Mapping[int, Any]  # containers, objects, modules and tensors it holds, by identity
+    numbers: frozenset[str]  # the globals with plain values that it names
+    # True if it can read nothing of the model but its arguments, unless the model has some of what
+    # it holds, too.
     is_contained: bool
-    is_plain: bool
+    is_plain: bool  # whether it could not by what it holds at present, which may change
 
 
 def reach_of_insertion(what: Interjection, own: Container[int]) -> ReachedObjects:
     """Return what an insertion reaches.
 
-    Args:
-        what: the insertion.
-        own: identities of the model's own modules, which do what they do.
+    The identities of the model's own modules are given, which do what they do.
     """
     codes: dict[types.CodeType, bool] = {}
     _add_codes(what, codes, set(), own, _DEPTH)
@@ -456,26 +442,20 @@ _LEADS_TO_THE_MODEL = ANY | {"module"}
 
 
 def is_contained(function: Any, own: Container[int] | None = None) -> bool:
-    """Return whether some code can read nothing of the model but its arguments.
+    """Return whether code, or a called object, can read nothing of the model but its arguments.
 
-    Args:
-        function: the function, module, interjection, or other object that is called.
-        own: identities of the model's own modules; None if unknown.
+    The identities of the model's own modules may be unknown.
     """
     return _holds_only_plain(function, _PlainScan(own))
 
 
 class _PlainScan:
-    """The objects that a search has scanned, and the model's own modules.
-
-    Attributes:
-        may_change: whether something was found that can come to hold other objects.
-    """
+    """The objects that a search has scanned, and the model's own modules."""
 
     def __init__(self, own: Container[int] | None) -> None:
         self.seen: set[int] = set()
         self.own = own
-        self.may_change: bool = False
+        self.may_change: bool = False  # whether something can come to hold other objects
 
 
 def _holds_only_plain(thing: Any, search: _PlainScan) -> bool:

@@ -22,7 +22,6 @@ from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes
 from bendtrace.insert.plan import Location, StateTensor
 from bendtrace.insert.resolver import NamedRuns, Resolution, node_name_of, resolve_meaning
 from bendtrace.log.entries import LayerEntry, ModuleEntry
-from bendtrace.log.names import near_names
 from bendtrace.log.nodes import TreeNode, dotted
 from bendtrace.log.path_views import (
     Candidate,
@@ -34,6 +33,7 @@ from bendtrace.log.path_views import (
     dug,
     find_node,
 )
+from bendtrace.log.run import near_names
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import place_text
 from bendtrace.record.op_names import NodeRef
@@ -73,9 +73,7 @@ class Restricted(Interjection):
 class InCalls(Restricted):
     """Has an interjection called in some calls of the model, of those that reach it.
 
-    Args:
-        what: the interjection.
-        calls: the numbers of the calls, from 0, or a predicate.
+    They are selected by their numbers, from 0, or by a predicate.
     """
 
     def __init__(self, what: Interjection, calls: PassNumbers) -> None:
@@ -114,12 +112,7 @@ class InCalls(Restricted):
 
 
 class OfRows(Restricted):
-    """Has an interjection called with some rows of a tensor, which its result replaces.
-
-    Args:
-        what: the interjection.
-        rows: the rows: indices of the first axis.
-    """
+    """Has an interjection called with some rows of the first axis, which its result replaces."""
 
     def __init__(self, what: Interjection, rows: Rows) -> None:
         super().__init__(what)
@@ -242,21 +235,13 @@ class _OfPart(Restricted):
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream of a model, by TransformerLens's names.
+    """The residual stream of a model, by TransformerLens's names."""
 
-    Attributes:
-        layers: the number of layers.
-        positions: the node path of the embeddings of positions; None if there are none.
-        norms: for each layer the norms before attention and before the MLP.
-        final: the norm after all layers.
-        unembed: the module that makes logits of the stream; None if there is none.
-    """
-
-    layers: int
-    positions: str | None
-    norms: tuple[tuple[nn.Module, nn.Module], ...]
-    final: nn.Module
-    unembed: nn.Module | None
+    layers: int  # the number of layers
+    positions: str | None  # the node path of the embeddings of positions; None if there are none
+    norms: tuple[tuple[nn.Module, nn.Module], ...]  # of each layer, before attention and MLP
+    final: nn.Module  # the norm after all layers
+    unembed: nn.Module | None  # the module that makes logits of the stream; None if there is none
 
     def key(self, layer: int, is_mid: bool) -> tuple[str, int]:
         """Return the short name of the stream before a layer, or before its MLP."""
@@ -406,8 +391,7 @@ def transformer_lens_aliases(model: Any) -> Aliases:
 def alias_of(where: Any, model: Any) -> Alias | None:
     """Return the alias that a location is, or names in TransformerLens's words; None for others.
 
-    Raises:
-        NodePathError: it is such a name, and the model has no equal value.
+    Raise `NodePathError` if it is such a name, and the model has no equal value.
     """
     return _alias_in(transformer_lens_aliases(model), where) if _may_be_alias(where) else None
 
@@ -416,9 +400,7 @@ def aliased(where: Any, model: Any) -> tuple[Any, Alias | None]:
     """Return a location in the model's own names, and the alias that it is or names.
 
     Several locations have the alias of the first, which picks and puts the same as the others.
-
-    Raises:
-        InputError: several locations name values of different kinds.
+    Raise `InputError` if several locations name values of different kinds.
     """
     if not isinstance(where, (list, tuple, set, frozenset)):
         alias = alias_of(where, model)
@@ -449,44 +431,28 @@ def _alias_in(names: Aliases, where: Any) -> Alias | None:
 
 
 def require_equal(aliases: Aliases, name: str) -> None:
-    """Raise if a name is known to have no equal in a model.
-
-    Raises:
-        NodePathError: it has none; the message says why.
-    """
+    """Raise a `NodePathError` that says why if a name is known to have no equal in a model."""
     if why := aliases.why_not(name):
         raise NodePathError(f"{name!r} has no equal value in this model: {why}", name)
 
 
 class _Family(NamedTuple):
-    """The names of a family of models.
+    """The names of a family of models."""
 
-    Attributes:
-        kinds: `model_type` of their configurations.
-        block: the list of blocks.
-        parts: modules that each block has.
-        attention: the module of attention in a block.
-        heads: returns the shape that an axis of all heads has as (heads, size); None if unknown.
-        embed: the module of the embedding of tokens.
-        positions: the module of the embedding of positions; "" if there is none.
-        norms: the modules of the norms in a block, and after all blocks.
-        names: for each hook of a block its place in the block, which part of the value there, and
-            why the two are equal.
-        final: hooks after all blocks, and their places.
-        unequal: as for `Aliases`, with the prefix of the modules for `{prefix}`.
-    """
-
-    kinds: frozenset[str]
-    block: str
-    parts: tuple[str, ...]
-    attention: str
+    kinds: frozenset[str]  # `model_type` of their configurations
+    block: str  # the list of blocks
+    parts: tuple[str, ...]  # modules that each block has
+    attention: str  # the module of attention in a block
+    # Returns the shape that an axis of all heads has as (heads, size); None if unknown.
     heads: Callable[[Mapping[str, nn.Module], str], tuple[int, int] | None]
-    embed: str
-    positions: str
-    norms: tuple[str, str, str]
+    embed: str  # the module of the embedding of tokens
+    positions: str  # the module of the embedding of positions; "" if there is none
+    norms: tuple[str, str, str]  # the modules of the norms in a block, and after all blocks
+    # For each hook of a block its place in the block, which part of the value there, and why the
+    # two are equal.
     names: Mapping[str, tuple[str, str, str]]
-    final: Mapping[str, str]
-    unequal: Mapping[str, str]
+    final: Mapping[str, str]  # hooks after all blocks, and their places
+    unequal: Mapping[str, str]  # as for `Aliases`, with the prefix of the modules for `{prefix}`
 
 
 def _family_aliases(
@@ -721,15 +687,10 @@ class OfModule:
 
 @dataclass(frozen=True)
 class Selected:
-    """The nodes that a selector selects.
-
-    Attributes:
-        selector: the selector.
-        is_broad: whether it can select any node: a selector, or a function of a node.
-    """
+    """The nodes that a selector selects."""
 
     selector: NodeSelector
-    is_broad: bool
+    is_broad: bool  # whether it can select any node: a selector, or a function of a node
 
     @property
     def needs_output(self) -> bool:
@@ -770,17 +731,11 @@ class LocationText(str):
 
 @dataclass(frozen=True)
 class Target:
-    """One location, as the user gave it.
+    """One location, as the user gave it."""
 
-    Attributes:
-        original: as the user wrote it.
-        place: the resolved location, if it can be resolved without a run.
-        passes: the passes that it names, counted from 0; None for all.
-    """
-
-    original: Any
-    place: Location | None = None
-    passes: tuple[int, ...] | None = None
+    original: Any  # as the user wrote it
+    place: Location | None = None  # the resolved location, if it can be resolved without a run
+    passes: tuple[int, ...] | None = None  # the passes that it names, counted from 0; None for all
 
     @property
     def is_ahead(self) -> bool:
@@ -806,12 +761,7 @@ class Target:
 def targets_of(
     where: Where | StateTensor, knowledge: ModelRuns, *, lenient: bool = False
 ) -> tuple[Target, ...]:
-    """Parse a location.
-
-    Args:
-        where: as given.
-        knowledge: the recorded runs of the model.
-        lenient: whether a name without a match may match later.
+    """Parse a location. If `lenient`, a name without a match may match later.
 
     Raises:
         InputError: it is not a valid location.
@@ -862,11 +812,7 @@ def _targets(where: Any, knowledge: ModelRuns) -> tuple[Target, ...]:
 
 
 def _require_own(node: Node, knowledge: ModelRuns) -> None:
-    """Raise for a node of a tree if its path in this model belongs to something else.
-
-    Raises:
-        InputError: it does.
-    """
+    """Raise an `InputError` if the path of a node of a tree belongs to something else here."""
     data, model = node._data, module_of(knowledge.model)
     if data.kind == "graph" and data.module and model is not None:
         module = modules_in(model).get(data.module)
@@ -937,8 +883,7 @@ def _resolve_name(text: str, knowledge: ModelRuns, original: Any) -> tuple[Targe
 def targets_named(text: str, knowledge: ModelRuns) -> tuple[Target, ...]:
     """Resolve a string in the known part of a run; return nothing if it has no such name.
 
-    Raises:
-        NodePathError: the string is ambiguous, or names something without a value.
+    Raise `NodePathError` if the string is ambiguous, or names something without a value.
     """
     resolution = resolve_meaning(text, knowledge)
     return () if resolution is None else _resolved_targets(resolution, text, text)

@@ -7,7 +7,7 @@ from the syntax tree (`python/statements.py`), and iterations from the order of 
 (`record/iterations.py`). Views that depend on the model and the registry of node names belong to
 a `Run` (`run.py`): the networkx mirror (`mirror.py`), the tree of node paths (`path_tree.py`),
 the nodes as selectors see them (`path_views.py`), the log (`building.py`) and the meaning of
-strings in the run (`names.py`). A `Trace` has one `Run`; a `BendedModule` keeps one for each
+strings in the run. A `Trace` has one `Run`; a `BendedModule` keeps one for each
 recording (`insert/resolver.py`).
 
 A trace is also a *log*. `building.py` reads the tape once and creates a `LayerEntry` for each value

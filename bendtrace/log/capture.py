@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from bendtrace.errors import InputError
 from bendtrace.log.building import RunData
 from bendtrace.log.entries import Layer, LayerEntry, ModuleEntry, Namer, nbytes_of, tensors_of
-from bendtrace.log.names import is_layer_name
 from bendtrace.log.nodes import NodePath
 from bendtrace.log.path_views import Node, NodeSelector
+from bendtrace.log.run import is_layer_name
 from bendtrace.python.compare import same_bits
 from bendtrace.python.internals import internal
 from bendtrace.record.op_names import NodeRef, target_name

@@ -336,11 +336,10 @@ class Namer:
     returned them. Of a module without parameters, each place that calls it counts separately,
     unless it is given results of the same layers there.
 
-    Args:
-        torchlens: whether to count like TorchLens. A call is then also a pass of an earlier one
-            whose result it takes, if both call the same function with the same settings in one
-            module, the result of an insertion belongs to the layer of its node, operators have
-            TorchLens's names, and inputs take no positions.
+    With `torchlens`, it counts like TorchLens. A call is then also a pass of an earlier one whose
+    result it takes, if both call the same function with the same settings in one module, the result
+    of an insertion belongs to the layer of its node, operators have TorchLens's names, and inputs
+    take no positions.
     """
 
     count: int  # the number of layers named so far, each pass counted separately

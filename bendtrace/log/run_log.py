@@ -31,7 +31,9 @@ from bendtrace.log.entries import (
     size_text,
     table_of,
 )
-from bendtrace.log.names import (
+from bendtrace.log.nodes import TreeNode
+from bendtrace.log.path_views import Node, NodePath, OneSelectable, Tree, is_path_only
+from bendtrace.log.run import (
     RunNames,
     ambiguity,
     call_around,
@@ -40,8 +42,6 @@ from bendtrace.log.names import (
     near_names,
     passes_of,
 )
-from bendtrace.log.nodes import TreeNode
-from bendtrace.log.path_views import Node, NodePath, OneSelectable, Tree, is_path_only
 from bendtrace.python.checks import listed, required_choice
 from bendtrace.python.lazy import imported, required, tabulate
 from bendtrace.python.lazy import networkx as nx

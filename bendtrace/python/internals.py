@@ -26,12 +26,10 @@ _unreported: list[str] = []
 
 
 def switch_off(feature: str, reason: str, names: frozenset[str] = frozenset()) -> None:
-    """Switch a feature off.
+    """Switch a feature off; the reason is a sentence that says what happens instead.
 
-    Args:
-        feature: "identity", "truth", "handlers", "places", "iterations", or a part of torch.
-        reason: a sentence that says what happens instead.
-        names: code that uses one of these runs live from now on.
+    It is "identity", "truth", "handlers", "places", "iterations", or a part of torch. Code that
+    uses one of the names runs live from now on.
     """
     _off[feature] = reason
     _names.update(dict.fromkeys(names, reason))
@@ -110,14 +108,11 @@ _RAISES = object()
 
 
 def internal(path: str, instead: Any = _RAISES, part: str = "", *names: str) -> Any:
-    """Look up a part of torch that is not public.
+    """Look up a part of torch that is not public, by its module and attributes.
 
-    Args:
-        path: the module and the attributes, such as "torch._C._get_mkldnn_enabled".
-        instead: the value to use where torch has no such part; otherwise one that raises an error
-            as soon as it is used.
-        part: what the recorder does not see without it; "" where `instead` does the same.
-        names: code that uses one of these runs live without it; "" is all code.
+    Where torch has no such part, `instead` is used; by default a value that raises an error as soon
+    as it is used. `part` is what the recorder does not see without it; "" where `instead` does the
+    same. Code that uses one of the names runs live without it; "" is all code.
     """
     try:
         return pkgutil.resolve_name(path)

@@ -503,15 +503,9 @@ def c_function_called_by(frame: FrameType) -> Any:
 def exchange_members(members: AbstractSet[Any], others: Sequence[Any]) -> bool:
     """Replace the members of a set by equal objects, so that it keeps its order.
 
-    A set that is filled again may have another order: what falls into one place of its table
-    comes in the order in which it was put in.
-
-    Args:
-        members: a set or frozenset.
-        others: what takes the place of each, in the set's order; equal, with equal hashes.
-
-    Returns:
-        Whether it could be done, with this Python.
+    A set that is filled again may have another order: what falls into one place of its table comes
+    in the order in which it was put in. The others, in the set's order, are equal and have equal
+    hashes. Return whether it could be done, with this Python.
     """
     if not _has_table():
         return False

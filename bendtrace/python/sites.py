@@ -35,8 +35,6 @@ MACHINERY = (
     os.path.join(PACKAGE, "engine", "dispatcher.py"),
     *(os.path.join(PACKAGE, f"{name}.py") for name in ("hooks", "module", "_trace")),
 )
-# But for this, which holds what an autograd function was given and returned.
-FOLLOWED = os.path.join(PACKAGE, "watch", "followed_functions.py")
 TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _NOT_THE_MODEL = (TORCH, *MACHINERY)
@@ -231,8 +229,7 @@ class Site:
 class SiteTable:
     """Finds the `Site` of running code: one object for each distinct site.
 
-    Args:
-        boundaries: code objects at which a chain ends (the call of a module, the run).
+    A chain ends at the boundaries (the call of a module, the run).
     """
 
     def __init__(self, boundaries: frozenset[CodeType]) -> None:

@@ -353,8 +353,7 @@ class SourceLoop:
     def length(self, taken: Mapping[Span, Sequence[int]]) -> int | None:
         """Return the number of iterations according to the header, or None if unknown.
 
-        Args:
-            taken: the traced sizes that the header consumed, in order, by the consuming expression.
+        It has consumed the traced sizes, in order, by the consuming expression.
         """
         if self.head is None:
             return None

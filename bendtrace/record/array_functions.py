@@ -52,22 +52,12 @@ def is_content(value: Any) -> bool:
 class ArrayFunction:
     """A function that receives arrays, as an op that receives the tensors that stand for them.
 
-    Args:
-        function: the function.
-        name: its name.
-        written: whether it writes to its first argument.
-        given_tensors: whether the tensors that it receives, but for those that stand for arrays,
-            are tensors to it as well.
-        errors: numpy's handling of errors in which it is called; None for that around the run.
-
-    Attributes:
-        function: as given.
-        is_written: whether it writes to its first argument, or to `out`.
-        works_on_arrays: that it does (see `functions.works_on_arrays`).
-        __name__: as given; with the ending of torch's where it writes to its first argument.
+    If `written`, it writes to its first argument. With `given_tensors`, the tensors that it
+    receives, but for those that stand for arrays, are tensors to it as well. `errors` is numpy's
+    handling of errors in which it is called; None for the one around the run.
     """
 
-    works_on_arrays = True
+    works_on_arrays = True  # that it does (see `functions.works_on_arrays`)
 
     def __init__(
         self,
@@ -78,7 +68,8 @@ class ArrayFunction:
         errors: tuple[tuple[str, Any], ...] | None,
     ) -> None:
         self.function: Callable[..., Any] = function
-        self.is_written: bool = written
+        self.is_written: bool = written  # whether it writes to its first argument, or to `out`
+        # As given; with the ending of torch's where it writes to its first argument.
         self.__name__: str = name
         self.__module__ = str(getattr(function, "__module__", None) or "numpy")
         self._given_tensors = given_tensors
@@ -224,7 +215,7 @@ def _view(array: Any, given: list[tuple[Tensor, Any]]) -> Tensor:
             away = address(array) - first
             if (
                 first <= address(array) < end
-                and str(other.dtype) == _dtype_name(array)
+                and str(other.dtype) == f"torch.{array.dtype.name}"
                 and (is_in_memory(other) and away % size == 0)
             ):
                 try:
@@ -274,10 +265,6 @@ def address(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _dtype_name(array: Any) -> str:
-    return f"torch.{array.dtype.name}"
-
-
 def _dtypes() -> frozenset[Any]:
     """Return the types of numpy that torch has as well."""
     if not _torch_dtypes:
@@ -303,30 +290,22 @@ ARRAYS = (
 
 @dataclass(slots=True)
 class _SharedArray:
-    """An array, and the tensors in its memory.
-
-    Attributes:
-        array: the array.
-        content: what was in it.
-        predates_run: whether it was there before the run: then a replay takes it, and no copy.
-        is_resumed: whether the tensors are those of the replay that the run resumes, which are in
-            the memory of another array.
-        place: where that was.
-    """
+    """An array, and the tensors in its memory."""
 
     array: Any
-    content: Array
-    predates_run: bool
+    content: Array  # what was in it
+    predates_run: bool  # whether it was there before the run: then a replay takes it, and no copy
+    # True if the tensors are those of the replay that the run resumes, which are in the memory of
+    # another array.
     is_resumed: bool
-    place: str
+    place: str  # where that was
 
 
 class SharedArrays:
     """Watches the arrays that tensors of a run share their memory with.
 
-    Args:
-        tape: receives a reason if a replay would behave differently.
-        find: finds an array that existed before the run.
+    The tape receives a reason if a replay would behave differently. `find` finds an array that
+    existed before the run.
     """
 
     def __init__(self, tape: Tape, find: Callable[[Any], object]) -> None:
@@ -338,19 +317,11 @@ class SharedArrays:
         return bool(self._shared)
 
     def note_result(
-        self,
-        args: Iterable[Any],
-        out: Any,
-        again: Callable[[], Any] | None,
-        frame: FrameType,
+        self, args: Iterable[Any], out: Any, again: Callable[[], Any] | None, frame: FrameType
     ) -> None:
         """Record the result of an op that may be in the memory of its arguments.
 
-        Args:
-            args: the arguments of the op.
-            out: its result.
-            again: if the result comes from a replay, runs the op.
-            frame: the frame of the run.
+        If the result comes from a replay, `again` runs the op.
         """
         arrays = [array for array in args if is_array(array) and array.nbytes]
         if not arrays or not isinstance(out, Tensor):

@@ -38,13 +38,8 @@ from bendtrace.tape.watchers import call_silently
 class Checkpoints:
     """The checkpointed blocks of a run.
 
-    Args:
-        writer: writes the tape.
-        changes: lists what the run has changed so far; None if that cannot be followed.
-        exchanges: whether something inserted exchanges parameters.
-
-    Attributes:
-        current: the block that the run is in.
+    `changes` lists what the run has changed so far, None if that cannot be followed; `exchanges`
+    says whether something inserted exchanges parameters.
     """
 
     def __init__(
@@ -56,20 +51,16 @@ class Checkpoints:
         self.writer: TapeWriter = writer
         self.changes: Callable[[], list[EnvironmentChange] | None] = changes
         self.exchanges: Callable[[], bool] = exchanges
-        self.current: CheckpointedBlock | None = None
+        self.current: CheckpointedBlock | None = None  # the block that the run is in
 
     def block(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
         """Return an iterator that is advanced where a block begins, and where it ends.
 
-        It is None for a block that cannot be followed.
-
-        Args:
-            function: the code of the block.
-            settings: those of the checkpoint, followed by the arguments of the function.
-            kwargs: further arguments of the function.
+        It is None for a block that cannot be followed. The settings are followed by the arguments
+        of the function.
         """
         preserves, context, check, debug, early_stop, *args = settings
-        if self.current is not None or not is_plain_context(context):
+        if self.current is not None or context is not _no_contexts:
             return None
         call = functools.partial(function, *args, **kwargs)
         given = [value for value in args if isinstance(value, Tensor)]
@@ -95,20 +86,7 @@ class Checkpoints:
 
 
 class CheckpointedBlock:
-    """A block that a run goes through.
-
-    Args:
-        run: the blocks of the run.
-        call: the code of the block, with its arguments.
-        settings: those of the checkpoint.
-        given: the tensors among the arguments.
-
-    Attributes:
-        settings: as given.
-        has_gates: whether something inserted was called inside.
-        passing: how many ops and guards come before the value that something inserted came to
-            latest, the op that gives it, and the value.
-    """
+    """A block that a run goes through; the tensors are those among the arguments of its call."""
 
     def __init__(
         self,
@@ -128,7 +106,9 @@ class CheckpointedBlock:
         self._tensors: tuple[int, ...] = ()
         self._passages: list[Passage] = []
         self._originals: dict[int, Tensor] = {}
-        self.has_gates: bool = False
+        self.has_gates: bool = False  # whether something inserted was called inside
+        # How many ops and guards come before the value that something inserted came to latest, the
+        # op that gives it, and the value.
         self.passing: tuple[int, int, int, Tensor] | None = None
 
     def state_parts(self) -> CheckpointSettings:
@@ -276,44 +256,22 @@ _Stopped: Any = internal("torch.utils.checkpoint._StopRecomputationError", Excep
 _no_contexts: Any = internal("torch.utils.checkpoint.noop_context_fn", None)
 
 
-def is_plain_context(context: Any) -> bool:
-    """Return whether a `context_fn` gives contexts that do nothing."""
-    return context is _no_contexts
-
-
 class Passage(NamedTuple):
-    """A function that replaces a value in the middle of a block.
+    """A function that replaces a value in the middle of a block."""
 
-    Attributes:
-        position: how many ops come before.
-        guards: how many guards come before.
-        op: the op that gives the value.
-        function: the function.
-        context: the grad mode and so on that it runs under; None for the context of the block.
-    """
-
-    position: int
-    guards: int
-    op: int
+    position: int  # how many ops come before
+    guards: int  # how many guards come before
+    op: int  # the op that gives the value
     function: Callable[[Any], Any]
-    context: Context | None
+    context: Context | None  # grad mode and so on that it runs under; None for the block's
 
 
 class Portion:
     """Ops of a block that were carried out one after the other.
 
-    Args:
-        ops: the ops.
-        passages: what replaces their values.
-        tried: ops after whose errors the block goes on.
-        write: gives code that carries all of them out, which is called with the values of `outside`
-            and what switches contexts; None to go through them one by one.
-
-    Attributes:
-        outside: the ops outside of the portion whose values it uses.
-        ops: as given.
-        passages: in their order.
-        dying: the values that are used for the last time by an op, by that.
+    Passages replace their values; after errors of those in `tried`, the block goes on. `write`
+    gives code that carries all of them out, which is called with the values of `outside` and what
+    switches contexts; None to go through them one by one.
     """
 
     def __init__(
@@ -324,28 +282,26 @@ class Portion:
         write: Callable[[Portion], Callable[..., None]] | None = None,
     ) -> None:
         self.ops: list[Op] = list(ops)
-        self.passages: list[Passage] = sorted(passages, key=lambda one: one[:2])
+        self.passages: list[Passage] = sorted(passages, key=lambda one: one[:2])  # in their order
         own = {op.index for op in self.ops}
         self._tried = tried & own
         self._write = None if self._tried else write
         self._code: Callable[..., None] | None = None
         used = [index for op in self.ops for index in op.operands]
         used += [passage.op for passage in self.passages]
+        # The ops outside of the portion whose values it uses.
         self.outside: tuple[int, ...] = tuple(dict.fromkeys(i for i in used if i not in own))
         last = {index: op.index for op in self.ops for index in (op.index, *op.operands)}
         for passage in self.passages:
             last[passage.op] = max(passage.position, last.get(passage.op, 0))
-        self.dying: dict[int, list[int]] = {}
+        self.dying: dict[int, list[int]] = {}  # values by the op that uses them last
         for index, moment in last.items():
             self.dying.setdefault(moment, []).append(index)
 
     def run(self, values: Iterable[Any], stop: tuple[int, int] | None) -> None:
-        """Carry it out again.
+        """Carry it out again, with the values of `outside`.
 
-        Args:
-            values: the values of `outside`.
-            stop: how many ops and guards come before the place where the call left the portion;
-                None if it came to the end.
+        Until `stop`, so many ops and guards come before the place where the call left the portion.
         """
         switch = ContextSwitch()
         try:
@@ -423,17 +379,10 @@ KEEPERS: list[Callable[[], Callable[[], AbstractContextManager[None]]]] = []
 
 
 class Block:
-    """A block that a call is in: torch saves nothing of it from now on.
-
-    Args:
-        settings: those of the checkpoint.
-        tensors: its arguments.
-
-    Attributes:
-        function: the model's own function, if that is to be called again instead of the portions.
-    """
+    """A block that a call is in: torch saves nothing of it from now on."""
 
     def __init__(self, settings: CheckpointSettings, tensors: Iterable[Tensor]) -> None:
+        # The model's own function, if that is to be called again instead of the portions.
         self.function: Callable[[], Any] | None = None
         self._portions: list[tuple[Portion, tuple[Any, ...], tuple[int, int] | None]] = []
         self._around = [keeper() for keeper in KEEPERS]
@@ -444,21 +393,11 @@ class Block:
         next(self._run)
 
     def goes_on(self, portion: Portion, values: tuple[Any, ...]) -> None:
-        """Note what the call does next in the block.
-
-        Args:
-            portion: that.
-            values: those of `Portion.outside`.
-        """
+        """Note the portion that the call does next, with the values for its `outside`."""
         self._portions.append((portion, values, None))
 
     def stops(self, position: int, guards: int) -> None:
-        """Note that the call left the latest portion, before it came to the end.
-
-        Args:
-            position: how many ops come before the place.
-            guards: how many guards come before.
-        """
+        """Note that the call left the latest portion behind so many ops and guards."""
         if self._portions:
             portion, values, _ = self._portions[-1]
             self._portions[-1] = portion, values, (position, guards)

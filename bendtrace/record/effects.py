@@ -56,18 +56,12 @@ class Effects:
     """Follows a tape, and finds the first op that must not be carried out twice.
 
     Such an op writes to memory that was there before the run, draws random numbers, prints, or
-    calls code that is not torch's.
-
-    Args:
-        tape: the tape, which may grow.
-        begin: the position from which on ops count; memory from before it was there before.
-
-    Attributes:
-        first: the op; None as long as there is none.
+    calls code that is not torch's. Ops count from `begin` on; memory from before it was there
+    before. The tape may grow.
     """
 
     def __init__(self, tape: Tape, begin: int = 0) -> None:
-        self.first: int | None = None
+        self.first: int | None = None  # the op; None as long as there is none
         self._ops = tape.ops
         self._seen = begin
         self._outside: set[int] = {*range(begin)}  # whose values may have memory from before
@@ -233,21 +227,10 @@ _ANEW = frozenset(
 
 
 class ReachableContainers:
-    """The containers that a function can reach through its arguments and its closure.
-
-    Args:
-        function: the function, which is called as one op.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        environment: what the run could read at its start.
-    """
+    """The containers that a function, called as one op, can reach by arguments and its closure."""
 
     def __init__(
-        self,
-        function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        environment: Environment,
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], environment: Environment
     ) -> None:
         self._functions: list[Any] = []
         self._before: list[tuple[Any, list[Any]]] = []
@@ -361,10 +344,8 @@ def _mutates(function: Any) -> bool:
 def assigned_in(code: types.CodeType, context: str | None = None) -> tuple[frozenset[str], bool]:
     """Return the attributes and globals that code assigns to, and whether it changes containers.
 
-    Args:
-        code: the code.
-        context: the argument that is the context of an `autograd.Function`: what is kept there is
-            no attribute of anything else.
+    What is kept in `context`, the argument that is the context of an `autograd.Function`, is no
+    attribute of anything else.
     """
     stored: set[str] = set()
     before: Any = None

@@ -29,11 +29,7 @@ from bendtrace.tape.captured import (
     is_array,
     slot_names,
 )
-from bendtrace.tape.scalars import (
-    RETIRED,
-    TRACED,
-    TracedScalar,
-)
+from bendtrace.tape.scalars import RETIRED, TRACED, TracedScalar
 from bendtrace.tape.structure import (
     FUNCTION_METADATA,
     Construction,
@@ -64,16 +60,7 @@ else:
 
 
 class ListOperand:
-    """A list of numbers that an op gives, as an operand of other ops.
-
-    Args:
-        numbers: the plain numbers in it.
-        ref: the op.
-
-    Attributes:
-        numbers: as given.
-        ref: as given.
-    """
+    """A list of numbers that an op gives, as an operand of other ops."""
 
     __slots__ = ("numbers", "ref")
 
@@ -90,18 +77,11 @@ class Memo(collections.UserDict[Any, Any]):
 
 
 class Encoder:
-    """Encodes arguments and outputs.
-
-    Args:
-        values: the mapping from values to ops.
-
-    Attributes:
-        called: the function that the arguments are for, if it is not one of the most usual.
-    """
+    """Encodes arguments and outputs."""
 
     def __init__(self, values: RunValues) -> None:
         self._values = values
-        self.called: Any = None
+        self.called: Any = None  # the function that the arguments are for, but for the most usual
 
     def _tells_sizes(self) -> bool:
         return self.called is not None and tells_sizes_from_tuples(self.called)
@@ -488,12 +468,7 @@ def make_keys_plain(container: dict[Any, Any]) -> None:
 
 
 def index_with_numbers(key: Any, number_of: Callable[[Any], Any]) -> Any:
-    """Return an index with the numbers that objects of Python stand for in its slices.
-
-    Args:
-        key: the index.
-        number_of: gives the number of an object.
-    """
+    """Return an index with the numbers that objects of Python stand for in its slices."""
     kind = type(key)
     if kind is tuple:
         parts = tuple(index_with_numbers(part, number_of) for part in key)
@@ -572,13 +547,10 @@ def holds(scalars: list[TracedScalar]) -> list[int]:
 
 
 def make_plain(scalars: list[TracedScalar], before: list[int]) -> None:
-    """Replace the scalars that code has kept, wherever they are held, also in tuples.
+    """Replace all scalars of a run that code has kept, wherever they are held, also in tuples.
 
-    Those in the variables of running code stay.
-
-    Args:
-        scalars: all scalars of a run.
-        before: the result of `holds` for those of the arguments, before the run.
+    Those in the variables of running code stay. `before` is the result of `holds` for those of the
+    arguments, before the run.
     """
     now = holds(scalars)
     before = [*before[:-1], *[now[-1]] * (len(now) - len(before))]

@@ -34,14 +34,7 @@ from bendtrace.tape.contexts import (
     mkldnn,
     precision,
 )
-from bendtrace.tape.tape import (
-    NOTHING,
-    Op,
-    OpKind,
-    TensorMeta,
-    describe_raised,
-    ref_to,
-)
+from bendtrace.tape.tape import NOTHING, Op, OpKind, TensorMeta, describe_raised, ref_to
 from bendtrace.tape.watchers import call_silently
 from bendtrace.watch.functions import (
     GIVES_BACK,
@@ -93,14 +86,8 @@ def fast_path_for(
 ) -> FastPath:
     """Return a function that records usual ops like `Recorder`, and returns their results.
 
-    For other ops it does nothing, and returns `NOT_TAKEN`.
-
-    Args:
-        values: the mapping from values to ops.
-        writer: records ops on the tape.
-        encoder: encodes arguments.
-        observer: sees the values of the run.
-        show: passes it the result of any kind of op.
+    For other ops it does nothing, and returns `NOT_TAKEN`. The observer sees the values of the run;
+    `show` passes it the result of any kind of op.
     """
     ops, tracked_tensors, writes = writer.tape.ops, writer.tracked, writer.writes
     tracked_at = tracked_tensors.get

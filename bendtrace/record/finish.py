@@ -25,16 +25,7 @@ from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.guards import Place, TruthGuard
 from bendtrace.tape.structure import Construction, Existing
-from bendtrace.tape.tape import (
-    ModuleCall,
-    Op,
-    OpKind,
-    Ref,
-    Tape,
-    TensorMeta,
-    map_refs,
-    refs_in,
-)
+from bendtrace.tape.tape import ModuleCall, Op, OpKind, Ref, Tape, TensorMeta, map_refs, refs_in
 from bendtrace.watch.code_facts import codes_in, names_in
 from bendtrace.watch.draws import (
     generator_name,
@@ -71,33 +62,11 @@ T = TypeVar("T")
 
 
 class Recording:
-    """The result of a finished run.
+    """The result of a finished run."""
 
-    Attributes:
-        tape: the records.
-        environment: the values that the run could read.
-        root: the outermost scope; its `output` is the encoded output.
-        changes: the changes of its environment, with encoded values.
-        result: the return value of the model, without traced scalars.
-        output_reads: for outputs that were written to after their op returned them, the op that
-            wrote.
-        is_transient: whether another run with the same inputs would behave differently, unnoticed
-            by guards: for example because a cache is filled by then.
-        draws: whether it drew from torch's generators.
-        error: what the function raised, where the run is kept nevertheless.
-        writes_outside: whether it wrote to tensors that were there before.
-        form: how its arguments were passed, where the function may see that.
-        places: where its numbers stay traced, as they differ between runs (`varying.py`).
-        follows_lists: whether lists that loops append to are values (`accumulation.py`).
-        useless: of these, where that is of no use.
-        guarded: of these, where numbers are guarded nevertheless.
-        keyed: the labels of lists and dicts in the state whose items it assigns by such numbers.
-        views: what `view` has derived from the run.
-    """
+    writes_outside: bool  # whether it wrote to tensors that were there before
 
-    writes_outside: bool
-
-    draws: bool
+    draws: bool  # whether it drew from torch's generators
 
     __slots__ = (
         "changes",
@@ -120,29 +89,30 @@ class Recording:
     )
 
     def __init__(self, tape: Tape, environment: Environment, root: ModuleCall) -> None:
-        self.tape: Tape = tape
-        self.environment: Environment = environment
-        self.root: ModuleCall = root
-        self.changes: list[EnvironmentChange] = []
+        self.tape: Tape = tape  # the records
+        self.environment: Environment = environment  # the values that the run could read
+        self.root: ModuleCall = root  # the outermost scope; its `output` is the encoded output
+        self.changes: list[EnvironmentChange] = []  # of its environment, with encoded values
+        # True if another run with the same inputs would behave differently, unnoticed by guards:
+        # for example because a cache is filled by then.
         self.is_transient: bool = False
         self.draws = self.writes_outside = False
+        # For outputs that were written to after their op returned them, the op that wrote.
         self.output_reads: dict[int, int] = {}
-        self.result: Any = None
-        self.error: Exception | None = None
-        self.form: tuple[str, ...] = ()
+        self.result: Any = None  # the return value of the model, without traced scalars
+        self.error: Exception | None = None  # what the function raised, where that is kept
+        self.form: tuple[str, ...] = ()  # how its arguments were passed, where that may be seen
+        # Where its numbers stay traced, as they differ between runs (`varying.py`).
         self.places: frozenset[Place] = frozenset()
-        self.follows_lists: bool = False
-        self.useless: frozenset[Place] = frozenset()
-        self.guarded: frozenset[Place] = frozenset()
+        self.follows_lists: bool = False  # whether lists of loops are values (`accumulation.py`)
+        self.useless: frozenset[Place] = frozenset()  # of these, where that is of no use
+        self.guarded: frozenset[Place] = frozenset()  # of these, where they are guarded anyway
+        # The labels of lists and dicts in the state whose items it assigns by such numbers.
         self.keyed: frozenset[str] = frozenset()
-        self.views: dict[Callable[[Recording], Any], Any] = {}
+        self.views: dict[Callable[[Recording], Any], Any] = {}  # what `view` has derived from it
 
     def view(self, derive: Callable[[Recording], T]) -> T:
-        """Return a value derived from the run, computed once.
-
-        Args:
-            derive: the function that computes it; its result must not refer to the recording.
-        """
+        """Return a value derived from the run, computed once; it must not refer to the run."""
         if derive not in self.views:
             self.views[derive] = derive(self)
         found: T = self.views[derive]
@@ -186,12 +156,7 @@ def _names_of_nodes(recording: Recording) -> list[str]:
 class Finish:
     """Compares the state after a run with the state before.
 
-    Args:
-        writer: the writer of the run.
-        environment: the values that it could read.
-        encoder: encodes values.
-        start: the place where the model's code begins, for messages.
-        function: the function that is run.
+    The model's code begins at `start`, for messages.
     """
 
     def __init__(
@@ -232,10 +197,6 @@ class Finish:
         - Caches are looked at after that, since what the output or a change holds outlives the run.
         - The root's end is set after all of that, since encoding may add ops. At the end, a resumed
           run that went astray raises, even if the model caught the error.
-
-        Args:
-            output: its output.
-            code_monitor: the code that it reached.
         """
         root = self._writer.root
         if self.tape.calls and self.tape.calls[0].module is self._function:
@@ -288,10 +249,7 @@ class Finish:
         root.output = self._encoder.output(output, "the output", memo)
         if any(id(given) in memo for given in self._writer.given):
             self.block("what the run returns, or keeps, is given to code that is called as one op")
-        for reason in (
-            *self.environment.identity_lookups(),
-            *self.environment.results_in_state(),
-        ):
+        for reason in (*self.environment.identity_lookups(), *self.environment.results_in_state()):
             self.block(reason)
         if self.environment.caches:
             cleared = [] if code_monitor is None else code_monitor.cleared
@@ -622,10 +580,8 @@ def failing_op(ops: list[Op]) -> str:
 class Draws:
     """Compares the states of generators with those that the ops of a run have left.
 
-    An op that draws is called by each replay, which draws the same.
-
-    Args:
-        generators: the generators that the model holds, or is given.
+    An op that draws is called by each replay, which draws the same. The generators are those that
+    the model holds, or is given.
     """
 
     def __init__(self, generators: list[Any]) -> None:

@@ -39,39 +39,27 @@ _COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RecordMark:
-    """A record of the tape, as seen from the user's code that led to it.
+    """A record of the tape, as seen from the user's code that led to it."""
 
-    Attributes:
-        order: sorts marks chronologically: an op before the guards on its value.
-        record: the op or guard.
-        place: the innermost instruction that is not torch's own.
-        role: the role of its expression in the statements around it.
-        activation: the same for marks of one running function.
-        outer: for code that the compiler made from a comprehension, the function around it.
-        scope: the module call whose forward contains the place.
-        element_of: for an op that takes an element out of a result, the number of the op that
-            returned the result. It happens where the element is first used, under the other's
-            place.
-        beside: for ops added to the model's own, whether that was "before" the op at the same place
-            or "after" it; "" for all others.
-    """
-
-    order: Order
-    record: Op | Guard
-    place: InstructionPlace
-    role: Role
-    activation: object
-    outer: object
-    scope: ModuleCall
+    order: Order  # sorts marks chronologically: an op before the guards on its value
+    record: Op | Guard  # the op or guard
+    place: InstructionPlace  # the innermost instruction that is not torch's own
+    role: Role  # the role of its expression in the statements around it
+    activation: object  # the same for marks of one running function
+    outer: object  # for code that the compiler made from a comprehension, the function around it
+    scope: ModuleCall  # the module call whose forward contains the place
+    # For an op that takes an element out of a result, the number of the op that returned the
+    # result. It happens where the element is first used, under the other's place.
     element_of: int | None
+    # For ops added to the model's own, whether that was "before" the op at the same place or
+    # "after" it; "" for all others.
     beside: str
 
 
 def user_code(scope: ModuleCall, site: Site) -> tuple[InstructionPlace, object, ModuleCall]:
     """Find the user's own code that led to a site, looking outwards through module calls.
 
-    Returns:
-        The place, a key of the running function, and the module call that it belongs to.
+    Return the place, a key of the running function, and the module call that it belongs to.
     """
     found, level, owner = _user_site(scope, site)
     return _test_place(found, level), (id(owner), found.chain[level + 1 :]), owner
@@ -249,32 +237,20 @@ def _takes_element(op: Op) -> bool:
 
 @dataclass
 class _FunctionProgress:
-    """The state of a running function while its marks are followed.
+    """The state of a running function while its marks are followed."""
 
-    Attributes:
-        at: the iteration of each loop that the latest mark was in, outermost first.
-        before: the latest mark.
-        around: the iterations of the loops around the comprehension that the code was compiled
-            from.
-        comprehensions: the code of comprehensions that it ran.
-        bodies: the while loops whose test has passed.
-        leaving: a loop that was left early, and its remaining code.
-    """
-
+    # The iteration of each loop that the latest mark was in, outermost first.
     at: dict[SourceLoop, int] = field(default_factory=dict)
-    before: RecordMark | None = None
-    around: tuple[int, ...] = ()
-    comprehensions: set[object] = field(default_factory=set)
-    bodies: set[SourceLoop] = field(default_factory=set)
+    before: RecordMark | None = None  # the latest mark
+    around: tuple[int, ...] = ()  # iterations of loops around the comprehension, if it is one
+    comprehensions: set[object] = field(default_factory=set)  # those that it ran
+    bodies: set[SourceLoop] = field(default_factory=set)  # the while loops whose test has passed
+    # A loop that was left early, and its remaining code.
     leaving: tuple[SourceLoop, tuple[Span, ...]] | None = None
 
 
 class Iterations:
-    """Counts iterations over the marks of a tape.
-
-    Args:
-        marks: all marks, in order.
-    """
+    """Counts iterations over the marks of a tape."""
 
     def __init__(self, marks: Sequence[RecordMark]) -> None:
         self._at: dict[Order, tuple[int, ...]] = {}
@@ -306,11 +282,7 @@ class Iterations:
         return order in self._begun
 
     def count(self, order: Order) -> int:
-        """Return how often the body of a loop began, as far as the records show.
-
-        Args:
-            order: the mark of the loop's header.
-        """
+        """Return how often the body of a loop, by its header's mark, began as records show."""
         return self._counts[order]
 
     def _follow(self, mark: RecordMark) -> None:

@@ -318,11 +318,8 @@ class _Forward(functools.partial[Any]):
 class SignedMethod:
     """A method that has the signature of the model where it is looked up on a module.
 
-    Trainers read it to see which columns of a data set a model takes.
-
-    Args:
-        function: the method.
-        model: the class of modules whose `forward` it stands for where it is looked up on a class.
+    Trainers read it to see which columns of a data set a model takes. Where it is looked up on a
+    class, it stands for the `forward` of `model`.
     """
 
     def __init__(self, function: Callable[..., Any], model: type[nn.Module] | None = None) -> None:

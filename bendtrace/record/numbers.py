@@ -35,37 +35,26 @@ else:
 class NumberRecorder:
     """Records what is asked of the traced scalars of a run, and what is computed with them.
 
-    Args:
-        writer: records the guards and ops.
-        values: the mapping from values to ops.
-        encoder: encodes operands.
-        inserter: is called before arithmetic is recorded.
-
-    Attributes:
-        answers: returns the answer to a question, given its guard and the value; None where the
-            value is the answer.
-        compares: whether the interpreter leaves the operands of a comparison on the stack while it
-            asks for the truth of its result.
-        compared: the identities of the values that were compared last.
+    The inserter is called before arithmetic is recorded.
     """
 
     def __init__(
-        self,
-        writer: TapeWriter,
-        values: RunValues,
-        encoder: Encoder,
-        inserter: Inserter | None,
+        self, writer: TapeWriter, values: RunValues, encoder: Encoder, inserter: Inserter | None
     ) -> None:
         self._writer = writer
         self._values = values
         self._recorder: Any = values.origin  # which is the watcher of the run as well
         self._encoder = encoder
         self._inserter = inserter
+        # Returns the answer to a question, given its guard and the value; None where the value is
+        # the answer.
         self.answers: Callable[[Guard, Any], Any] | None = None
         self._thread = get_ident()
         places = stacks.frame_layout()
+        # True if the interpreter leaves the operands of a comparison on the stack while it asks for
+        # the truth of its result.
         self.compares: bool = places is not None and places.leaves
-        self.compared: frozenset[int] = frozenset()
+        self.compared: frozenset[int] = frozenset()  # identities of those compared last
 
     def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
         """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
@@ -157,9 +146,7 @@ class NumberRecorder:
     def list_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> ListOperand:
         """Record a computation that gives a list of numbers, each of which is an element of it.
 
-        Args:
-            function: the computation.
-            operands: what it is given: numbers, lists of numbers, and `ListOperand`s.
+        Its operands are numbers, lists of numbers, and `ListOperand`s.
         """
         script, numbers = self._writer.script, None
         is_asked = self._ask_error(function, operands)
@@ -189,11 +176,7 @@ class NumberRecorder:
         return self._writer.emit(OpKind.SCALAR, function, encoded, {}, frame)
 
     def _ask_error(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> bool:
-        """Guard what arithmetic raises, where the model might go on after that.
-
-        Returns:
-            Whether it raises.
-        """
+        """Guard what arithmetic raises, where the model might go on then; say whether it raises."""
         frame, script = outside_scalars(), self._writer.script
         if not self._writer.is_caught(self._writer.scope, self._writer.site(frame)):
             return False

@@ -28,21 +28,14 @@ if TYPE_CHECKING:
 
 
 class Signature:
-    """Gives arguments the same names however they were passed.
-
-    Args:
-        function: the called module or function.
-
-    Attributes:
-        parameters: the names in its signature for passing an argument by name.
-        sees_forms: whether it may see more than this: which arguments are passed by position,
-            and the order of the others. So may a wrapper with the signature of what it calls.
-    """
+    """Gives arguments the same names however they were passed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         called = function.forward if isinstance(function, nn.Module) else function
         self._function = function
         self._called = getattr(called, "__func__", called)
+        # True if it may see more than this: which arguments are passed by position, and the order
+        # of the others. So may a wrapper with the signature of what it calls.
         self.sees_forms: bool = _sees_forms(function)
         self._forms: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
         self._arranged: dict[int | tuple[int | str, ...], _Arrangement] = {}
@@ -53,7 +46,7 @@ class Signature:
         gathering = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         # `*a` names no argument `a`: with `**others`, that is one like others.
         named = [p.name for p in parameters if p.kind not in gathering]
-        self.parameters: frozenset[str] = frozenset(named)
+        self.parameters: frozenset[str] = frozenset(named)  # that can be passed by name
         self._order = {name: position for position, name in enumerate(named)}
         self._positional = [p.name for p in parameters if p.kind in _POSITIONAL]
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
@@ -90,10 +83,7 @@ class Signature:
     ) -> tuple[str, ...]:
         """Return how arguments are passed, as far as somebody may see it; () if nobody can.
 
-        Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-            is_seen: whether something inserted receives them as they are passed.
+        With `is_seen`, something inserted receives them as they are passed.
         """
         return (f"{len(args)} by position", *kwargs) if is_seen or self.sees_forms else ()
 
@@ -154,19 +144,12 @@ def record(
     keeps_errors: bool = False,
     lifting: Lifting | None = None,
 ) -> Recording:
-    """Run `function(*args, **kwargs)` and record what happens.
+    """Run `function(*args, **kwargs)`, a module, bound method or function, and record what happens.
 
-    Args:
-        function: a module, bound method or function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        signature: names the arguments.
-        script: for a resumed run, what was done before.
-        observer: is shown the values of the run.
-        inserter: puts its own ops into the run.
-        reads_states: whether it reads all states in which the run asks for values.
-        keeps_errors: whether a run that raises is recorded up to there, instead of raising.
-        lifting: lifts counters of loops, and numbers in the state.
+    The script of a resumed run says what was done before; the observer is shown the values of the
+    run; the inserter puts its own ops into it. With `reads_states`, it reads all states in which
+    the run asks for values. With `keeps_errors`, a run that raises is recorded up to there, instead
+    of raising.
 
     Raises:
         Uninitialized: there are parameters that the first call makes.

@@ -118,12 +118,10 @@ def call_redirected(module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> An
 
 
 def in_steps(result: Any, within: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Return what a method has returned that runs later: each of its steps is run within.
+    """Return what a method has returned that runs later: each of its steps is run within a context.
 
-    Args:
-        result: what it has returned: if that is a generator, coroutine or asynchronous generator,
-            and has not begun, it runs within the context. All else is returned as it is.
-        within: gives a context.
+    A generator, coroutine or asynchronous generator that has not begun does so; all else is
+    returned as it is.
     """
     if type(result) is types.GeneratorType:
         is_new = inspect.getgeneratorstate(result) == inspect.GEN_CREATED

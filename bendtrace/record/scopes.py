@@ -56,17 +56,7 @@ REFERENCES_OF_LOCAL = _count_local()
 
 
 class Scopes:
-    """Records the calls of modules in one run.
-
-    Args:
-        writer: holds the scope that the run is in.
-        values: the mapping from values to ops.
-        encoder: encodes the arguments and outputs of modules.
-        environment: the values that the run can read.
-        code_monitor: notes which code the run executes.
-        observer: is shown the outputs of modules.
-        inserter: runs the calls, with its own ops around them.
-    """
+    """Records the calls of modules in one run; an inserter runs them, with its ops around them."""
 
     def __init__(
         self,

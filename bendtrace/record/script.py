@@ -65,41 +65,25 @@ Name: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A part of a recorded run that a call went along.
-
-    Attributes:
-        tape: the run.
-        entered: the question whose answer leads into it; -1 for the beginning of the run.
-        left: the question, or the op, at which the call left it.
-        asked: in the latter case, how many questions had been asked; 0 for those before the op.
-    """
+    """A part of a recorded run that a call went along."""
 
     tape: Tape
-    entered: int
-    left: Stop
-    asked: int = 0
+    entered: int  # the question whose answer leads into it; -1 for the beginning of the run
+    left: Stop  # the question, or the op, at which the call left it
+    asked: int = 0  # in the latter case, how many questions came before; 0 before the op
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """An op of the script.
+    """An op of the script."""
 
-    Attributes:
-        op: the op, as it was recorded.
-        names: names the values of the recorded run that it is of.
-        tape: a run that has recorded its value, which the one before may not have.
-        index: the op there.
-        value: its value, if that is known.
-        has_value: whether it is known.
-        elements: what is known of its elements, if the value is not known.
-    """
-
-    op: Op
-    names: _SectionNames
-    tape: Tape
-    index: int
-    value: Any = None
-    has_value: bool = False
+    op: Op  # the op, as it was recorded
+    names: _SectionNames  # names the values of the recorded run that it is of
+    tape: Tape  # a run that has recorded its value, which the one before may not have
+    index: int  # the op there
+    value: Any = None  # its value, if that is known
+    has_value: bool = False  # whether it is known
+    # What is known of its elements, if the value is not known.
     elements: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @property
@@ -117,25 +101,15 @@ class _Same:
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """A question of the script.
+    """A question of the script."""
 
-    Attributes:
-        at: how many steps come before it.
-        name: the name of the value that is tested.
-        answer: the answer.
-        other: for a question on identity, the name of the tensor that it is compared with.
-        state: the state in which it was asked, if that was read.
-        holes: the names of the holes of that state.
-        guard: the guard with which it was recorded.
-    """
-
-    at: int
-    name: Name
+    at: int  # how many steps come before it
+    name: Name  # the name of the value that is tested
     answer: Any
-    other: Name
-    state: RunState | None
-    holes: tuple[Name, ...]
-    guard: Guard
+    other: Name  # for a question on identity, the name of the tensor that it is compared with
+    state: RunState | None  # the state in which it was asked, if that was read
+    holes: tuple[Name, ...]  # the names of the holes of that state
+    guard: Guard  # the guard with which it was recorded
 
 
 class _SectionNames:
@@ -209,31 +183,12 @@ class Follower(Protocol):
 class Script:
     """The things that a call has done so far.
 
-    Args:
-        sections: the parts of recorded runs that it went along, in order.
-        answer: the answer to the last question.
-        computed: the values that it has at its end, by the ops of the last section.
-        error: what the last op raised; None if the script ends with a question.
-        hold: keeps autocast's cache until the script is over.
-        follower: knows states that the run comes to after the script.
-        is_exact: whether ops whose results are not held are carried out again, so that there are no
-            stand-ins, and questions are asked as they come.
-
-    Attributes:
-        values: the results of ops, by their numbers in the run that follows the script.
-        errors: the errors that ops raise, likewise.
-        hold: as given.
-        of_block: the values that the run goes on with, by op, if it is in a checkpointed block.
-        follower: as given.
-        is_active: whether the run has not come to the end yet.
-        is_merged: whether two tensors that the script has are one in this call.
-        dead: once it has, the ops whose values are stand-ins, with what is known of the values.
-        firsts: for names of tensors that had a name before, the first one.
-        apart: names of tensors that had one when they were recorded, and have none in this call.
-        cached: tensors in caches that the program reads.
-
-    Raises:
-        NondeterminismError: a value that is needed is not among those of the state.
+    The last of the sections, in order, has computed the values that the call has at its end. There,
+    the last question has its answer, or the last op has raised the error. `hold` keeps autocast's
+    cache until the script is over; the follower knows states that the run comes to after it. With
+    `is_exact`, ops whose results are not held are carried out again, so that there are no
+    stand-ins, and questions are asked as they come. Raises `NondeterminismError` if a value that is
+    needed is not among those of the state.
     """
 
     def __init__(
@@ -246,17 +201,19 @@ class Script:
         follower: Follower | None = None,
         is_exact: bool = False,
     ) -> None:
-        self.values: dict[int, Any] = {}
-        self.errors: dict[int, Exception] = {}
+        self.values: dict[int, Any] = {}  # results of ops of the run that follows
+        self.errors: dict[int, Exception] = {}  # the errors that ops raise, likewise
         self.hold: Hold = hold
+        # The values that the run goes on with, by op, if it is in a checkpointed block.
         self.of_block: dict[int, Any] = {}
         self.follower: Follower | None = follower
-        self.is_active: bool = True
-        self.is_merged: bool = False
+        self.is_active: bool = True  # whether the run has not come to the end yet
+        self.is_merged: bool = False  # whether two tensors that the script has are one in this call
+        # Once it has, the ops whose values are stand-ins, with what is known of the values.
         self.dead: dict[int, Any] = {}
-        self.firsts: dict[Name, Name] = {}
-        self.apart: set[Name] = set()
-        self.cached: Sequence[Tensor] = ()
+        self.firsts: dict[Name, Name] = {}  # for tensors named before, the first name
+        self.apart: set[Name] = set()  # of tensors that had one when recorded, and have none now
+        self.cached: Sequence[Tensor] = ()  # tensors in caches that the program reads
         self._steps: list[_Step] = []
         self._questions: list[_Question] = []
         self._objects: dict[Name, Any] = {}
@@ -346,8 +303,7 @@ class Script:
     def late(self, op: Op, names: _SectionNames) -> Name:
         """Return the name of a value that its state does not hold, since it is read from the rest.
 
-        Raises:
-            NondeterminismError: there is no such value.
+        Raise `NondeterminismError` if there is no such value.
         """
         if not all(names.tape.ops[index].is_given for index in op.operands):
             raise errors.NondeterminismError(f"{op} is needed, and not known")
@@ -408,11 +364,9 @@ class Script:
     # Following it
 
     def begin(self, aliases: Mapping[int, int], given: Mapping[Any, Tensor]) -> None:
-        """Begin to be followed.
+        """Begin to be followed, with the aliases of the run (see `Tape.aliases`).
 
-        Args:
-            aliases: see `Tape.aliases`: those of the run.
-            given: the tensors among the arguments and the state, by what they are named.
+        The tensors among the arguments and the state are given by what they are named.
         """
         self._aliases, self._given = aliases, given
         self._tensors = {id(tensor): tensor for tensor in given.values()}
@@ -445,8 +399,7 @@ class Script:
     def take(self, op: Op) -> None:
         """Look an op of the run up, and note its result.
 
-        Raises:
-            NondeterminismError: the run does something else than the script.
+        Raise `NondeterminismError` if the run does something else than the script.
         """
         step = self._steps[self._taken] if self._taken < len(self._steps) else None
         asked = self._questions[self._asked] if self._asked < len(self._questions) else None
@@ -529,11 +482,9 @@ class Script:
         """Return what the run does not ask itself, if that comes next.
 
         Code inside of an op does not run where the op is not carried out. And of most functions, it
-        is no question whether they gave back what they were given, where they did not.
-
-        Returns:
-            The guard with which it was recorded, the op that gives the value, the answer, and for
-            identity the op that gives the other tensor.
+        is no question whether they gave back what they were given, where they did not. Return the
+        guard with which it was recorded, the op that gives the value, the answer, and for identity
+        the op that gives the other tensor.
         """
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         if question is None or question.at != self._taken:
@@ -586,14 +537,10 @@ class Script:
         return step is None or step.has_value or (path != () and path in step.elements)
 
     def result_of(self, function: Any, operands: Sequence[int]) -> tuple[Any] | None:
-        """Return the result of arithmetic, where its operands are not those of this call.
+        """Return, in a tuple, the result of arithmetic whose operands are not values of this call.
 
-        Args:
-            function: the function.
-            operands: the ops that it gets values of.
-
-        Returns:
-            A tuple with the result; None if the arithmetic can be done.
+        None if the arithmetic can be done. The operands are given by the ops that they are values
+        of.
         """
         if all(self._is_of_call(self._name_of(index)) for index in operands):
             return None
@@ -629,9 +576,8 @@ class Script:
     def asks(self, guard: Guard) -> RunState | None:
         """Look a question of the run up; return the state in which it is asked, if that was read.
 
-        Raises:
-            NondeterminismError: the run asks something else than the script, or what only
-                a value says that it has not.
+        Raise `NondeterminismError` if the run asks something else than the script, or what only a
+        value says that it has not.
         """
         question = self._questions[self._asked] if self._asked < len(self._questions) else None
         if question is None or not self.expects(guard):

@@ -222,10 +222,7 @@ def _reads_places() -> bool:
 _ITERATIONS = {
     "shrinks": ([2.0, 2.0, 2.0, 2.0], [("while", (0,)), ("while", (1,)), ("while", (2,))]),
     "walks": ([1.0, 2.0, 3.0], [("if", (0,)), ("if", (1,)), ("if", (2,))]),
-    "grows": (
-        [2.0, 3.0, 4.0],
-        [("and", (0,)), ("while", (0,)), ("and", (1,)), *[("any", ())] * 6],
-    ),
+    "grows": ([2.0, 3.0, 4.0], [("and", (0,)), ("while", (0,)), ("and", (1,)), *[("any", ())] * 6]),
 }
 
 
@@ -346,21 +343,13 @@ def _tape(name: str, x: Tensor) -> Tape:
 
 
 class _TorchProbe(NamedTuple):
-    """A part of torch, a model that uses it, and the expected content of its tape.
+    """A part of torch, a model that uses it, and the expected content of its tape."""
 
-    Attributes:
-        part: its name in words.
-        model: its name in `self_test_models.py`.
-        ops: names of ops, for what can be followed.
-        reason: the start of the reason why a call runs live, for parts that cannot be followed.
-        names: code that uses one of these cannot be followed if the probe fails; "" covers all.
-    """
-
-    part: str
-    model: str
-    ops: tuple[str, ...]
-    reason: str
-    names: frozenset[str]
+    part: str  # its name in words
+    model: str  # its name in `self_test_models.py`
+    ops: tuple[str, ...]  # names of ops, for what can be followed
+    reason: str  # the start of the reason why a call runs live, for parts that cannot be followed
+    names: frozenset[str]  # code that uses one cannot be followed if the probe fails; "" is all
 
     def holds(self, tape: Tape) -> bool:
         if self.reason:

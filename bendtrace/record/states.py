@@ -31,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.sites import FOLLOWED, MACHINERY, PACKAGE
+from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import scalars_in
 from bendtrace.record.tape_writer import TapeWriter
@@ -52,6 +52,7 @@ from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type,
 from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, carries_array, map_refs
 from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
+from bendtrace.watch.intercepts import FOLLOWING
 from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
 
@@ -63,13 +64,7 @@ else:
 
 
 class OperandProxy:
-    """Replaces a function or an operand for one instruction (see `arrays.py`).
-
-    Args:
-        arrays: the arrays of the run.
-        operand: what it replaces.
-        way: how the instruction is recorded.
-    """
+    """Replaces a function or an operand for one instruction, recorded in a way of `arrays.py`."""
 
     __slots__ = ("arrays", "operand", "way")
 
@@ -80,20 +75,9 @@ class OperandProxy:
 
 
 class StateReader:
-    """Reads the states of one run.
+    """Reads the states of one run, whose model was called by the outermost code.
 
-    Args:
-        writer: adds guards to the tape.
-        values: the mapping from values to ops.
-        environment: the values that the run could read at its start.
-        outermost: the code that called the model.
-        reads_all: whether to read all states, including those that take long to read.
-        inserter: puts its own ops into the run, if something does.
-
-    Attributes:
-        unread: the reasons why states could not be read.
-        instruction: the turn, and the length of the tape, in which the tracer has begun to do an
-            instruction in the place of the interpreter (see `arrays.py`); None if it does none.
+    With `reads_all`, it reads all of them, including those that take long to read.
     """
 
     def __init__(
@@ -115,7 +99,9 @@ class StateReader:
         self._modes = dispatch_modes()  # those of the caller of the model
         self._left = _MOST_AT_FIRST
         self._follower = None if writer.script is None else writer.script.follower
-        self.unread: list[str] = []
+        self.unread: list[str] = []  # the reasons why states could not be read
+        # The turn, and the length of the tape, in which the tracer has begun to do an instruction
+        # in the place of the interpreter (see `arrays.py`); None if it does none.
         self.instruction: tuple[int, int] | None = None
         self._before: RunState | None = None
         self._answer: tuple[str, str] = "", ""  # of the question before
@@ -125,11 +111,9 @@ class StateReader:
     def read(self, guard: Guard, turn: int, compared: frozenset[int]) -> RunState | None:
         """Return the state in which the value of an op is asked for; None if it is not read.
 
-        Args:
-            guard: the question, with its answer, which is part of the path to the next state.
-            turn: counts the requests of code to the tracer. Answers to earlier requests in the same
-                turn are held only by the tracer.
-            compared: the identities of the values compared last.
+        The guard, with its answer, is part of the path to the next state. The turn counts the
+        requests of code to the tracer: answers to earlier requests in the same turn are held only
+        by the tracer. `compared` has the identities of the values compared last.
         """
         if not self._reads_all and self.effects.have_begun():
             self._reads_all = True  # from here on, the run cannot be done again from its start
@@ -155,7 +139,7 @@ class StateReader:
                     reader.question_value(guard.index),
                     None if guard.other is None else reader.value_of(guard.other),
                     reader.facts(),
-                    reader.values_of_ops(self._ops_of_instruction()),
+                    tuple(map(reader.value_of, self._ops_of_instruction())),
                     self._same_turn(turn),
                 )
             except (_Unreadable, RuntimeError) as error:  # torch raises for queries of some views
@@ -278,7 +262,7 @@ class _StateWalk:
     ) -> Iterator[Any]:
         callee, is_asking = None, True
         for frame in chain:
-            if frame.f_code.co_filename == FOLLOWED:
+            if frame.f_code in FOLLOWING:
                 raise _Unreadable("an autograd function is followed")
             if not frame.f_code.co_filename.startswith(MACHINERY):
                 given = compared if is_asking else frozenset()
@@ -451,10 +435,6 @@ class _StateWalk:
             number = self.holes.setdefault(index, len(self.holes))
             return "hole", number
         raise _Unreadable("a tensor of unknown origin")
-
-    def values_of_ops(self, indices: Iterable[int]) -> tuple[Any, ...]:
-        """Return the representation of the values of some ops."""
-        return tuple(map(self.value_of, indices))
 
     def question_value(self, index: int) -> Any:
         """Return the representation of the value that is asked for."""
@@ -635,10 +615,9 @@ _READERS: dict[type, Any] = {
 def may_hide(stack: stacks.Stack, callee: FrameType | None, is_asking: bool) -> bool:
     """Return whether C, called by an instruction, may hold something that cannot be read.
 
-    Args:
-        stack: the frame at the instruction, with the operands of the instruction.
-        callee: the frame that was called from there; None for the innermost frame.
-        is_asking: whether the question is asked by this instruction itself.
+    The stack is of the frame at the instruction, with its operands; the callee was called from
+    there, None for the innermost frame. With `is_asking`, this instruction itself asks the
+    question.
     """
     operands = [value for value in stack.operands or () if value is not stacks.EMPTY]
     name = stack.name
@@ -734,12 +713,7 @@ def _shows_itself(value: Any) -> bool:
 
 
 def _numbers_in(values: Iterable[Any], objects: bool = False) -> int:
-    """Count the traced scalars among the arguments of a call.
-
-    Args:
-        values: the arguments.
-        objects: whether to count also objects of Python, which may stand for numbers.
-    """
+    """Count the traced scalars among arguments; `objects` of Python may stand for numbers, too."""
     count = 0
     for value in values:
         if type(value) in TRACED or (objects and _is_of_python(value)):

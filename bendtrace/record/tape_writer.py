@@ -68,68 +68,44 @@ def _readable_tensors(environment: Environment) -> dict[Any, Tensor]:
 
 
 class TapeWriter:
-    """Adds ops and guards to a tape.
-
-    Args:
-        environment: the values that the run can read.
-        script: for a resumed run, what was done before.
-        boundaries: code at which the chain of calls to an op ends.
-
-    Attributes:
-        tape: the tape.
-        root: the outermost scope.
-        scope: the module call that the run is in.
-        tracked: the tensors on the tape, by identity.
-        aliases: those of the tape.
-        facts: the metadata of tensors that were asked for since the latest question, by op and
-            function. Which were asked for before does not matter from a question on, where runs
-            that came to it on different ways are in the same state.
-        handed: results of ops that need not be carried out, by op.
-        errors: errors that ops raise without being carried out, by op.
-        gone_astray: the error of a resumed run that behaved differently than before.
-        writes: tracks writes to tensors.
-        is_behind: whether the run is repeating what the resumed run did.
-        boundaries: identities of the code given as such.
-        given: the containers that code called as one op has received.
-        script: what the run follows, if it follows one.
-        read_state: reads the state at a guard (see `states.py`); None to read no states.
-        goes_on_from: receives the states that the script has read, with the answers.
-        before_question: is called before a guard is added, with the code that asks.
-        is_inside: whether code inside of an op runs.
-        resumed_at: how many ops the resumed run has repeated, once it has carried out its own.
-    """
+    """Adds ops and guards to a tape. The chain of calls to an op ends at code in `boundaries`."""
 
     def __init__(
-        self,
-        environment: Environment,
-        script: Script | None,
-        boundaries: frozenset[CodeType],
+        self, environment: Environment, script: Script | None, boundaries: frozenset[CodeType]
     ) -> None:
         self.tape: Tape = Tape(blockers=list(environment.blockers))
-        self.root: ModuleCall = ModuleCall("", None, 0, None, 0)
-        self.scope: ModuleCall = self.root
-        self.tracked: dict[int, TrackedTensor] = {}
-        self.aliases: dict[int, int] = self.tape.aliases
+        self.root: ModuleCall = ModuleCall("", None, 0, None, 0)  # the outermost scope
+        self.scope: ModuleCall = self.root  # the module call that the run is in
+        self.tracked: dict[int, TrackedTensor] = {}  # the tensors on the tape, by identity
+        self.aliases: dict[int, int] = self.tape.aliases  # those of the tape
+        # The metadata of tensors that were asked for since the latest question, by op and function.
+        # Which were asked for before does not matter from a question on, where runs that came to it
+        # on different ways are in the same state.
         self.facts: dict[tuple[int, Any], Any] = {}
+        # The error of a resumed run that behaved differently than before.
         self.gone_astray: errors.NondeterminismError | None = None
-        self.writes: Writes = Writes()
-        self.given: list[Any] = []
+        self.writes: Writes = Writes()  # tracks writes to tensors
+        self.given: list[Any] = []  # the containers that code called as one op has received
         self._environment = environment
-        self.script: Script | None = script
-        self.handed: dict[int, Any] = {}
-        self.errors: dict[int, Exception] = {}
+        self.script: Script | None = script  # what the run follows, if it follows one
+        self.handed: dict[int, Any] = {}  # results of ops that need not be carried out, by op
+        self.errors: dict[int, Exception] = {}  # of ops that are not carried out, by op
         if script is not None:
             script.begin(self.aliases, _readable_tensors(environment))
             self.handed, self.errors = script.values, script.errors
+        # True if the run is repeating what the resumed run did.
         self.is_behind: bool = script is not None and script.is_active
+        # Reads the state at a guard (see `states.py`); None to read no states.
         self.read_state: Callable[[Guard], RunState | None] | None = None
+        # Receives the states that the script has read, with the answers.
         self.goes_on_from: Callable[[RunState, Any], None] | None = None
+        # Is called before a guard is added, with the code that asks.
         self.before_question: Callable[[FrameType], None] | None = None
-        self.is_inside: bool = False
-        self.resumed_at: int | None = None
+        self.is_inside: bool = False  # whether code inside of an op runs
+        self.resumed_at: int | None = None  # ops that the resumed run has repeated, in the end
         self._caught: dict[tuple[int, int], bool] = {}
         self._sites = SiteTable(boundaries)
-        self.boundaries: set[int] = self._sites.boundaries
+        self.boundaries: set[int] = self._sites.boundaries  # identities of the code given as such
         self._settings = torch.get_default_dtype(), current_settings()
         self._before = changeable_settings(), lasting_settings()
 
@@ -142,11 +118,7 @@ class TapeWriter:
         self.writes.begin()
 
     def require_end(self) -> None:
-        """Raise if a resumed run went astray, even if the model caught the error.
-
-        Raises:
-            NondeterminismError: it went astray.
-        """
+        """Raise an error if a resumed run went astray, even if the model caught the error."""
         if self.gone_astray is not None:
             raise self.gone_astray
         self.ask_implied()
@@ -177,8 +149,7 @@ class TapeWriter:
     ) -> Op:
         """Add an op.
 
-        Raises:
-            NondeterminismError: a resumed run did something else at this point.
+        Raise `NondeterminismError` if a resumed run did something else at this point.
         """
         ops = self.tape.ops
         site = None if frame is None else self.site(frame)
@@ -264,8 +235,7 @@ class TapeWriter:
     def ask_implied(self, inside: bool = False) -> None:
         """Ask what the script has asked next, and the run does not ask itself.
 
-        Args:
-            inside: whether to ask no more than code inside of the latest op has asked.
+        With `inside`, it asks no more than code inside of the latest op has asked.
         """
         script = self.script
         while script is not None and script.is_active and (found := script.implied_question()):
@@ -287,8 +257,7 @@ class TapeWriter:
     def _follow(self, op: Op) -> None:
         """Look up in the script what the run does, and what it names.
 
-        Raises:
-            NondeterminismError: it does something else, or needs a value that is not there.
+        Raise `NondeterminismError` if it does something else, or needs a value that is not there.
         """
         script = self.script
         assert script is not None
@@ -311,11 +280,7 @@ class TapeWriter:
             raise
 
     def require_alive(self, indices: Iterable[int]) -> None:
-        """Raise if a value is wanted that a state did not hold.
-
-        Raises:
-            NondeterminismError: one of some ops gave such a value.
-        """
+        """Raise an error if one of some ops gave a value that a state did not hold."""
         if self.script is None or self.script.is_active:
             return
         for index in indices:

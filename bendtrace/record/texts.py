@@ -36,14 +36,8 @@ _MARKS = re.compile(f"{MARK}([0-9]+)\ue0b8")
 class Texts:
     """The texts of values that a run has formatted without a guard.
 
-    Args:
-        writer: records what is printed.
-        as_one: carries out a recorded op: op, function, arguments, keyword arguments, frame.
-        streams: the streams before the run, by their name in `sys`.
-
-    Attributes:
-        given: the op that returned each text, with the text.
-        printing: whether values are being formatted for the screen only.
+    `as_one` carries out a recorded op: op, function, arguments, keyword arguments, frame. The
+    streams are those before the run, by their name in `sys`.
     """
 
     def __init__(
@@ -51,8 +45,8 @@ class Texts:
     ) -> None:
         self._writer = writer
         self._as_one = as_one
-        self.given: list[tuple[int, str]] = []
-        self.printing: bool = False
+        self.given: list[tuple[int, str]] = []  # the op that returned each text, with the text
+        self.printing: bool = False  # whether values are being formatted for the screen only
         self._streams = streams
 
     def mark(self, index: int, text: str) -> str:
@@ -126,14 +120,7 @@ class Texts:
 def shows(
     stream: str, flush: bool, *parts: str, to: Mapping[str, Any] = MappingProxyType(vars(sys))
 ) -> None:
-    """Print a text; each replay prints it again.
-
-    Args:
-        stream: the name of the stream in `sys`.
-        flush: whether to flush it.
-        *parts: the parts of the text.
-        to: the streams by name.
-    """
+    """Print a text in parts to a stream, by its name; each replay prints it again."""
     print(*parts, sep="", end="", file=to[stream], flush=flush)
 
 

@@ -475,9 +475,7 @@ def run_with_cache(
 class _Clock:
     """Takes snapshots, and numbers them in the order of time.
 
-    Args:
-        fixed: memory that is copied right away; None if nothing is copied.
-        is_lazy: whether other memory is only copied when it is written to.
+    Fixed memory is copied right away; if lazy, other memory only when it is written to.
     """
 
     def __init__(self, fixed: set[int] | None, is_lazy: bool) -> None:

@@ -315,8 +315,7 @@ def _is_smaller(dtype: torch.dtype, given: torch.dtype) -> bool:
 def _row_shapes(rest: list[torch.Size]) -> tuple[Tensor, Tensor]:
     """Return the shapes of rows as a table, and where each row begins among all elements.
 
-    Returns:
-        int64 of shape (rows, most dimensions), filled up with -1, and int64 of shape (rows + 1,).
+    They are int64 of shape (rows, most dimensions), filled up with -1, and (rows + 1,).
     """
     most = max(map(len, rest), default=0)
     table = torch.tensor([[*s, *[-1] * (most - len(s))] for s in rest], dtype=torch.int64)

@@ -560,9 +560,8 @@ def coverage(tree: TraceTree, only: str = "all") -> Coverage:
 def observed_sides(tree: TraceTree) -> tuple[list[tuple[str, ast.AST]], list[Answers], set[Choice]]:
     """Return the functions that ran, and the sides of their branches that were seen.
 
-    Returns:
-        Functions, with their files; sides; and the branches that inputs decide. Of others the
-        module is not known, and is "".
+    Those are functions, with their files; sides; and the branches that inputs decide. Of others the
+    module is not known, and is "".
     """
     survey = _Survey(tree)
     sides = [

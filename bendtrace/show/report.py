@@ -16,13 +16,7 @@ from bendtrace.python.checks import listed
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.sites import place_text
 from bendtrace.show.canvas import Canvas, Caption, Mark, Marks, Polygon, Rectangle, cut
-from bendtrace.show.matching import (
-    FlowChange,
-    LayerChange,
-    ModuleChange,
-    RunIndex,
-    loop_text,
-)
+from bendtrace.show.matching import FlowChange, LayerChange, ModuleChange, RunIndex, loop_text
 from bendtrace.show.paint import figure, paint
 from bendtrace.show.picture import Picture
 from bendtrace.show.scene import Arrow, Scene, SceneNode, scene

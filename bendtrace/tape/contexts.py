@@ -22,19 +22,13 @@ class Autocast(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The state that affects an op besides its arguments.
+    """The state that affects an op besides its arguments."""
 
-    Attributes:
-        grad: whether gradients are recorded.
-        inference: whether inference mode is on.
-        autocast: the state of autocast, if it is on.
-        settings: the settings that differ from those at the beginning of the run, by name. An op
-            that none of these influences need not have them.
-    """
-
-    grad: bool
-    inference: bool
-    autocast: tuple[Autocast, ...] = ()
+    grad: bool  # whether gradients are recorded
+    inference: bool  # whether inference mode is on
+    autocast: tuple[Autocast, ...] = ()  # the state of autocast, if it is on
+    # The settings that differ from those at the beginning of the run, by name. An op that none of
+    # these influences need not have them.
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -209,14 +203,11 @@ class Hold:
     continues as another replay, or as a resumed run, it leaves a block in the middle and enters it
     again. Weights must not be cast twice, because their gradients would be summed in another
     precision.
-
-    Attributes:
-        block: the checkpointed block that the call is in (see `checkpoints.py`).
     """
 
     # Of the class until they are set: most calls of a small model need neither.
     _is_active = False
-    block: Any = None
+    block: Any = None  # the checkpointed block that the call is in (see `checkpoints.py`)
 
     def take(self) -> None:
         """Keep the cache until `release`."""

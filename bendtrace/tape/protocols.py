@@ -109,12 +109,9 @@ class Observer(Protocol):
     def module_starts(
         self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
     ) -> None:
-        """Called before a module's call begins.
+        """Called before a module's call begins, with its arguments.
 
-        Args:
-            call: the call.
-            given: its arguments.
-            rewritten: returns the op of a tensor that was written to since the op returned it.
+        `rewritten` returns the op of a tensor that was written to since the op returned it.
         """
 
     def module_ends(
@@ -155,14 +152,9 @@ class Stage(Protocol):
     ) -> Any:
         """Let a function replace a result of a node, without another op.
 
-        Args:
-            function: the function.
-            value: the result.
-            scope: the call that returned it; None for an op.
-
-        Returns:
-            What the function returned; None if only an op can tell of it: the function was not
-            called, or has returned a tensor that the run has already.
+        The scope is the call that returned it; None for an op. Return what the function returned;
+        None if only an op can tell of it: the function was not called, or has returned a tensor
+        that the run has already.
         """
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:

@@ -323,18 +323,13 @@ class Opaque:
 
 
 class Construction(Container):
-    """An object created during the run by a call that a replay repeats.
-
-    Attributes:
-        maker: the function to call; it has no side effects.
-        args: its arguments, encoded.
-    """
+    """An object created during the run by a call that a replay repeats."""
 
     __slots__ = ("args", "maker")
 
     def __init__(self, maker: Callable[..., Any], *args: Any) -> None:
-        self.maker: Callable[..., Any] = maker
-        self.args: tuple[Any, ...] = args
+        self.maker: Callable[..., Any] = maker  # the function to call; it has no side effects
+        self.args: tuple[Any, ...] = args  # its arguments, encoded
 
     def inside(self) -> tuple[Any, ...]:
         """Return its arguments."""
@@ -357,20 +352,14 @@ class Construction(Container):
 
 
 class Instance(Container):
-    """An object created during the run: its class, its content and its attributes.
-
-    Attributes:
-        cls: the class.
-        items: for subclasses of tuple, list and dict (and torch.Size, sets): the content.
-        attributes: its own attributes, by name.
-    """
+    """An object created during the run: its class, its content and its attributes."""
 
     __slots__ = ("attributes", "cls", "items")
 
     def __init__(self, cls: type) -> None:
         self.cls: type = cls
-        self.items: Any = None
-        self.attributes: dict[AttributeKey, Any] = {}
+        self.items: Any = None  # content of subclasses of tuple, list, dict, torch.Size and sets
+        self.attributes: dict[AttributeKey, Any] = {}  # its own attributes, by name
 
     def inside(self) -> tuple[Any, ...]:
         """Return its content and its attributes."""

@@ -26,27 +26,16 @@ ASKING = frozenset(
 
 
 class CodeFacts(NamedTuple):
-    """Facts about the code of a function, with the functions nested in it.
+    """Facts about the code of a function, with the functions nested in it."""
 
-    Attributes:
-        names: of globals, attributes and variables of the functions around it.
-        globals: names of globals.
-        stores: names of attributes that it assigns.
-        texts: words of texts that it may look attributes up by, or assign them.
-        imports: names of Python modules in its own import statements.
-        tells_numbers: whether it asks for the exact type of a number.
-        computes: whether it looks attributes up by names that it computes.
-        computes_outside: whether it does so in other objects than `self`.
-    """
-
-    names: frozenset[str]
-    globals: frozenset[str]
-    stores: frozenset[str]
-    texts: frozenset[str]
-    imports: frozenset[str]
-    tells_numbers: bool
-    computes: bool
-    computes_outside: bool
+    names: frozenset[str]  # of globals, attributes and variables of the functions around it
+    globals: frozenset[str]  # names of globals
+    stores: frozenset[str]  # names of attributes that it assigns
+    texts: frozenset[str]  # words of texts that it may look attributes up by, or assign them
+    imports: frozenset[str]  # names of Python modules in its own import statements
+    tells_numbers: bool  # whether it asks for the exact type of a number
+    computes: bool  # whether it looks attributes up by names that it computes
+    computes_outside: bool  # whether it does so in other objects than `self`
 
 
 # What the instructions that `global_uses` yields do with a name.
@@ -278,11 +267,8 @@ def undetectable_in(
 ) -> Iterator[str]:
     """Yield a reason for each thing that the code may do and a replay would not.
 
-    Args:
-        names: the names that the code uses.
-        stores: names of the attributes that it assigns.
-        functions: the code.
-        has_generator: whether it holds, or is given, a random generator.
+    It uses the names and assigns the attributes. With `has_generator`, it holds, or is given, a
+    random generator.
     """
     functions = tuple(functions)
     off = names_off()

@@ -176,12 +176,7 @@ class Collective:
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    """Return the collective for an op, if it is one.
-
-    Args:
-        func: an op of torch's dispatcher that belongs to torch.distributed.
-        args: its arguments.
-    """
+    """Return the collective for an op of the dispatcher that is torch.distributed's, if any."""
     name = func._schema.name.partition("::")[2]
     if name in _NOT_JOINT or not (groups := [g for g in map(_group_in, args) if g is not None]):
         return None
@@ -255,10 +250,8 @@ def groups_of(model: nn.Module) -> list[RankGroup]:
 def parameters_reached(model: Any, output: Any) -> str | None:
     """Return which of the parameters that FSDP gathers will get gradients in a backward pass.
 
-    FSDP scatters the gradients that exist, so they have to be the same ones on all ranks.
-
-    Returns:
-        Their number and a digest of their names; None for a model without such parameters.
+    FSDP scatters the gradients that exist, so they have to be the same ones on all ranks. They are
+    given by number and a digest of names; None for a model without such parameters.
     """
     names: dict[int, str] = {}
     if isinstance(model, nn.Module):
@@ -269,7 +262,9 @@ def parameters_reached(model: Any, output: Any) -> str | None:
     if not names:
         return None
     reached: set[str] = set()
-    nodes = [tensor.grad_fn for tensor in nested_tensors(output) if tensor.grad_fn is not None]
+    nodes = [
+        tensor.grad_fn for tensor in _take_tensors_out(output)[0] if tensor.grad_fn is not None
+    ]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
@@ -489,11 +484,6 @@ def with_joint_hooks(module: nn.Module) -> Iterator[None]:
                 hooks[number] = hook
 
 
-def nested_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a value, in the kinds of containers that models return."""
-    return _take_tensors_out(value)[0]
-
-
 # Whatever of torch.distributed does something with all tensors of a value uses it.
 _apply_to_tensors: Any = internal(
     "torch.distributed.utils._apply_to_tensors",
@@ -550,38 +540,23 @@ _GO, _STOP = b"go", b"stop"
 
 @dataclass
 class Ranks:
-    """The other ranks of the process, reachable through a store.
+    """The other ranks of the process, reachable through a store."""
 
-    Attributes:
-        store: the store of the default process group.
-        rank: this process.
-        size: the number of ranks.
-        timeout: the number of seconds to wait for others.
-        events: the number of meetings, by group.
-        messages: the number of requests to the store.
-        call: the latest call in which ranks communicate: its model, and its number.
-    """
-
-    store: Any
-    rank: int
-    size: int
-    timeout: float
-    events: dict[str, int] = field(default_factory=dict)
-    messages: int = 0
-    call: tuple[str, int] = ("", 0)
+    store: Any  # the store of the default process group
+    rank: int  # this process
+    size: int  # the number of ranks
+    timeout: float  # the number of seconds to wait for others
+    events: dict[str, int] = field(default_factory=dict)  # the number of meetings, by group
+    messages: int = 0  # the number of requests to the store
+    call: tuple[str, int] = ("", 0)  # the latest in which ranks communicate: its model and number
     _has_withdrawn: bool = False
     _latest: dict[str, int] = field(default_factory=dict)  # at which all came to agree
 
     def meet(self, group: RankGroup, what: str, description: str) -> None:
         """Wait until all ranks of a group are about to do the same.
 
-        Args:
-            group: the group.
-            what: what this rank is about to do, in the same words as on the others.
-            description: what it is about to do, for messages if another rank does not.
-
-        Raises:
-            RankDivergenceError: the ranks are about to do different things.
+        They say what in the same words; the description is for messages if another rank does not.
+        Raise `RankDivergenceError` if the ranks are about to do different things.
         """
         self._come_back()
         number = self._next(group)
@@ -602,12 +577,7 @@ class Ranks:
         self._latest[group.name] = number
 
     def leave(self, groups: Iterable[RankGroup], reason: str) -> None:
-        """Stop others from waiting for this rank at their next meeting.
-
-        Args:
-            groups: the groups that it would have met.
-            reason: what happened to it, for messages.
-        """
+        """Stop others from waiting for this rank at the groups' next meeting, with a reason."""
         for group in groups:
             key = f"{group.name}/{self._next(group)}"
             self._set(f"{key}/description/{self.rank}", reason)
@@ -830,25 +800,18 @@ _local = _CurrentJointCall()
 
 
 class JointCall:
-    """A call of a model whose collectives the ranks agree on.
-
-    Attributes:
-        model: the called model.
-        groups: the groups that communicate, as far as known.
-        counts: the number of collectives so far, by group.
-        tape: the tape of the run that is being recorded or replayed; None for a live one.
-        error: the error raised because ranks did not agree.
-        is_left: whether the call is suspended, to be continued by another run.
-    """
+    """A call of a model whose collectives the ranks agree on."""
 
     def __init__(self, model: Any, groups: Iterable[RankGroup]) -> None:
         self.model = model
+        # The groups that communicate, as far as known.
         self.groups: list[RankGroup] = list(dict.fromkeys(groups))
-        self.counts: dict[RankGroup, int] = {}
+        self.counts: dict[RankGroup, int] = {}  # the number of collectives so far, by group
+        # The tape of the run that is being recorded or replayed; None for a live one.
         self.tape: Tape | None = None
         self.replays: bool = False
-        self.error: RankDivergenceError | None = None
-        self.is_left: bool = False
+        self.error: RankDivergenceError | None = None  # raised because ranks did not agree
+        self.is_left: bool = False  # whether the call is suspended, to be continued by another run
 
     def follows(self, tape: Tape) -> None:
         """Record the tape that is replayed from now on."""
@@ -857,8 +820,7 @@ class JointCall:
     def agree_on(self, collective: Collective, frame: FrameType) -> None:
         """Agree on a collective that is about to begin.
 
-        Raises:
-            RankDivergenceError: the ranks are about to do different things.
+        Raise `RankDivergenceError` if the ranks are about to do different things.
         """
         group = collective.group
         place, op = self._place(frame)
@@ -878,8 +840,7 @@ class JointCall:
     def ends(self, output: Any) -> None:
         """Agree that the call is at its end.
 
-        Raises:
-            RankDivergenceError: it is not at its end on all ranks.
+        Raise `RankDivergenceError` if it is not at its end on all ranks.
         """
         if self.error is not None:
             raise self.error  # the model has caught it
@@ -1021,13 +982,9 @@ def _handle_collective(collective: Collective, frame: FrameType) -> None:
 
 @contextmanager
 def alone(what: str) -> Iterator[None]:
-    """Refuse collectives within the context: its code must not involve other ranks.
+    """Refuse collectives within the context, whose code must not involve other ranks.
 
-    Args:
-        what: a description of its code, for messages.
-
-    Raises:
-        InputError: the code reaches a collective.
+    Raise `InputError` if the code reaches a collective.
     """
     outer, _local.forbidden = _local.forbidden, what
     call, _local.call = _local.call, None

@@ -100,18 +100,12 @@ class RandomStates:
     """The present states of the global generators of torch, Python and numpy, and of others.
 
     Also a context manager, which restores them at its end.
-
-    Args:
-        others: further generators.
-
-    Attributes:
-        states: their states, as something that can be compared.
     """
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self._others = tuple(others)
         found = self._generators()
-        self.states: list[Any] = [*map(generator_state, found)]
+        self.states: list[Any] = [*map(generator_state, found)]  # in comparable form
         self._restorers = [*map(restorer_of, found)]
 
     def _generators(self) -> list[Any]:
@@ -187,9 +181,7 @@ def _draw_globally(of_numpy: bool, name: str, by_module: bool) -> Callable[..., 
 def numpys_generator(function: Any, args: tuple[Any, ...]) -> Any:
     """Return the generator of numpy's that a draw is from; None for one of Python's.
 
-    Args:
-        function: the function that replays call to draw.
-        args: the arguments that it receives.
+    Replays call the function with these arguments to draw.
     """
     found = args[0] if function.of_numpy is None else global_generators()[function.of_numpy]
     return None if isinstance(found, random.Random) else found

@@ -129,12 +129,9 @@ def _clock(name: str) -> Callable[[], Any]:
 def _reporting_wrapper(
     what: str, function: Callable[..., Any], on_behalf: frozenset[str] = frozenset()
 ) -> Callable[..., Any]:
-    """Return a function that notes, when a run calls it, that the run cannot be repeated.
+    """Return a function that calls another and notes why a run that did cannot be repeated.
 
-    Args:
-        what: the reason that is noted.
-        function: the original, which it calls.
-        on_behalf: modules of Python's own that call it for others.
+    It notes nothing for calls by the modules `on_behalf`, of Python's own, that call it for others.
     """
 
     @functools.wraps(function)

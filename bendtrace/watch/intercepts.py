@@ -29,11 +29,11 @@ from torch.utils.hooks import BackwardHook
 
 from bendtrace.python.internals import Never, TorchDispatchMode, disable_dynamo, internal
 from bendtrace.python.lazy import LazyModule, errors
-from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.captured import PLAIN_TENSORS, PLAIN_TYPES
 from bendtrace.tape.contexts import forget_casts
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import FunctionUse
-from bendtrace.tape.watchers import _local, current_watcher, note_call, set_watcher
+from bendtrace.tape.watchers import _local, call_silently, current_watcher, note_call, set_watcher
 from bendtrace.watch.draws import entries_of_numpys_draws, entries_of_pythons_draws, numpys_random
 from bendtrace.watch.functions import GONE, ScriptFunction, ScriptMethod, entries_of_constructors
 from bendtrace.watch.host_io import OFTEN_PATCHED, entries_of_outside
@@ -42,10 +42,9 @@ from bendtrace.watch.transforms import as_one_op, entries_of_transforms
 
 if TYPE_CHECKING:
     from bendtrace.tape.protocols import Watcher
-    from bendtrace.watch import collectives, followed_functions
+    from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
-    followed_functions = LazyModule("bendtrace.watch.followed_functions")
 
 # Full backward hooks of modules, which each replay sets up on its own.
 #
@@ -213,13 +212,58 @@ def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if (
         not (torch.is_grad_enabled() or kwargs)
         and not all(isinstance(one, Tensor) or type(one) in PLAIN_TYPES for one in args)
-        and followed_functions.can_follow(cls, args)
+        and _can_follow(cls, args)
     ):
-        return followed_functions.follow(cls, args)
+        return _call_forward(cls, args)
     # Not `cls.apply`: where a class has its own, which calls torch's, only torch's is the op.
     bound = vars(_Function)["apply"].__get__(None, cls)
     return watcher.opaque_call(bound, args, kwargs)
 
+
+# Autograd functions that a run follows: no gradient is computed, and they are given objects.
+#
+# Such a function may write to a list or a module that it is given, so that its call is no op.
+# Without gradients nothing remains of the call but what its `forward` does, which runs as code of
+# the model. The rest is done here as torch does it in C (seen in torch 2.13 to 2.15;
+# tests/test_boundaries.py would notice a change).
+
+
+def _can_follow(cls: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a call of an autograd function comes down to its `forward`."""
+    return (
+        not cls.__module__.startswith("torch.")
+        and cls.setup_context is torch.autograd.Function.setup_context
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+        and all(type(one) in PLAIN_TENSORS for one in args if isinstance(one, Tensor))
+    )
+
+
+def _call_forward(cls: Any, args: tuple[Any, ...]) -> Any:
+    """Call the `forward` of an autograd function, and return what `apply` returns."""
+    context = call_silently(lambda: cls._backward_cls(), (), {})
+    context.needs_input_grad = tuple(isinstance(a, Tensor) and a.requires_grad for a in args)
+    output = cls.forward(context, *args)
+    watcher = current_watcher()
+    if watcher is not None and context.dirty_tensors:  # whose versions torch counts up
+        watcher.unseen(f"ctx.mark_dirty, in a call of {cls.__name__} without gradients,")
+    if type(output) is not tuple:
+        return _returned_by_forward(output, args) if isinstance(output, Tensor) else output
+    return tuple(
+        _returned_by_forward(one, args) if isinstance(one, Tensor) else one for one in output
+    )
+
+
+def _returned_by_forward(output: Tensor, args: tuple[Any, ...]) -> Tensor:
+    """Return what becomes of a tensor that `forward` returns: no argument is returned itself."""
+    if any(output is one for one in args):
+        return output.detach() if output.requires_grad else output.view_as(output)
+    return output.detach_() if output.requires_grad and not output._is_view() else output
+
+
+# Unlike other code of the tracer around that of a model, these hold what the function was given and
+# has returned.
+FOLLOWING = (_can_follow.__code__, _call_forward.__code__)
 
 # What is bound to a class there: torch's own function, or the above where torch's is written in C.
 _BOUND: Any = apply if _APPLIES is _Function else vars(_Function)["apply"].__func__

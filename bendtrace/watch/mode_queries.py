@@ -27,13 +27,9 @@ from bendtrace.tape.contexts import function_modes
 
 
 class RecordingMode(TorchFunctionMode):
-    """A mode that the code which runs under it does not see.
+    """A mode that the code which runs under it does not see."""
 
-    Attributes:
-        around: the modes around the run that see what the model does, and nothing else.
-    """
-
-    around: tuple[Any, ...] = ()
+    around: tuple[Any, ...] = ()  # those around the run that only see what the model does
 
 
 _NAMES = (
@@ -62,12 +58,9 @@ _FOR_OTHERS = frozenset({"_get_current_function_mode", "_get_current_function_mo
 def is_answered_without(
     frame: types.FrameType, question: Any, wants_inside: Callable[[], bool]
 ) -> bool:
-    """Return whether the recorder has to be hidden from a question.
+    """Return whether the recorder has to be hidden from one of `QUESTIONS`, which the frame calls.
 
-    Args:
-        frame: calls the question.
-        question: one of `QUESTIONS`.
-        wants_inside: whether something is inserted inside the running module.
+    `wants_inside` says whether something is inserted inside the running module.
     """
     asker: types.FrameType | None = frame
     while (

@@ -52,34 +52,18 @@ def _is_torch_defined(function: Any) -> bool:
 
 
 class Monkeypatch(NamedTuple):
-    """The replacement of a function.
+    """The replacement of a function."""
 
-    Attributes:
-        name: of the function.
-        value: the replacement; None if the function was deleted.
-        original: the original function.
-    """
-
-    name: str
-    value: Any
-    original: Any
+    name: str  # of the function
+    value: Any  # the replacement; None if the function was deleted
+    original: Any  # the original function
 
 
 Monkeypatches = tuple[Monkeypatch, ...]
 
 
 class _Space:
-    """A module or class, and its functions when this module was imported.
-
-    Args:
-        name: of the module or class.
-        table: its attributes.
-        functions: its functions, for a class those that it inherits as well.
-
-    Attributes:
-        table: as given.
-        functions: as given.
-    """
+    """A module or class, and its functions, also inherited, when this module was imported."""
 
     def __init__(self, name: str, table: dict[str, Any], functions: dict[str, Any]) -> None:
         self._name = name
@@ -195,12 +179,7 @@ def may_be_patched(function: Any) -> bool:
 def original_of(function: Any, frame: types.FrameType) -> Any:
     """Return the function that called a mode: the original, if the reported one is its replacement.
 
-    Args:
-        function: the function reported to the mode, by name.
-        frame: the frame that calls the mode.
-
-    Raises:
-        InputError: the replaced function cannot be determined.
+    Raise `InputError` if the replaced function cannot be determined.
     """
     if type(function) is types.MethodWrapperType:
         getter = _original_of(function.__self__, None)

@@ -35,12 +35,8 @@ def required_model(model: Any) -> Any:
 def module_of(model: Any) -> nn.Module | None:
     """Return the module that has what a model has, under the names that paths begin with.
 
-    Args:
-        model: a module, a method of one, or another object that holds modules.
-
-    Returns:
-        The module itself, the one that the method is of, or a new module that has those of the
-        object as its parts. None if there are none.
+    That is the module itself, the one that the method is of, or a new module that has those of the
+    object as its parts. None if there are none.
     """
     while isinstance(model, functools.partial):
         model = model.func
@@ -72,12 +68,8 @@ def named_modules(
     """Yield a module and all in it with their qualified names.
 
     As `nn.Module.named_modules`, but for models that compare modules by anything else than
-    identity, or have another attribute of that name.
-
-    Args:
-        module: the module.
-        prefix: its own name.
-        again: yield a module under each of its names, not only under the first one.
+    identity, or have another attribute of that name. With `again`, a module is yielded under each
+    of its names, not only under the first one.
     """
     seen: set[int] = set()
     waiting: list[tuple[str, nn.Module, frozenset[int]]] = [(prefix, module, frozenset())]

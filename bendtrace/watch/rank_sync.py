@@ -57,11 +57,7 @@ _has_entries = False  # whether these ever had an entry
 
 
 def ask(model: Any, group: collectives.RankGroup) -> Callable[[], None]:
-    """Make the ranks of a group agree at the end of each call of a model.
-
-    Returns:
-        A function that ends this.
-    """
+    """Make the ranks of a group agree at the end of each call; the returned function ends that."""
     global _has_entries
     _has_entries = True
     asked = asked_groups.setdefault(model, [])
@@ -112,12 +108,7 @@ def is_joint(model: Any) -> bool:
 
 
 def needs_agreement(model: Any, tape: Tape) -> bool:
-    """Return whether ranks have to agree in a replay.
-
-    Args:
-        model: the called model.
-        tape: the replayed tape.
-    """
+    """Return whether ranks have to agree in a replay."""
     if not tape.is_joint and not (asked_groups and is_attachable(model) and model in asked_groups):
         return False
     return settings.enabled and is_running()
@@ -128,12 +119,8 @@ def joint_call(
 ) -> AbstractContextManager[collectives.JointCall | None]:
     """Return a context in which the ranks agree on the collectives of a call.
 
-    Args:
-        model: the called model.
-        goes_on: whether this may be the rest of a suspended call.
-
-    Returns:
-        The context, which gives the `JointCall`, or None if agreement is not needed.
+    With `goes_on`, this may be the rest of a suspended call. The context gives the `JointCall`, or
+    None if agreement is not needed.
     """
     return collectives.call_context(model, goes_on) if is_running() else nullcontext()
 
@@ -143,11 +130,7 @@ def joint_recording(
 ) -> AbstractContextManager[collectives.JointCall | None]:
     """Return a context in which the ranks agree on a run that is being recorded.
 
-    Args:
-        model: the model that is run.
-        names: the names that its code uses.
-        tape: the tape that is written.
-        goes_on: whether this may be the rest of a suspended call.
+    The model's code uses the names. With `goes_on`, this may be the rest of a suspended call.
     """
     if not is_running():
         return nullcontext()

@@ -50,38 +50,25 @@ _AS_ONE_OP = frozenset(torch.autograd.Function.__mro__)
 
 
 class Reachable(NamedTuple):
-    """The functions, globals and members that code can reach.
+    """The functions, globals and members that code can reach."""
 
-    Attributes:
-        functions: methods, the functions of properties, and plain functions, its own and others.
-        opaque: functions that `bt.opaque` returned: each is recorded as one op.
-        globals: (namespace, name) of the globals that these name, also in other modules.
-        owners: the namespaces of the classes that it looks for members in.
-        members: (class namespace, name) of the class attributes and methods that they name.
-        lacking: namespaces of Python modules, with the names that it uses and that are not in
-            them; None for all, where it looks names up that it computes.
-        modules: modules that it passes to other code, which may name what is in them.
-        names: all names of globals and attributes in it.
-        stores: names of attributes that it assigns.
-        tells_numbers: whether some of it asks for the exact type of a number.
-        computes: whether it looks attributes up by names that it computes.
-        computes_outside: whether it does so in other objects than `self`.
-        depends: what all of this depends on.
-    """
-
+    # Methods, the functions of properties, and plain functions, its own and others.
     functions: tuple[types.FunctionType, ...]
-    opaque: tuple[types.FunctionType, ...]
-    globals: tuple[Named, ...]
-    owners: tuple[Mapping[str, Any], ...]
-    members: tuple[Named, ...]
+    opaque: tuple[types.FunctionType, ...]  # those that `bt.opaque` returned: each is one op
+    globals: tuple[Named, ...]  # (namespace, name), also in other modules
+    owners: tuple[Mapping[str, Any], ...]  # namespaces of classes that it looks for members in
+    members: tuple[Named, ...]  # (class namespace, name) of attributes and methods
+    # Namespaces of Python modules, with the names that it uses and that are not in them; None for
+    # all, where it looks names up that it computes.
     lacking: tuple[tuple[Mapping[str, Any], frozenset[str] | None], ...]
+    # Modules that it passes to other code, which may name what is in them.
     modules: tuple[types.ModuleType, ...]
-    names: frozenset[str]
-    stores: frozenset[str]
-    tells_numbers: bool
-    computes: bool
-    computes_outside: bool
-    depends: Depends
+    names: frozenset[str]  # all names of globals and attributes in it
+    stores: frozenset[str]  # names of attributes that it assigns
+    tells_numbers: bool  # whether some of it asks for the exact type of a number
+    computes: bool  # whether it looks attributes up by names that it computes
+    computes_outside: bool  # whether it does so in other objects than `self`
+    depends: Depends  # what all of this depends on
 
 
 _KEPT = 1024
@@ -93,9 +80,7 @@ def reachable_from(
 ) -> Reachable:
     """Find everything that a function, or a class through some of its methods, can reach.
 
-    Args:
-        subject: the class or function.
-        entries: names of the methods that are called; those of a module unless they are given.
+    The entries are the names of the methods that are called; by default, those of a module.
     """
     if "<" in subject.__qualname__:  # made by a function, and not to be kept alive by a cache
         return _search(subject, entries)
@@ -315,10 +300,8 @@ class _ReachabilitySearch:
     def _named_by_torch(self, names: Iterable[str]) -> set[str]:
         """Return the user's members that methods of torch's classes ask for.
 
-        These methods are not followed: `forward` of a batch norm asks for `_check_input_dim`.
-
-        Args:
-            names: names of methods that are called; those of earlier calls are remembered.
+        These methods are not followed: `forward` of a batch norm asks for `_check_input_dim`. Names
+        of earlier calls are remembered.
         """
         waiting = [*names] if self._of_torch else []
         while waiting:

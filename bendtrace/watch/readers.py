@@ -31,12 +31,7 @@ from typing import Any
 
 import torch
 
-from bendtrace.tape.captured import (
-    Access,
-    is_array,
-    is_scalar,
-    module_name_of,
-)
+from bendtrace.tape.captured import Access, is_array, is_scalar, module_name_of
 from bendtrace.tape.structure import has_state_of_c, is_heap_type, read_partial
 from bendtrace.watch.findings import ScanResult, read_items
 
@@ -178,10 +173,8 @@ def is_opaque(value: Any) -> bool:
 def reference_reader(value: Any, found: ScanResult) -> Callable[[Any], Any] | None:
     """Return a reader of a weak reference, which does not keep alive what that refers to.
 
-    Args:
-        value: the weak reference.
-        found: what the run can read; None is returned if a lasting dict in it does not hold what
-            is referred to, which could then change, or go, unseen.
+    None if a lasting dict that the run can read does not hold what is referred to, which could then
+    change, or go, unseen.
     """
     if value() is None:
         return lambda value: [value() is None]

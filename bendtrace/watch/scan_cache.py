@@ -69,22 +69,17 @@ _Judged = tuple[Mapping[str, Any], str, Any, Callable[[Any], bool] | None, bool]
 
 @dataclass(slots=True, eq=False)
 class Notes:
-    """Facts that a scan depended on, besides its parts and their content.
+    """Facts that a scan depended on, besides its parts and their content."""
 
-    Attributes:
-        is_steady: whether it met nothing that only another scan can tell to be the same.
-        owned: objects, and the dict of each that was scanned.
-        judged: names in namespaces, each with what it stood for, and - where what that held
-            decided whether it was worth scanning - what was asked of it, and the answer.
-        absent: names that code uses, and that are not in the namespace.
-        empty: cells without content.
-    """
-
-    is_steady: bool = True
+    is_steady: bool = True  # whether it met nothing that only another scan can tell to be the same
+    # Objects, and the dict of each that was scanned.
     owned: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    # Names in namespaces, each with what it stood for, and - where what that held decided whether
+    # it was worth scanning - what was asked of it, and the answer.
     judged: dict[tuple[int, str], _Judged] = field(default_factory=dict)
+    # Names that code uses, and that are not in the namespace.
     absent: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
-    empty: list[types.CellType] = field(default_factory=list)
+    empty: list[types.CellType] = field(default_factory=list)  # cells without content
 
     def hold(self) -> bool:
         """Return whether all facts that decided the scan are unchanged."""
@@ -123,21 +118,15 @@ def tensor_facts(tensor: torch.Tensor, attributes: Mapping[Any, Any]) -> TensorF
 class CachedScan:
     """The parts of a model that a scan found, with everything that the scan depended on.
 
-    Args:
-        found: the environment of a run that has not begun yet.
-        notes: what the scan decided by.
-        first: the index of the first part that is not of the arguments.
-        helpers: the classes that the arguments have helper objects of.
-
-    Attributes:
-        is_usable: whether another scan can be told to be the same.
-        plain_numbers: whether numbers among the arguments must not be traced.
+    They are found for a run that has not begun yet. The `first` part is not of the arguments, which
+    have helper objects of the classes in `helpers`.
     """
 
     def __init__(
         self, found: ScanResult, notes: Notes, first: int, helpers: tuple[type, ...]
     ) -> None:
         self._function = found.function
+        # True if numbers among the arguments must not be traced.
         self.plain_numbers: bool = found.plain_numbers
         self._notes = notes
         self._first = first
@@ -177,6 +166,7 @@ class CachedScan:
         self._by_id = {key: part for key, part in found.by_id.items() if part.index >= first}
         self._note_code(found)
         self._note_parts(found)
+        # True if another scan can be told to be the same.
         self.is_usable: bool = self._is_apart() and self._note_contents(found.contents)
 
     def _is_apart(self) -> bool:
@@ -250,8 +240,7 @@ class CachedScan:
     def repeat(self, now: ScanResult) -> bool:
         """Give environment the parts of this scan, if it would lead to the same.
 
-        Args:
-            now: what so far has the parts of its arguments only.
+        So far, it has the parts of its arguments only.
         """
         if now.function is not self._function or functions_of_runs(now.function) != self._learned:
             return False

@@ -178,11 +178,7 @@ remove_hook.gives_nothing = True  # type: ignore[attr-defined]
 
 
 class HandleOfRun(RemovableHandle):
-    """The handle of a hook that a model receives while it is recorded.
-
-    Args:
-        carrier: the tensor that has the hook.
-    """
+    """The handle of a hook that a model receives while it is recorded; the carrier has the hook."""
 
     def __init__(self, carrier: Any) -> None:
         self.__dict__.update(vars(carrier.handle))

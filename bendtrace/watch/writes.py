@@ -48,16 +48,12 @@ def storage_of(tensor: Tensor) -> int:
 
 
 class Writes:
-    """Watches the tensors that an op receives.
+    """Watches the tensors that an op receives."""
 
-    Attributes:
-        stale: the arguments of the current op that were written to since they were named.
-        latest_unseen: the last op that wrote without changing a version; -1 if none did.
-    """
-
-    latest_unseen: int
+    latest_unseen: int  # the last op that wrote without changing a version; -1 if none did
 
     def __init__(self) -> None:
+        # The arguments of the current op that were written to since they were named.
         self.stale: list[tuple[Ref, Tensor]] = []
         self._given: list[tuple[Ref, Tensor, int]] = []
         self._memory: list[int] = []  # of what the current op received, if that is watched
@@ -326,11 +322,7 @@ def may_share(function: Any) -> bool:
 
 
 def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, int]]:
-    """Return which of some tensors have memory that which of some arrays have, too.
-
-    Returns:
-        The positions of a tensor and an array, for each pair.
-    """
+    """Return the positions of some tensors and of arrays that have memory in common, in pairs."""
     taken = [
         (number, *_memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes
     ]
