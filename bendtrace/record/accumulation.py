@@ -157,12 +157,12 @@ class Accumulation:
         if value is None:
             return None
         for item in items[: value.length]:  # of which some may have been written to
-            tracked = self._writer.tracked.get(id(item))
+            tracked = self._writer.tracked[id(item)] if isinstance(item, Tensor) else None
             if tracked is not None and tracked.ref is not None and tracked.version >= 0:
                 self._writer.writes.receive(tracked.ref, item, tracked.version)
         new = [encode(item, type(item))[0] for item in items[value.length :]]
         ref = ref_to((self._give(items, value, new, None) if new else value).index)
-        return ref, items if isinstance(items[0], Tensor) else [*map(plain, items)]
+        return ref, [*map(plain, items)]
 
     def _value_of(self, items: list[Any]) -> ListValue | None:
         """Return the op that gives the first items of the list that a variable holds."""

@@ -251,6 +251,7 @@ _SEQUENCES = (list, tuple, str, bytes, bytearray)
 def _arithmetic(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     for operand in operands:
         if type(operand) in TRACED and operand._origin.active:
+            operand._origin.turns += 1
             return operand._origin.arithmetic(function, operands)
     return function(*map(plain, operands))  # all of them outlived their run
 

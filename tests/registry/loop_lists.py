@@ -1,4 +1,4 @@
-"""Lists that a loop appends tensors to, whose length differs from call to call."""
+"""Lists that a loop appends tensors or numbers to, whose length differs from call to call."""
 
 from __future__ import annotations
 
@@ -103,3 +103,35 @@ def given_away(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         h = h * 0.5 + x[i]
         outputs.append(h)
     return torch.stack([halves(y) for y in outputs]), outputs
+
+
+@followed(10)
+def numbers_of_a_loop(x: Tensor) -> Tensor:
+    weights = []
+    for i in range(len(x)):
+        weights.append(i * 0.5)
+    return x * torch.tensor(weights).view(-1, 1)
+
+
+@followed(20)
+def numbers_of_tensors(x: Tensor) -> Tensor:
+    h, kept, least = x.new_zeros(4), [], []
+    for i in range(len(x)):
+        h = torch.tanh(h + x[i])
+        if h.sum() > 0:
+            kept.append(int(h.argmax()))
+        else:
+            kept.append(0)
+        least.append(min(i, 3))
+    return h + torch.as_tensor(kept, dtype=torch.float64).sum() - torch.tensor(least).sum()
+
+
+@followed(20)
+def numbers_and_tensors(x: Tensor) -> Tensor:
+    both = []
+    for i in range(len(x)):
+        both.append(x[i].mean())
+        if x[i].sum() > 0:
+            both += [x[i, 0].item()]
+    both.append(True)
+    return torch.tensor(both)
