@@ -810,3 +810,51 @@ def test_items_that_are_not_there_and_items_that_change() -> None:
                 failing(x)
     assert bended.stats.live == failing.stats.live == 0
     assert bended.stats.traces <= 20
+
+
+def outgrows(x: Tensor) -> Any:
+    """A number outgrows what torch can hold."""
+    size, h = 1, torch.zeros(3)
+    for i in range(len(x)):
+        size = size * 50 + i
+        h = h * 0.5 + x[i]
+        if h.sum() > 0:
+            h = h * (1.0 / size)
+    return h, size
+
+
+def outgrows_alone(x: Tensor) -> Any:
+    size, h = 1, torch.zeros(3)
+    for i in range(len(x)):
+        size *= 50
+        h = h * 0.5 + x[i]
+    return h, size
+
+
+@pytest.mark.parametrize("program", [outgrows, outgrows_alone])
+def test_numbers_of_loops_may_outgrow_torch(program: Callable[[Tensor], Any]) -> None:
+    bended = bt.BendedModule(program)
+    for x in lengths(100):
+        assert bits(bended(x)) == bits(program(x))
+
+
+def test_whole_numbers_are_carried_where_constants_are_added() -> None:
+    def loop(x: Tensor) -> Any:
+        count, size, weight, other = 0, 1, 1.0, 2
+        for i in range(len(x)):
+            count += 1
+            size *= 2
+            weight = weight * 0.5
+            other = len(x) - i
+        return count, size, weight, other
+
+    code = loop.__code__
+    offsets = range(0, len(code.co_code), 2)
+    places = {(id(code), begin) for at in offsets if (begin := varying.range_loop(code, at))}
+    assert len(places) == 1
+    found = [
+        {name for at in offsets for name in varying.carried_at(code, at, places, is_whole)}
+        for is_whole in (True, False)
+    ]
+    assert found == [{"count"}, {"count", "size", "weight"}]
+    assert not any(varying.carried_at(code, at, set(), False) for at in offsets)

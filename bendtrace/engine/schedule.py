@@ -300,13 +300,15 @@ class Schedule:
         return [ops[index] for index in sorted(found)]
 
     def _parts_of(self, index: int) -> Iterator[int]:
-        """Yield the sources of a value: arguments, state, and handed over values."""
-        op = self.tape.ops[index]
-        if op.is_given or index in self.available:
-            yield index
-            return
-        for operand in op.operands:
-            yield from self._parts_of(operand)
+        """Yield the sources of a value, once each: arguments, state, and handed over values."""
+        seen, waiting = {index}, [index]
+        while waiting:
+            op = self.tape.ops[waiting.pop()]
+            if op.is_given or op.index in self.available:
+                yield op.index
+                continue
+            waiting += [operand for operand in op.operands if operand not in seen]
+            seen.update(op.operands)
 
 
 def returned_inputs(tape: Tape, last: int) -> dict[int, int]:

@@ -11,6 +11,7 @@ number.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 import sys
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import (
+    CONSTANTS,
     LOOKS_AT_VARIABLES,
     assign,
     code_compares_identity,
@@ -804,7 +806,10 @@ class Lifting:
         self.inputs: frozenset[str] = inputs
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._loops = {(id(code), begin) for code, begin in places if is_loop((code, begin))}
-        self.counts: bool = excluded is not None or bool(self._loops)
+        self._ranges = {
+            (id(place[0]), begin) for place in places if (begin := range_loop(*place)) is not None
+        }
+        self.counts: bool = excluded is not None or bool(self._loops or self._ranges)
         self.lifted: dict[int, Counter] = {}
         self.places: frozenset[Place] = places
         self._derived: set[int] = set()  # from counters that inputs give
@@ -856,21 +861,27 @@ class Lifting:
             code = found.f_code
             loops = None if self._excluded is not None else self._loops
             is_own = code.co_filename.startswith(PACKAGE)
-            names = () if is_own else counters_at(code, found.f_lasti, loops)
-            if names and not (
+            whole, numbers = frozenset[str](), frozenset[str]()
+            if not is_own:
+                whole = counters_at(code, found.f_lasti, loops)
+                whole |= carried_at(code, found.f_lasti, self._ranges, True)
+                numbers = carried_at(code, found.f_lasti, self._ranges, False)
+            if (whole or numbers) and not (
                 needs_plain_numbers(code, found.f_globals) or code_compares_identity(code)
             ):
-                for name in sorted(names):
-                    self._lift_one(found, name)
+                for name in sorted(whole):
+                    self._lift_one(found, name, int)
+                for name in sorted(numbers):
+                    self._lift_one(found, name, float)
             found = found.f_back
 
-    def _lift_one(self, frame: FrameType, name: str) -> None:
+    def _lift_one(self, frame: FrameType, name: str, kind: type) -> None:
         value, counter = local_in(frame, name), (frame.f_code, name)
         if counter in (self._excluded or ()):
             return
         if type(value) is TracedInt and self._loops and type(value._source) is Ref:
             self._count_by(value._source.index, counter)
-        if type(value) is not int or abs(value) >= _LARGE:
+        if type(value) is not kind or (kind is int and abs(value) >= _LARGE):
             return
         if self._as_tensors:
             tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)
@@ -879,8 +890,8 @@ class Lifting:
             op = self._writer.emit(OpKind.SCALAR, operator.pos, (value,), {}, frame)
             op.meta = value
             self._writer.tape.counters.add(op.index)
-            scalar = self._values.scalar(TracedInt, value, Ref(op.index))
-        if type(scalar) is TracedInt:
+            scalar = self._values.scalar(TRACED_AS[kind], value, Ref(op.index))
+        if type(scalar) in TRACED:
             self.lifted[scalar._source.index] = counter
             assign(frame, name, scalar)
 
@@ -998,6 +1009,67 @@ def counters_at(
     )
 
 
+# The numbers that loops over ranges carry from round to round: `weight *= 0.9`, `count += 1`. Whole
+# numbers only where constants are added: others grow beyond those that can be traced.
+_carried: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str], frozenset[str]]]]] = {}
+
+
+def range_loop(code: CodeType, offset: int) -> int | None:
+    """Return the beginning of the loop over the range that an instruction makes; None if none."""
+    steps = [step for step in single_steps(code) if step.offset > offset][:2]
+    is_loop = [step.name for step in steps] == ["GET_ITER", "FOR_ITER"]
+    return steps[1].offset if is_loop else None
+
+
+def carried_at(
+    code: CodeType, offset: int, loops: Set[tuple[int, int]], is_whole: bool
+) -> frozenset[str]:
+    """Return the local variables in which loops around an instruction carry numbers on.
+
+    Args:
+        code: the code.
+        offset: the instruction.
+        loops: the loops that are looked at, as identities of code and beginnings.
+        is_whole: whether the numbers are whole ones.
+    """
+    if not loops:
+        return frozenset()
+    cached = _carried.get(id(code))
+    if cached is None:
+        cached = _carried[id(code)] = code, _carrying_loops(code)
+    return frozenset().union(
+        *(
+            counted if is_whole else computed
+            for begin, end, computed, counted in cached[1]
+            if begin <= offset <= end and (id(code), begin) in loops
+        )
+    )
+
+
+def _carrying_loops(code: CodeType) -> list[tuple[int, int, frozenset[str], frozenset[str]]]:
+    """Return the loops of code, with their ends, and what they compute and count in variables."""
+    if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
+        return []
+    steps = single_steps(code)
+    ends = {step.value: step.offset for step in steps if "JUMP_BACKWARD" in step.name}
+    constants = {offset for offset, _ in _counted(code)}
+    loops = []
+    for step in steps:
+        if step.name == "FOR_ITER" and step.offset in ends:
+            end = ends[step.offset]
+            inside = [one for one in steps if step.offset <= one.offset <= end]
+            computed, others = set(), set()
+            for before, after in itertools.pairwise(inside):
+                if after.name == "STORE_FAST":
+                    if before.name in ("BINARY_OP", "UNARY_NEGATIVE"):
+                        computed.add(after.value)
+                    if after.offset not in constants and before.name not in CONSTANTS:
+                        others.add(after.value)
+            computed &= {one.value for one in inside if one.name == "LOAD_FAST"}
+            loops.append((step.offset, end, frozenset(computed), frozenset(computed - others)))
+    return loops
+
+
 def loop_at(code: CodeType, offset: int) -> Place | None:
     """Return the innermost `while` loop with counters around an instruction, as its beginning."""
     around = (loop for loop in _loops_in(code) if loop[0] <= offset <= loop[1] and loop[2])
@@ -1031,18 +1103,8 @@ def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
     """Return the loops of code, with their first and last instruction and their counters."""
     if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
         return []  # it could see that `assign` was there
-    steps = single_steps(code)
+    steps, counted = single_steps(code), [*_counted(code)]
     names = {step.offset: step.name for step in steps}
-    counted: list[tuple[int, str]] = []
-    for first, second, third, last in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
-        constant = constant_of(code, second.name, second.argument or 0)
-        if (
-            (first.name, third.name, last.name) == ("LOAD_FAST", "BINARY_OP", "STORE_FAST")
-            and third.shown in ("+", "-", "+=", "-=")
-            and type(constant) is int
-            and first.value == last.value
-        ):
-            counted.append((last.offset, first.value))
     loops = []
     for step in steps:
         if "JUMP_BACKWARD" in step.name and names.get(step.value) != "FOR_ITER":
@@ -1051,3 +1113,17 @@ def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
             )
             loops.append((step.value, step.offset, inside))
     return loops
+
+
+def _counted(code: CodeType) -> Iterator[tuple[int, str]]:
+    """Yield each instruction that stores a variable to which a whole constant was added."""
+    steps = single_steps(code)
+    for first, second, third, last in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
+        constant = constant_of(code, second.name, second.argument or 0)
+        if (
+            (first.name, third.name, last.name) == ("LOAD_FAST", "BINARY_OP", "STORE_FAST")
+            and third.shown in ("+", "-", "+=", "-=")
+            and type(constant) is int
+            and first.value == last.value
+        ):
+            yield last.offset, first.value

@@ -133,3 +133,44 @@ def numbers_that_are_left(x: Tensor) -> Any:
             first = i
         i += 1
     return h / i, before, first
+
+
+@rounds_closed(8)
+def numbers_that_shrink(x: Tensor) -> Any:
+    """Numbers that a loop over a range carries on, of which none counts its rounds."""
+    total, weight, mean = torch.zeros(4), 1.0, 0.0
+    for i in range(x.size(0)):
+        total = total + weight * x[i]
+        weight *= 0.9
+        mean = 0.5 * mean + 0.5 * x[i, 0].item()
+    return total, weight, mean
+
+
+@rounds_closed(14)
+def rounds_that_are_counted(x: Tensor) -> Any:
+    count, h = 0, torch.zeros(4)
+    for i in range(x.size(0)):
+        if x[i].sum() > 0:
+            count += 1
+        h = torch.tanh(h + x[i] * count)
+    return h / max(count, 1), count
+
+
+@rounds_closed(8)
+def sums_of_two_numbers(x: Tensor) -> Any:
+    """Each is computed from two of the round before: more ways than values."""
+    before, now, h = 0.0, 1.0, torch.zeros(4)
+    for i in range(x.size(0)):
+        h = h * 0.5 + x[i] * now
+        before, now = now, before + now
+    return h, before
+
+
+@case(*LONG)
+def a_layer_for_each_count(x: Tensor) -> Any:
+    count, h = 0, torch.zeros(4)
+    for i in range(x.size(0)):
+        if x[i].sum() > 0:
+            count += 1
+        h = torch.tanh(LAYERS[count](h) + x[i])
+    return h, count
