@@ -39,7 +39,7 @@ from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.tape import ModuleCall, meta_of
+from bendtrace.tape.tape import ModuleCall, Op, meta_of
 from bendtrace.watch.code_facts import names_in
 from bendtrace.watch.functions import (
     ADDRESS,
@@ -377,6 +377,11 @@ class LiveInserter:
                     base_name_of(function),
                 )
             ) from error
+
+    def leaves(self, op: Op) -> bool:
+        """Return whether nothing is inserted at an op (see `protocols.Inserter`)."""
+        spot = self.spot_of_op(op.scope, op.site, op.target)
+        return self.plan.lookup is None and not spot.slots
 
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Name arithmetic (see `protocols.Inserter`)."""

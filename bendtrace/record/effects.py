@@ -18,7 +18,15 @@ import torch
 from torch import nn
 
 from bendtrace.python.bytecode import single_steps
-from bendtrace.python.computations import accumulate, in_order, items_at, list_of, with_changes
+from bendtrace.python.computations import (
+    accumulate,
+    count_of,
+    in_order,
+    items_at,
+    list_of,
+    row_at,
+    with_changes,
+)
 from bendtrace.python.sites import TORCH
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_name_of
 from bendtrace.tape.structure import can_build, referents
@@ -47,7 +55,7 @@ HARMLESS = frozenset(
         operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
         abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
         str, repr, format, max, min, in_order, items_at, list_of, with_changes,
-        accumulate,
+        accumulate, count_of, row_at,
     }
 )  # fmt: skip
 

@@ -846,6 +846,10 @@ class Recorder(RecordingMode):
         script = self._writer.script
         return script is not None and script.is_active
 
+    def is_seen_by_inserter(self, op: Op) -> bool:
+        """Return whether what is inserted may see what an op gives."""
+        return self._inserter is not None and not self._inserter.leaves(op)
+
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
     ) -> Any:

@@ -33,7 +33,7 @@ from bendtrace.python.bytecode import read_later
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import FOLLOWED, MACHINERY, PACKAGE
 from bendtrace.record.effects import Effects
-from bendtrace.record.encoding import scalars_in
+from bendtrace.record.encoding import ListOperand, scalars_in
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import LOOKS, MARK, RunValues
 from bendtrace.tape.captured import (
@@ -367,6 +367,11 @@ class _StateWalk:
             return self._array(value)
         if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
             return "recorder"
+        if kind is ListOperand:  # views of one memory, which loops go through
+            facts, memory = dict.fromkeys(map(self._facts, value.numbers)), 0
+            for part in value.numbers[:1]:
+                memory = 1 + self._memories.setdefault(storage_of(part), len(self._memories))
+            return self.value_of(value.ref.index), tuple(facts), memory
         if kind.__module__.startswith("bendtrace.record.") and hasattr(kind, "state_parts"):
             return kind.__name__, self.values_of(value.state_parts())
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):

@@ -49,6 +49,7 @@ from bendtrace.python.computations import (
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
+from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.record.accumulation import Accumulation
 from bendtrace.record.encoding import ListOperand, without_traced
@@ -77,8 +78,11 @@ from bendtrace.watch.provenance import is_finished
 
 if TYPE_CHECKING:
     from bendtrace.python import key_functions
+    from bendtrace.record import rows
+    from bendtrace.record.rows import RowLoops
 else:
     key_functions = LazyModule("bendtrace.python.key_functions")
+    rows = LazyModule("bendtrace.record.rows")
 
 _OF_TENSORS = frozenset({bool, int, float, len, operator.index})
 
@@ -122,6 +126,11 @@ class Varying:
         self._of_numpy: set[Place] = set()  # where numpy computes a number
         self._stored = 0  # how many items of lists were made traced scalars
         self._key_code: CodeType | None = None  # of the key function of the call that is awaited
+        self._row_loops: RowLoops | None = None
+        if any(row_loop_at(*place) for place in places):
+            self._row_loops = values.row_loops = rows.RowLoops(
+                self._places, writer, values, self._lift, _call_of
+            )
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
@@ -457,14 +466,27 @@ class Varying:
         begin, end, step = {1: (0, *given, 1), 2: (*given, 1)}.get(len(given), given)
         if type(step) is not int or step == 0:
             return None
-        if type(begin) is int:
-            op = self._writer.emit(OpKind.SCALAR, operator.pos, (begin,), {}, frame)
-            op.meta = begin
-            self._writer.tape.counters.add(op.index)
-            begin = self._values.scalar(TracedInt, begin, Ref(op.index))
-        rounds = Rounds(begin, end, step, self._writer.tape.guards)
+        rounds = Rounds(self._lift(begin, frame), end, step, self._writer.tape.guards)
         self._rounds.append((place, rounds))
         return rounds
+
+    def _lift(self, number: Any, frame: FrameType) -> Any:
+        """Return a number from which a loop counts on, so that each round asks for what it makes.
+
+        Args:
+            number: the number.
+            frame: the code that has the loop.
+        """
+        tape, is_plain = self._writer.tape, type(number) is int
+        given = number if is_plain else self._values.scalar_ref(number)
+        if not is_plain and given.index in tape.counters:
+            return number
+        op = self._writer.emit(OpKind.SCALAR, operator.pos, (given,), {}, frame)
+        op.meta = plain(number)
+        tape.counters.add(op.index)
+        if not is_plain:
+            tape.rounds.add(op.index)
+        return self._values.scalar(TracedInt, op.meta, Ref(op.index))
 
     def useless(self, lifting: Lifting | None) -> Iterator[Place]:
         """Yield the places of loops that do not close, and of numbers that are guarded later.
@@ -479,12 +501,14 @@ class Varying:
             yield from lifting.open_loops(tape)
         if self._recorder.has_lost_arrays:
             yield from self._of_numpy
-        for place, rounds in self._rounds:
+        walked = [] if self._row_loops is None else self._row_loops.found
+        for place, rounds in (*self._rounds, *walked):
             states = [tape.states[number].key for number in rounds.asked if number in tape.states]
             if len(states) > _FEW_ROUNDS and len({*states}) == len(states):
                 yield place
         origins: dict[int, set[Place]] = {}
-        for place, first, end in self._results:
+        numbers = [] if self._row_loops is None else self._row_loops.numbers
+        for place, first, end in (*self._results, *((one, at, at + 1) for one, at in numbers)):
             if place not in self.places:
                 continue
             for index in range(first, end):

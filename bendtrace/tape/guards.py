@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from bendtrace.python.bytecode import tests_directly
+from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import TORCH
 from bendtrace.python.stacks import instruction_name
 from bendtrace.tape.tape import Guard, Literals, Raised, Use
@@ -190,7 +191,8 @@ COMPARING = frozenset({"CALL", "CALL_KW", "CONTAINS_OP"})  # items of lists, one
 def number_place(guard: Guard) -> Place | None:
     """Return where a guard asks for a number that could stay traced; None if it does not.
 
-    A truth that C code asks for may be the result of a comparison, or an item: `any(flags)`.
+    A truth that C code asks for may be the result of a comparison, or an item: `any(flags)`. A loop
+    asks for the number of rows: `for row in x`.
     """
     if guard.site is None:
         return None
@@ -199,6 +201,12 @@ def number_place(guard: Guard) -> Place | None:
         if code.co_filename.startswith(TORCH) or tests_directly(code, offset):
             return None
         return (code, offset) if instruction_name(code, offset) in COMPARING else None
+    if isinstance(guard, LengthGuard):
+        if guard.use is not Use.ITER:
+            return None
+        code, offset = guard.site.chain[guard.site.level]
+        is_followed = not code.co_filename.startswith(TORCH) and row_loop_at(code, offset)
+        return (code, offset) if is_followed else None
     if not isinstance(guard, ValueGuard) or guard.use not in VARYING_USES:
         return None
     if type(guard.answer) not in (int, float):
