@@ -381,7 +381,7 @@ class LiveInserter:
     def leaves(self, op: Op) -> bool:
         """Return whether nothing is inserted at an op (see `protocols.Inserter`)."""
         spot = self.spot_of_op(op.scope, op.site, op.target)
-        return self.plan.lookup is None and not spot.slots
+        return self.plan.lookup is None and not (self._has_output_slots or spot.slots)
 
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Name arithmetic (see `protocols.Inserter`)."""

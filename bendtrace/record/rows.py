@@ -100,8 +100,7 @@ class RowLoops:
     def _may_follow(self, op: Op, frame: FrameType) -> bool:
         code = frame.f_code
         return not (
-            self._values.accumulation is None
-            or self._values.environment.tells_numbers
+            self._values.environment.tells_numbers
             or needs_plain_numbers(code, frame.f_globals)
             or code_compares_identity(code)
             or self._recorder.is_seen_by_inserter(op)
@@ -141,13 +140,12 @@ class RowLoops:
 
         Args:
             rows: the rows.
-            at: its number, traced.
+            at: its number, which was guarded if it is not traced.
         """
         writer = self.writer
         given = writer.tape.ops[rows.ref.index]
-        op = writer.emit(
-            OpKind.SCALAR, row_at, (rows.ref, self._values.scalar_ref(at)), {}, None
-        )
+        number = self._values.scalar_ref(at) if type(at) is TracedInt else at
+        op = writer.emit(OpKind.SCALAR, row_at, (rows.ref, number), {}, None)
         op.scope, op.site = given.scope, given.site
         row: Tensor
         if op.index in writer.handed:

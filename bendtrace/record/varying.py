@@ -456,16 +456,17 @@ class Varying:
     # Loops
 
     def _loop(self, given: tuple[Any, ...], frame: FrameType, place: Place) -> Rounds | None:
-        """Return the rounds of `for ... in range(...)`, if the current call is one."""
-        code = frame.f_code
-        names = (step.name for step in single_steps(code) if step.offset > place[1])
-        if [next(names, ""), next(names, "")] != ["GET_ITER", "FOR_ITER"]:
+        """Return the rounds of a loop over a `range`, or a reversed one, if it is called for one."""
+        loop = row_loop_at(*place)
+        if loop is None or loop.way not in ((), ("reversed",)) or not loop.is_known(frame):
             return None
         if not all(type(one) is int or type(one) is TracedInt for one in given):
             return None
         begin, end, step = {1: (0, *given, 1), 2: (*given, 1)}.get(len(given), given)
-        if type(step) is not int or step == 0:
+        if type(step) is not int or step == 0 or (loop.way and abs(step) != 1):
             return None
+        if loop.way:
+            begin, end, step = end - step, begin - step, -step
         rounds = Rounds(self._lift(begin, frame), end, step, self._writer.tape.guards)
         self._rounds.append((place, rounds))
         return rounds
@@ -595,6 +596,9 @@ class Rounds:
     def __iter__(self) -> Rounds:
         return self
 
+    def __reversed__(self) -> Rounds:
+        return self  # it was made so
+
     def __next__(self) -> Any:
         self.asked.append(len(self._guards))
         if self.at < self.end if self.step > 0 else self.at > self.end:
@@ -718,8 +722,8 @@ def _has_item(container: Any, key: Any) -> bool:
 def _keywords(code: CodeType, offset: int) -> tuple[str, ...]:
     """Return the names of the arguments that an instruction passes by name, before 3.13."""
     before = [step for step in single_steps(code) if step.offset < offset]
-    found = [code.co_consts[step.argument or 0] for step in before[-2:] if step.name == "KW_NAMES"]
-    return found[0] if found else ()
+    is_named = before and before[-1].name == "KW_NAMES"
+    return code.co_consts[before[-1].argument or 0] if is_named else ()
 
 
 def _is_plain_cache_argument(value: Any) -> bool:
