@@ -88,12 +88,21 @@ class RowLoops:
         loop = None if place is None else row_loop_at(*place)
         if place is None or loop is None or loop.iterates is not iterates:
             return None
-        if not (loop.is_known(caller) and self._may_follow(op, caller)):
+        script, count = self.writer.script, len(parts)
+        if script is not None and script.is_active:  # which may have stand-ins for the parts
+            if script.next_by(count_of) is None:
+                return None
+            known = script.result_of(count_of, [op.index])
+            count = count if known is None else known[0]
+        elif not (loop.is_known(caller) and self._may_follow(op, caller)):
             return None
-        if not self._are_new_views(op, parts):
+        elif not self._are_new_views(op, parts):
             return None
-        count = self._count(op, parts, frame)
-        rows = Rows(self, op, parts, count, self.lift(0, frame), place)
+        counted = self.writer.emit(OpKind.SCALAR, count_of, (Ref(op.index),), {}, frame)
+        counted.meta = count
+        self.writer.tape.counters.add(counted.index)
+        traced = self._values.scalar(TracedInt, count, Ref(counted.index))
+        rows = Rows(self, op, parts, traced, self.lift(0, frame), place)
         self.found.append((place, rows))
         return rows
 
@@ -119,17 +128,6 @@ class RowLoops:
                 part.is_nested or vars(part) or id(part) in tracked and tracked[id(part)]() is part
                 for part in parts
             )
-
-    def _count(self, op: Op, parts: Any, frame: FrameType) -> Any:
-        """Return the number of rows, traced."""
-        script, count = self.writer.script, len(parts)
-        if script is not None and script.is_active:
-            known = script.result_of(count_of, [op.index])
-            count = count if known is None else known[0]
-        counted = self.writer.emit(OpKind.SCALAR, count_of, (Ref(op.index),), {}, frame)
-        counted.meta = count
-        self.writer.tape.counters.add(counted.index)
-        return self._values.scalar(TracedInt, count, Ref(counted.index))
 
     def index_of(self, number: Any) -> int:
         """Return the op that gives a number."""

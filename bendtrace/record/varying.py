@@ -478,16 +478,21 @@ class Varying:
             number: the number.
             frame: the code that has the loop.
         """
-        tape, is_plain = self._writer.tape, type(number) is int
-        given = number if is_plain else self._values.scalar_ref(number)
-        if not is_plain and given.index in tape.counters:
-            return number
+        tape, script, value = self._writer.tape, self._writer.script, plain(number)
+        given = number
+        if type(number) is TracedInt:
+            given = self._values.scalar_ref(number)
+            if given.index in tape.counters:
+                return number
+            if script is not None and script.is_active:
+                known = script.result_of(operator.pos, [given.index])
+                value = value if known is None else known[0]
         op = self._writer.emit(OpKind.SCALAR, operator.pos, (given,), {}, frame)
-        op.meta = plain(number)
+        op.meta = value
         tape.counters.add(op.index)
-        if not is_plain:
+        if type(number) is TracedInt:
             tape.rounds.add(op.index)
-        return self._values.scalar(TracedInt, op.meta, Ref(op.index))
+        return self._values.scalar(TracedInt, value, Ref(op.index))
 
     def useless(self, lifting: Lifting | None) -> Iterator[Place]:
         """Yield the places of loops that do not close, and of numbers that are guarded later.
