@@ -379,7 +379,7 @@ class LiveInserter:
             ) from error
 
     def leaves(self, op: Op) -> bool:
-        """Return whether nothing is inserted at an op (see `protocols.Inserter`)."""
+        """Return whether nothing is inserted at an op that is running (see `record/rows.py`)."""
         spot = self.spot_of_op(op.scope, op.site, op.target)
         return self.plan.lookup is None and not (self._has_output_slots or spot.slots)
 

@@ -12,11 +12,10 @@ import torch
 
 from bendtrace.python.bytecode import (
     LOOKS_AT_VARIABLES,
-    jump_targets,
     loads_method,
     single_steps,
-    stack_uses,
 )
+from bendtrace.python.row_loops import jump_targets, stack_uses
 
 
 class Accumulator(NamedTuple):

@@ -673,37 +673,6 @@ def loads_method(step: InstructionStep) -> bool:
     return step.name == "LOAD_METHOD"
 
 
-def stack_uses(step: InstructionStep) -> tuple[int | None, int]:
-    """Return how many values an instruction takes from the stack, and how many it puts there."""
-    name, argument = step.name, step.argument or 0
-    if name in CONSTANTS or name in ("LOAD_FAST", "LOAD_DEREF"):
-        return 0, 1
-    if name in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"):
-        taken = int(name != "LOAD_GLOBAL")
-        is_call = loads_method(step) or step.shown.startswith("NULL") or "+ NULL" in step.shown
-        return taken, 1 + is_call
-    if name == "PUSH_NULL":
-        return 0, 1
-    if name == "KW_NAMES":
-        return 0, 0
-    if name in ("BUILD_LIST", "BUILD_TUPLE", "BUILD_SLICE"):
-        return argument, 1
-    if name in ("BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP"):
-        return 2, 1
-    if name == "BINARY_SLICE":
-        return 3, 1
-    if name.startswith("UNARY"):
-        return 1, 1
-    if name in ("CALL", "CALL_KW"):
-        return argument + 2 + (name == "CALL_KW"), 1
-    return None, 0
-
-@functools.lru_cache(maxsize=1024)
-def jump_targets(code: CodeType) -> frozenset[int]:
-    """Return the instructions that code may jump to."""
-    return frozenset(step.offset for step in dis.get_instructions(code) if step.is_jump_target)
-
-
 def _all(answers: Sequence[bool | None]) -> bool | None:
     return False if False in answers else None if None in answers else True
 

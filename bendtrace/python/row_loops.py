@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+
 from bendtrace.python.bytecode import (
     CONSTANTS,
     InstructionStep,
-    jump_targets,
     loads_method,
     single_steps,
-    stack_uses,
 )
+from bendtrace.python.internals import internal
+from bendtrace.python.sites import TORCH, instruction_at
 
 
 class RowLoop(NamedTuple):
@@ -129,3 +132,79 @@ def _follow(
         stack.append(step.value)
     else:
         stack += [None] * given
+
+
+def stack_uses(step: InstructionStep) -> tuple[int | None, int]:
+    """Return how many values an instruction takes from the stack, and how many it puts there."""
+    name, argument = step.name, step.argument or 0
+    if name in CONSTANTS or name in ("LOAD_FAST", "LOAD_DEREF"):
+        return 0, 1
+    if name in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"):
+        taken = int(name != "LOAD_GLOBAL")
+        is_call = loads_method(step) or step.shown.startswith("NULL") or "+ NULL" in step.shown
+        return taken, 1 + is_call
+    if name == "PUSH_NULL":
+        return 0, 1
+    if name == "KW_NAMES":
+        return 0, 0
+    if name in ("BUILD_LIST", "BUILD_TUPLE", "BUILD_SLICE"):
+        return argument, 1
+    if name in ("BINARY_OP", "BINARY_SUBSCR", "COMPARE_OP"):
+        return 2, 1
+    if name == "BINARY_SLICE":
+        return 3, 1
+    if name.startswith("UNARY"):
+        return 1, 1
+    if name in ("CALL", "CALL_KW"):
+        return argument + 2 + (name == "CALL_KW"), 1
+    return None, 0
+
+
+@functools.lru_cache(maxsize=1024)
+def jump_targets(code: CodeType) -> frozenset[int]:
+    """Return the instructions that code may jump to."""
+    return frozenset(step.offset for step in dis.get_instructions(code) if step.is_jump_target)
+
+
+# Calls that give what a loop goes through
+
+
+def walking_frame(function: Any, frame: FrameType) -> tuple[FrameType | None, bool]:
+    """Return the user's code that receives rows, and whether it asks a tensor for its iterator.
+
+    None for the result of a function that gives no rows, and where torch takes it for itself.
+
+    Args:
+        function: the function that gives the result.
+        frame: the code that calls it.
+    """
+    iterates = frame.f_code is _ITER_CODE
+    if function not in _SLICING:
+        return None, iterates
+    found: FrameType | None = frame.f_back if iterates else frame
+    if found is not None and found.f_code is _DISPATCH_CODE:  # on behalf of the function
+        found = found.f_back
+        own = getattr(function, "__code__", None)
+        found = found.f_back if found is not None and found.f_code is own else None
+    if found is None or found.f_code.co_filename.startswith(TORCH):
+        return None, iterates
+    return found, iterates
+
+
+def goes_through(function: Any, frame: FrameType) -> bool:
+    """Return whether a loop goes through a result, which nothing else receives."""
+    caller, iterates = walking_frame(function, frame)
+    if caller is None:
+        return False
+    loop = row_loop_at(caller.f_code, instruction_at(caller.f_code, caller.f_lasti))
+    return loop is not None and loop.iterates is iterates
+
+
+# Functions that give views of a tensor side by side.
+_SLICING: frozenset[Any] = frozenset(
+    getattr(owner, name)
+    for owner in (torch.Tensor, torch)
+    for name in ("chunk", "split", "tensor_split", "unbind")
+)
+_ITER_CODE: Any = internal("torch.Tensor.__iter__.__code__", None)
+_DISPATCH_CODE: Any = internal("torch.overrides.handle_torch_function.__code__", None)

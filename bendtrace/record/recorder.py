@@ -714,7 +714,7 @@ class Recorder(RecordingMode):
 
     def _keep_varying(self, places: frozenset[Place]) -> None:
         self.varying = varying.Varying(
-            places, self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op
+            places, self._writer, self._values, self._numbers, self._inserter
         )
 
     # Texts, and blocks that the backward pass runs again: most runs have none
@@ -845,10 +845,6 @@ class Recorder(RecordingMode):
         """Return whether the run follows a script (see `protocols.Stage`)."""
         script = self._writer.script
         return script is not None and script.is_active
-
-    def is_seen_by_inserter(self, op: Op) -> bool:
-        """Return whether what is inserted may see what an op gives."""
-        return self._inserter is not None and not self._inserter.leaves(op)
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None

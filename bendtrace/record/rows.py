@@ -2,7 +2,7 @@
 
 `for row in x`, `for part in x.split(8)`: with all rows in it, the iterator of the loop would make
 each round a state that equals no other, and the number of rows would be guarded. Where it differs
-between runs (see `varying.py`), the loop goes through a `Rows` instead, which asks in each round
+between runs (see `varying.py`), the loop goes through a `LoopRows` instead, which asks in each round
 whether there is another row. The op that gives the rows is carried out as it is; in each round,
 `row_at` takes one of them, by a counter that is a traced scalar. So the loop closes.
 
@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from bendtrace.python.bytecode import code_compares_identity
-from bendtrace.python.computations import count_of, row_at
+from bendtrace.python.computations import row_at
 from bendtrace.python.results import call_after, is_awaited
-from bendtrace.python.row_loops import row_loop_at
+from bendtrace.python.row_loops import row_loop_at, walking_frame
 from bendtrace.python.sites import TORCH, instruction_at
 from bendtrace.python.stacks import address_of_result, frame_layout, put_on_stack
 from bendtrace.record.encoding import ListOperand
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.values import RunValues, walking_frame
+from bendtrace.record.values import RunValues
 from bendtrace.tape.guards import Place
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import TracedInt, plain
-from bendtrace.tape.tape import Op, OpKind, Ref
+from bendtrace.tape.tape import Op, OpKind, Ref, meta_of
 from bendtrace.watch.writes import storage_of
 
 
@@ -46,6 +46,7 @@ class RowLoops:
         values: knows the ops of tensors.
         lift: returns a number as one that each round counts on from.
         call_of: returns the function that a frame is calling, and its arguments.
+        inserter: puts its own ops into the run, if something does.
 
     Attributes:
         found: the loops that were found, with the questions whether there is another row.
@@ -59,18 +60,19 @@ class RowLoops:
         values: RunValues,
         lift: Callable[[Any, FrameType], Any],
         call_of: Callable[[FrameType, FrameType], Any],
+        inserter: Any,
     ) -> None:
         self._places = places
         self.writer: TapeWriter = writer
         self._values = values
         self._recorder: Any = values.origin
         self.lift: Callable[[Any, FrameType], Any] = lift
-        self._call_of = call_of
-        self.found: list[tuple[Place, Rows]] = []
+        self._call_of, self._inserter = call_of, inserter
+        self.found: list[tuple[Place, LoopRows]] = []
         self.numbers: list[tuple[Place, int]] = []
-        self._zipped: Zipped | None = None  # what the current call of `zip` is exchanged for
+        self._zipped: RowZip | None = None  # what the current call of `zip` is exchanged for
 
-    def follow(self, op: Op, parts: Any, frame: FrameType) -> Rows | None:
+    def follow(self, op: Op, parts: Any, frame: FrameType) -> LoopRows | None:
         """Return what a loop goes through in place of the parts of a tensor.
 
         None if they are not to be followed.
@@ -80,7 +82,7 @@ class RowLoops:
             parts: the parts.
             frame: the code that receives them.
         """
-        caller, iterates = walking_frame(op, frame)
+        caller, iterates = walking_frame(op.target, frame)
         if caller is None or self.writer.is_inside or self._recorder.is_in_block:
             return None
         code = caller.f_code
@@ -90,19 +92,20 @@ class RowLoops:
             return None
         script, count = self.writer.script, len(parts)
         if script is not None and script.is_active:  # which may have stand-ins for the parts
-            if script.next_by(count_of) is None:
+            if script.next_by(len) is None:
                 return None
-            known = script.result_of(count_of, [op.index])
+            known = script.result_of(len, [op.index])
             count = count if known is None else known[0]
         elif not (loop.is_known(caller) and self._may_follow(op, caller)):
             return None
         elif not self._are_new_views(op, parts):
             return None
-        counted = self.writer.emit(OpKind.SCALAR, count_of, (Ref(op.index),), {}, frame)
+        counted = self.writer.emit(OpKind.SCALAR, len, (Ref(op.index),), {}, frame)
         counted.meta = count
         self.writer.tape.counters.add(counted.index)
         traced = self._values.scalar(TracedInt, count, Ref(counted.index))
-        rows = Rows(self, op, parts, traced, self.lift(0, frame), place)
+        op.meta = tuple(map(meta_of, parts))
+        rows = LoopRows(self, op, parts, traced, self.lift(0, frame), place)
         self.found.append((place, rows))
         return rows
 
@@ -112,7 +115,7 @@ class RowLoops:
             self._values.environment.tells_numbers
             or needs_plain_numbers(code, frame.f_globals)
             or code_compares_identity(code)
-            or self._recorder.is_seen_by_inserter(op)
+            or (self._inserter is not None and not self._inserter.leaves(op))
         )
 
     def _are_new_views(self, op: Op, parts: Any) -> bool:
@@ -124,16 +127,18 @@ class RowLoops:
             if type(base) is not Ref or not kinds <= {Tensor}:
                 return False
             memory = {*map(storage_of, parts)}
-            return len(memory) <= 1 and 0 not in memory and not any(
-                part.is_nested or vars(part) or id(part) in tracked and tracked[id(part)]() is part
-                for part in parts
+            known = (tracked.get(id(part), lambda: None)() is part for part in parts)
+            return (
+                len(memory) <= 1
+                and 0 not in memory
+                and not (any(known) or any(part.is_nested or vars(part) for part in parts))
             )
 
     def index_of(self, number: Any) -> int:
         """Return the op that gives a number."""
         return self._values.scalar_ref(number).index
 
-    def take(self, rows: Rows, at: Any) -> Tensor:
+    def take(self, rows: LoopRows, at: Any) -> Tensor:
         """Return a row, as the value of an op.
 
         Args:
@@ -153,10 +158,19 @@ class RowLoops:
         with torch._C.DisableTorchFunction():
             self._values.bind_tensor(row, op)
             if not self._recorder.follows_script:
-                op.reads = writer.writes.reads_since(rows.ref.index, row)
+                self._note_reads(op, rows.ref, row)
         return row
 
-    def meets(self, walk: Walk) -> None:
+    def _note_reads(self, op: Op, ref: Ref, row: Tensor) -> None:
+        """Note the op that has written to a row since there are rows, if one has."""
+        writes = self.writer.writes
+        writes.begin()
+        if writes.stale_names([(ref, row)]):
+            writes.stale.append((ref, row))
+            writes.note_reads(op)
+            writes.begin()
+
+    def meets(self, walk: RowIterator) -> None:
         """Have a loop go through what does the same as the builtin that asks for an iterator.
 
         Args:
@@ -181,12 +195,12 @@ class RowLoops:
         if function is enumerate:
             start = named.get("start", *given[1:]) if named or given[1:] else 0
             if type(start) is int or type(start) is TracedInt:
-                self._exchange(frame, Enumerated(self, walk, self.lift(start, frame)), 1)
+                self._exchange(frame, RowEnumerator(self, walk, self.lift(start, frame)), 1)
         elif function is zip and type(strict := named.get("strict", False)) is bool:
-            self._zipped = Zipped(self, [walk], strict)
+            self._zipped = RowZip(self, [walk], strict)
             self._exchange(frame, self._zipped, len(given))
 
-    def _exchange(self, frame: FrameType, made: Enumerated | Zipped, count: int) -> None:
+    def _exchange(self, frame: FrameType, made: RowEnumerator | RowZip, count: int) -> None:
         """Have a frame receive an iterator in place of a builtin's, if that goes through walks.
 
         Args:
@@ -200,7 +214,7 @@ class RowLoops:
         def ended(gave: bool) -> None:
             self._zipped = None
             if gave and address is not None and len(made.walks) == count:
-                if isinstance(made, Enumerated):
+                if isinstance(made, RowEnumerator):
                     self.numbers += [(place, made.first) for place in made.places]
                 put_on_stack(address, made)
 
@@ -208,7 +222,7 @@ class RowLoops:
             self._zipped = None
 
 
-class Walk:
+class RowIterator:
     """An iterator over rows, or over what builtins make of them.
 
     Args:
@@ -216,9 +230,9 @@ class Walk:
         walks: the iterators that it goes through.
     """
 
-    def __init__(self, loops: RowLoops, walks: list[Walk]) -> None:
+    def __init__(self, loops: RowLoops, walks: list[RowIterator]) -> None:
         self._loops = loops
-        self.walks: list[Walk] = walks
+        self.walks: list[RowIterator] = walks
 
     @property
     def places(self) -> Iterator[Place]:
@@ -230,7 +244,7 @@ class Walk:
         """Return the values that a state consists of in which it is."""
         return (*self.walks,)
 
-    def __iter__(self) -> Walk:
+    def __iter__(self) -> RowIterator:
         self._loops.meets(self)
         return self
 
@@ -238,7 +252,7 @@ class Walk:
         raise NotImplementedError
 
 
-class Rows(Walk):
+class LoopRows(RowIterator):
     """The rows of a tensor that a loop has yet to go through.
 
     Args:
@@ -277,7 +291,7 @@ class Rows(Walk):
         given = ListOperand([*(left or self.parts[-1:])], self.ref)
         return self._at, self._count, self._step, given
 
-    def __reversed__(self) -> Rows:
+    def __reversed__(self) -> LoopRows:
         self._at, self._step = self._count - 1, -1
         return self
 
@@ -291,7 +305,7 @@ class Rows(Walk):
         raise StopIteration
 
 
-class Enumerated(Walk):
+class RowEnumerator(RowIterator):
     """Does what `enumerate` does.
 
     Args:
@@ -303,7 +317,7 @@ class Enumerated(Walk):
         first: the op that gives the first number.
     """
 
-    def __init__(self, loops: RowLoops, walk: Walk, number: Any) -> None:
+    def __init__(self, loops: RowLoops, walk: RowIterator, number: Any) -> None:
         super().__init__(loops, [walk])
         self._number = number
         self.first: int = loops.index_of(number)
@@ -321,7 +335,7 @@ class Enumerated(Walk):
         return number, item
 
 
-class Zipped(Walk):
+class RowZip(RowIterator):
     """Does what `zip` does.
 
     Args:
@@ -330,7 +344,7 @@ class Zipped(Walk):
         strict: whether all have to give as many.
     """
 
-    def __init__(self, loops: RowLoops, walks: list[Walk], strict: bool) -> None:
+    def __init__(self, loops: RowLoops, walks: list[RowIterator], strict: bool) -> None:
         super().__init__(loops, walks)
         self._strict = strict
         self._items: list[Any] = []  # of this round, as far as they are there

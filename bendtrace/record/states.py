@@ -368,9 +368,8 @@ class _StateWalk:
         if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
             return "recorder"
         if kind is ListOperand:  # views of one memory, which loops go through
-            facts, memory = dict.fromkeys(map(self._facts, value.numbers)), 0
-            for part in value.numbers[:1]:
-                memory = 1 + self._memories.setdefault(storage_of(part), len(self._memories))
+            facts, known = dict.fromkeys(map(self._facts, value.numbers)), self._memories
+            memory = [known.setdefault(storage_of(one), len(known)) for one in value.numbers[:1]]
             return self.value_of(value.ref.index), tuple(facts), memory
         if kind.__module__.startswith("bendtrace.record.") and hasattr(kind, "state_parts"):
             return kind.__name__, self.values_of(value.state_parts())

@@ -16,7 +16,7 @@ from torch import Tensor
 from bendtrace.python.bytecode import code_compares_identity, only_tests
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.sites import TORCH, instruction_at, place_at, user_place, users_code
+from bendtrace.python.sites import place_at, user_place, users_code
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -76,10 +76,8 @@ from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
 
 if TYPE_CHECKING:
-    from bendtrace.python import statements
-    from bendtrace.python import row_loops
+    from bendtrace.python import row_loops, statements
     from bendtrace.record.accumulation import Accumulation
-    from bendtrace.record.rows import RowLoops
     from bendtrace.tape.protocols import Observer
 else:
     statements = LazyModule("bendtrace.python.statements")
@@ -106,7 +104,6 @@ class RunValues:
             ask traced numbers; None as long as none has run.
         tensor_of_array: gives the tensor that stands for an array (see `arrays.py`).
         accumulation: the lists that loops append to, if they are followed.
-        row_loops: makes what loops over rows go through, if they are followed.
     """
 
     def __init__(
@@ -131,7 +128,6 @@ class RunValues:
         self.is_called_by_foreign: Callable[[FrameType], bool] | None = None
         self.tensor_of_array: Callable[[Any], Tensor | None] = lambda _: None
         self.accumulation: Accumulation | None = None
-        self.row_loops: RowLoops | None = None
 
     def retire(self) -> None:
         """Turn the traced scalars of the run into ordinary objects."""
@@ -202,12 +198,11 @@ class RunValues:
             self.tape.outlines[op.index] = outline_of(out)
         if isinstance(out, (tuple, list)):
             if kind is tuple or kind is list:
-                if self.row_loops is not None and op.target in _SLICING:
-                    rows = self.row_loops.follow(op, out, frame)
-                    if rows is not None:
-                        op.meta = tuple(map(meta_of, out))
+                use = Use.ITER if frame.f_code is _ITER_CODE else Use.LENGTH
+                if row_loops.goes_through(op.target, frame):
+                    varying, use = getattr(self.origin, "varying", None), Use.ROWS
+                    if varying is not None and (rows := varying.rows(op, out, frame)):
                         return rows
-                use = Use.ITER if _is_gone_through(op, frame) else Use.LENGTH
                 self._writer.guard(LengthGuard, op.index, len(out), use, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
@@ -653,41 +648,7 @@ def structure_of(value: Any) -> tuple[Any, ...]:
     raise TypeError(f"a {kind.__qualname__} inside a container, which cannot be followed")
 
 
-def walking_frame(op: Op, frame: FrameType) -> tuple[FrameType | None, bool]:
-    """Return the user's code that receives what an op gives, and whether that asks for an iterator.
-
-    Not the code of torch that calls an op on behalf of the user's, and uses the result itself.
-    """
-    iterates = frame.f_code is _ITER_CODE
-    found: FrameType | None = frame.f_back if iterates else frame
-    if found is not None and found.f_code is _DISPATCH_CODE:
-        found = found.f_back
-        own = getattr(op.target, "__code__", None)
-        found = found.f_back if found is not None and found.f_code is own else None
-    if found is None or found.f_code.co_filename.startswith(TORCH):
-        return None, iterates
-    return found, iterates
-
-
-def _is_gone_through(op: Op, frame: FrameType) -> bool:
-    """Return whether a loop goes through what an op gives, and nothing else receives it."""
-    if frame.f_code is _ITER_CODE:
-        return True
-    caller = walking_frame(op, frame)[0] if op.target in _SLICING else None
-    if caller is None:
-        return False
-    offset = instruction_at(caller.f_code, caller.f_lasti)
-    return row_loops.row_loop_at(caller.f_code, offset) is not None
-
-
 _ITER_CODE: Any = internal("torch.Tensor.__iter__.__code__", None)
-_DISPATCH_CODE: Any = internal("torch.overrides.handle_torch_function.__code__", None)
-# Functions that give views of a tensor side by side.
-_SLICING: frozenset[Any] = frozenset(
-    getattr(owner, name)
-    for owner in (Tensor, torch)
-    for name in ("chunk", "split", "tensor_split", "unbind")
-)
 # The first character of what stands for a value in a text (see `texts.py`).
 MARK = "\ue0b7"
 # What a result is looked at with before the model receives it.

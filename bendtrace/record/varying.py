@@ -79,7 +79,8 @@ from bendtrace.watch.provenance import is_finished
 if TYPE_CHECKING:
     from bendtrace.python import key_functions
     from bendtrace.record import rows
-    from bendtrace.record.rows import RowLoops
+    from bendtrace.record.numbers import NumberRecorder
+    from bendtrace.record.rows import LoopRows, RowLoops
 else:
     key_functions = LazyModule("bendtrace.python.key_functions")
     rows = LazyModule("bendtrace.record.rows")
@@ -94,8 +95,8 @@ class Varying:
         places: where they do.
         writer: records ops.
         values: makes traced scalars.
-        arithmetic: records what is computed with traced scalars.
-        list_op: records a computation that gives a list of numbers.
+        numbers: records what is computed with traced scalars.
+        inserter: puts its own ops into the run, if something does.
 
     Attributes:
         places: as given.
@@ -108,8 +109,8 @@ class Varying:
         places: frozenset[Place],
         writer: TapeWriter,
         values: RunValues,
-        arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
-        list_op: Callable[[Callable[..., Any], tuple[Any, ...]], ListOperand],
+        numbers: NumberRecorder,
+        inserter: Any,
     ) -> None:
         self.places: frozenset[Place] = places
         self.searches: bool = False
@@ -117,7 +118,7 @@ class Varying:
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
         self._writer, self._values = writer, values
-        self._arithmetic, self._list_op = arithmetic, list_op
+        self._arithmetic, self._list_op = numbers.arithmetic, numbers.list_op
         self._recorder: Any = values.origin
         self._is_busy = not can_exchange()
         self._rounds: list[tuple[Place, Rounds]] = []
@@ -128,8 +129,8 @@ class Varying:
         self._key_code: CodeType | None = None  # of the key function of the call that is awaited
         self._row_loops: RowLoops | None = None
         if any(row_loop_at(*place) for place in places):
-            self._row_loops = values.row_loops = rows.RowLoops(
-                self._places, writer, values, self._lift, _call_of
+            self._row_loops = rows.RowLoops(
+                self._places, writer, values, self._lift, _call_of, inserter
             )
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
@@ -455,8 +456,12 @@ class Varying:
 
     # Loops
 
+    def rows(self, op: Op, parts: Any, frame: FrameType) -> LoopRows | None:
+        """Return what a loop goes through in place of rows (see `RowLoops.follow`)."""
+        return None if self._row_loops is None else self._row_loops.follow(op, parts, frame)
+
     def _loop(self, given: tuple[Any, ...], frame: FrameType, place: Place) -> Rounds | None:
-        """Return the rounds of a loop over a `range`, or a reversed one, if it is called for one."""
+        """Return the rounds of a loop over a `range`, if the current call is for one."""
         loop = row_loop_at(*place)
         if loop is None or loop.way not in ((), ("reversed",)) or not loop.is_known(frame):
             return None
@@ -508,7 +513,8 @@ class Varying:
         if self._recorder.has_lost_arrays:
             yield from self._of_numpy
         walked = [] if self._row_loops is None else self._row_loops.found
-        for place, rounds in (*self._rounds, *walked):
+        loops: list[tuple[Place, Rounds | LoopRows]] = [*self._rounds, *walked]
+        for place, rounds in loops:
             states = [tape.states[number].key for number in rounds.asked if number in tape.states]
             if len(states) > _FEW_ROUNDS and len({*states}) == len(states):
                 yield place

@@ -222,9 +222,6 @@ class Inserter(Protocol):
     ) -> Any:
         """Run the call of a function."""
 
-    def leaves(self, op: Op) -> bool:
-        """Return whether nothing is inserted at an op that is running."""
-
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Called before arithmetic on traced scalars is recorded on the tape."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from bendtrace.tape.captured import PLAIN_TENSORS, is_inference
-from bendtrace.tape.tape import NOTHING, Op, Ref, refs_in
+from bendtrace.tape.tape import Op, Ref, refs_in
 from bendtrace.watch.functions import (
     SHARING,
     OpOverload,
@@ -117,11 +117,6 @@ class Writes:
         """Return, for each argument written to since it was named, the last op that wrote."""
         found = {ref.index: self._writers.get(storage_of(tensor)) for ref, tensor in self.stale}
         return {index: writer for index, writer in found.items() if writer is not None}
-
-    def reads_since(self, index: int, tensor: Tensor) -> dict[int, int]:
-        """Return the writer of what an op gave, if it has been written to since, as `Op.reads`."""
-        writer = self._writers.get(storage_of(tensor), -1)
-        return {index: writer} if writer > index else NOTHING
 
     def note_writes(self, op: Op) -> None:
         """Record on an op, after it ran, the tensors that it has written to."""
