@@ -78,20 +78,20 @@ def _row_loops(code: CodeType) -> dict[int, RowLoop]:
             stack.clear()
         if step.name == "GET_ITER" and after is not None and after.name == "FOR_ITER":
             found[step.offset] = RowLoop((), True)
-            _note(stack[-1] if stack else None, (), found)
+            _note_source(stack[-1] if stack else None, (), found)
         if step.name == "KW_NAMES":
             names = code.co_consts[step.argument or 0]
             continue
         if step.name == "CALL_KW":
             taken = stack.pop() if stack else None
             names = taken if isinstance(taken, tuple) and not isinstance(taken, _Call) else ("?",)
-        _follow(stack, step, code, names)
+        _carry_out_step(stack, step, code, names)
         if step.name.startswith("CALL"):
             names = ()
     return found
 
 
-def _note(symbol: _Symbol, way: tuple[str, ...], found: dict[int, RowLoop]) -> None:
+def _note_source(symbol: _Symbol, way: tuple[str, ...], found: dict[int, RowLoop]) -> None:
     """Note the loop of a call that gives what the loop goes through."""
     if not isinstance(symbol, _Call):
         return
@@ -105,14 +105,14 @@ def _note(symbol: _Symbol, way: tuple[str, ...], found: dict[int, RowLoop]) -> N
     if symbol.function == "reversed":  # which makes another tensor of a tensor
         inner = positional[0]
         if isinstance(inner, _Call) and inner.function not in _WAYS:
-            _note(inner, way, found)
+            _note_source(inner, way, found)
         return
     found[symbol.offset] = RowLoop(way, True)
     for argument in positional if symbol.function == "zip" else positional[:1]:
-        _note(argument, way, found)
+        _note_source(argument, way, found)
 
 
-def _follow(
+def _carry_out_step(
     stack: list[Any], step: InstructionStep, code: CodeType, names: tuple[str, ...]
 ) -> None:
     """Let an instruction take symbols from a stack, and put others there."""

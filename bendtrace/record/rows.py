@@ -2,7 +2,7 @@
 
 `for row in x`, `for part in x.split(8)`: with all rows in it, the iterator of the loop would make
 each round a state that equals no other, and the number of rows would be guarded. Where it differs
-between runs (see `varying.py`), the loop goes through a `LoopRows` instead, which asks in each round
+between runs (see `varying.py`), the loop goes through `LoopRows` instead, which ask in each round
 whether there is another row. The op that gives the rows is carried out as it is; in each round,
 `row_at` takes one of them, by a counter that is a traced scalar. So the loop closes.
 
