@@ -49,7 +49,7 @@ class RowLoops:
         inserter: puts its own ops into the run, if something does.
 
     Attributes:
-        found: the loops that were found, with the questions whether there is another row.
+        asked: the loops, with the guards that tested whether there is another row.
         numbers: where the loop has the number of each row, with the op that gives the first one.
     """
 
@@ -68,7 +68,7 @@ class RowLoops:
         self._recorder: Any = values.origin
         self.lift: Callable[[Any, FrameType], Any] = lift
         self._call_of, self._inserter = call_of, inserter
-        self.found: list[tuple[Place, LoopRows]] = []
+        self.asked: list[tuple[Place, list[int]]] = []
         self.numbers: list[tuple[Place, int]] = []
         self._zipped: RowZip | None = None  # what the current call of `zip` is exchanged for
 
@@ -106,7 +106,7 @@ class RowLoops:
         traced = self._values.scalar(TracedInt, count, Ref(counted.index))
         op.meta = tuple(map(meta_of, parts))
         rows = LoopRows(self, op, parts, traced, self.lift(0, frame), place)
-        self.found.append((place, rows))
+        self.asked.append((place, rows.asked))
         return rows
 
     def _may_follow(self, op: Op, frame: FrameType) -> bool:

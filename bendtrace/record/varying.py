@@ -121,7 +121,7 @@ class Varying:
         self._arithmetic, self._list_op = numbers.arithmetic, numbers.list_op
         self._recorder: Any = values.origin
         self._is_busy = not can_exchange()
-        self._rounds: list[tuple[Place, Rounds]] = []
+        self._rounds: list[tuple[Place, list[int]]] = []  # the questions of each loop
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
         self._of_numpy: set[Place] = set()  # where numpy computes a number
@@ -473,7 +473,7 @@ class Varying:
         if loop.way:
             begin, end, step = end - step, begin - step, -step
         rounds = Rounds(self._lift(begin, frame), end, step, self._writer.tape.guards)
-        self._rounds.append((place, rounds))
+        self._rounds.append((place, rounds.asked))
         return rounds
 
     def _lift(self, number: Any, frame: FrameType) -> Any:
@@ -512,10 +512,9 @@ class Varying:
             yield from lifting.open_loops(tape)
         if self._recorder.has_lost_arrays:
             yield from self._of_numpy
-        walked = [] if self._row_loops is None else self._row_loops.found
-        loops: list[tuple[Place, Rounds | LoopRows]] = [*self._rounds, *walked]
-        for place, rounds in loops:
-            states = [tape.states[number].key for number in rounds.asked if number in tape.states]
+        walked = [] if self._row_loops is None else self._row_loops.asked
+        for place, asked in (*self._rounds, *walked):
+            states = [tape.states[number].key for number in asked if number in tape.states]
             if len(states) > _FEW_ROUNDS and len({*states}) == len(states):
                 yield place
         origins: dict[int, set[Place]] = {}
