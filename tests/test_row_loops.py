@@ -162,6 +162,22 @@ def test_a_row_has_its_parent_in_the_log() -> None:
     assert set(latest.graph.predecessors("add")) == set(alone.graph.predecessors("add"))
 
 
+def test_a_generator_goes_on_after_the_run() -> None:
+    def doubled(x: Tensor) -> Iterator[Any]:
+        for i, row in enumerate(x):
+            if i > 1 or row[0] > 0:
+                yield i, row * 2
+
+    def begun(x: Tensor) -> Any:
+        found = doubled(x)
+        return next(found, None), found
+
+    bended = bt.BendedModule(begun)
+    for x in inputs(30):
+        (first, rest), (expected, others) = bended(x), begun(x)
+        assert str([first, *rest]) == str([expected, *others])
+
+
 def test_functions_of_the_users_are_no_builtins() -> None:
     def skipping(*given: Any) -> Any:
         return [*given[0]][1:] if len(given) == 1 else [*map(list, zip(*given, strict=False))][1:]

@@ -14,7 +14,7 @@ for objects that do the same, and whose progress a state can have.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -145,16 +145,17 @@ class RowLoops:
             rows: the rows.
             at: its number, which was guarded if it is not traced.
         """
+        row: Tensor
+        if not self._recorder.active:  # a generator that the run has left goes on
+            row = rows.parts[plain(at)]
+            return row
         writer = self.writer
         given = writer.tape.ops[rows.ref.index]
         number = self._values.scalar_ref(at) if type(at) is TracedInt else at
         op = writer.emit(OpKind.SCALAR, row_at, (rows.ref, number), {}, None)
         op.scope, op.site = given.scope, given.site
-        row: Tensor
-        if op.index in writer.handed:
-            row = writer.handed.pop(op.index)
-        else:
-            row = rows.parts[plain(at)]
+        handed = op.index in writer.handed
+        row = writer.handed.pop(op.index) if handed else rows.parts[plain(at)]
         with torch._C.DisableTorchFunction():
             self._values.bind_tensor(row, op)
             if not self._recorder.follows_script:
@@ -274,7 +275,7 @@ class LoopRows(RowIterator):
     ) -> None:
         super().__init__(loops, [])
         self.ref: Ref = Ref(op.index)
-        self.parts: Any = parts
+        self.parts: Sequence[Tensor] = parts
         self._at, self._count, self._step = at, count, 1
         self._place = place
         self.asked: list[int] = []
