@@ -494,7 +494,8 @@ def _step_class(mark: RecordMark, tape: Tape) -> tuple[type[FlowStep], str] | No
         return LogicalFlowStep, "key" if role.kind == "index" else role.kind or "bool"
     if isinstance(record, LengthGuard):
         # Otherwise: the several results of an op, taken apart by hand.
-        return (LoopFlowStep, role.kind or "iteration") if walks or record.use is Use.ITER else None
+        is_loop = walks or record.use is not Use.LENGTH
+        return (LoopFlowStep, role.kind or "iteration") if is_loop else None
     if record.use in (Use.INDEX, Use.INT, Use.LEN) and walks and not role.is_subscript:
         # list(x) asks for the length as well as for the items.
         is_hint = record.use is Use.LEN and not mark.place.text.startswith("len(")

@@ -61,10 +61,10 @@ lifted (`record/varying.py`): the ops that compute them are on the tape (`Tape.c
 not nodes, and `Recording.plain_ops` has the numbers in their place. Where inputs alone end a loop,
 each number of rounds has a program, and none gets pieces: after four numbers, such a loop is among
 the places where numbers differ (`TraceTree.varying`), and its counters are lifted in all new runs.
-Lists that loops append to are values of ops in the same way (`record/accumulation.py`). The same
-goes for numbers in the model's state that differ in one recorded run after the other
-(`TraceTree.compare_numbers`): `Environment.place` puts traced scalars in their places while a run
-goes on.
+Lists that loops append to are values of ops in the same way (`record/accumulation.py`), and so is
+what loops over the rows of tensors go through (`record/rows.py`). The same goes for numbers in the
+model's state that differ in one recorded run after the other (`TraceTree.compare_numbers`):
+`Environment.place` puts traced scalars in their places while a run goes on.
 
 If an answer is not known, the call **resumes**. A `Divergence` has the parts of runs that the
 call went along, and the holes of the state that it came to. A `Script` (`record/script.py`) puts

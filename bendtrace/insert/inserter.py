@@ -41,7 +41,7 @@ from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.scalars import TRACED
-from bendtrace.tape.tape import ModuleCall, meta_of
+from bendtrace.tape.tape import ModuleCall, Op, meta_of
 from bendtrace.watch.code_facts import names_in
 from bendtrace.watch.functions import (
     ADDRESS,
@@ -364,6 +364,11 @@ class LiveInserter:
                     base_name_of(function),
                 )
             ) from error
+
+    def leaves(self, op: Op) -> bool:
+        """Return whether nothing is inserted at an op that is running (see `record/rows.py`)."""
+        spot = self.spot_of_op(op.scope, op.site, op.target)
+        return self.plan.lookup is None and not (self._has_output_slots or spot.slots)
 
     def scalar(self, function: Any, frame: FrameType) -> None:
         """Name arithmetic (see `protocols.Inserter`)."""

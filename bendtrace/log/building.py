@@ -89,6 +89,7 @@ class _Builder:
         self.log = RunData(name, flow_steps=steps_of(recording))
         self._recording = recording
         self._tape = recording.tape
+        self._ops = recording.plain_ops
         self._nodes = recording.names
         self._tree = tree
         self._namer = Namer(torchlens)
@@ -108,7 +109,7 @@ class _Builder:
         modules: list[tuple[ModuleCall, ModuleEntry]] = []
         for call, flow in zip(self._tape.calls, control.calls, strict=True):
             self._begin(call, flow, modules)
-        for op, flow in zip(self._tape.ops, control.ops, strict=True):
+        for op, flow in zip(self._ops, control.ops, strict=True):
             for entry in self._entries(op):
                 entry.flow = flow
             self._written.update(dict.fromkeys(op.writes, op.index))
@@ -129,6 +130,8 @@ class _Builder:
     def _entries(self, op: Op) -> Iterator[LayerEntry]:
         if op.kind is OpKind.STATE:
             yield self._state(op)
+            return
+        if op.kind is OpKind.SCALAR and op.index in self._tape.counters:
             return
         kind = number_type(op, self._tape.ops)
         if kind is not None:
@@ -222,7 +225,7 @@ class _Builder:
 
     def _values(self, ref: Ref) -> list[Key]:
         """Return the values that a reference represents; several for a whole result."""
-        op = self._tape.ops[ref.index]
+        op = self._ops[ref.index]
         element: tuple[Any, ...] = ()
         while (
             op.kind is OpKind.SCALAR
@@ -230,7 +233,7 @@ class _Builder:
             and (op.index, ()) not in self.log.places
         ):
             element = (op.args[1], *element)
-            op = self._tape.ops[op.args[0].index]
+            op = self._ops[op.args[0].index]
         if (op.index, element) in self.log.places:
             return [(op.index, element)]
         inside = [(op.index, found) for found, _ in tensors_of(op.meta)]

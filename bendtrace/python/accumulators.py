@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import dis
 from collections.abc import Iterator
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FrameType, ModuleType
@@ -12,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from bendtrace.python.bytecode import (
-    CONSTANTS,
     LOOKS_AT_VARIABLES,
-    InstructionStep,
     loads_method,
     single_steps,
 )
+from bendtrace.python.row_loops import jump_targets, stack_uses
 
 
 class Accumulator(NamedTuple):
@@ -123,7 +121,7 @@ class _VariableUses:
     def __init__(self, code: CodeType, name: str) -> None:
         self.name = name
         self._steps = single_steps(code)
-        self._labels = {step.offset for step in dis.get_instructions(code) if step.is_jump_target}
+        self._labels = jump_targets(code)
         self.consumers: list[tuple[str, ...]] = []
         self.growth: list[int] = []
         self._stores: set[int] = set()  # those of `outputs = outputs + [y]`
@@ -169,7 +167,7 @@ class _VariableUses:
         above, start = 0, self._steps[position].offset  # how much lies above it on the stack
         for at in range(position + 1, len(self._steps)):
             step = self._steps[at]
-            taken, given = _stack_uses(step)
+            taken, given = stack_uses(step)
             if taken is None or (step.offset in self._labels and step.offset != start):
                 return False
             if taken <= above:
@@ -209,27 +207,3 @@ class _VariableUses:
             elif step.name != "PUSH_NULL":
                 return False
         return False
-
-
-def _stack_uses(step: InstructionStep) -> tuple[int | None, int]:
-    """Return how many values an instruction takes from the stack, and how many it puts there."""
-    name, argument = step.name, step.argument or 0
-    if name in CONSTANTS or name in ("LOAD_FAST", "LOAD_DEREF"):
-        return 0, 1
-    if name in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"):
-        taken = int(name != "LOAD_GLOBAL")
-        is_call = loads_method(step) or step.shown.startswith("NULL") or "+ NULL" in step.shown
-        return taken, 1 + is_call
-    if name == "PUSH_NULL":
-        return 0, 1
-    if name == "KW_NAMES":
-        return 0, 0
-    if name in ("BUILD_LIST", "BUILD_TUPLE"):
-        return argument, 1
-    if name in ("BINARY_OP", "BINARY_SUBSCR"):
-        return 2, 1
-    if name.startswith("UNARY"):
-        return 1, 1
-    if name in ("CALL", "CALL_KW"):
-        return argument + 2 + (name == "CALL_KW"), 1
-    return None, 0

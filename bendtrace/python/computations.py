@@ -93,6 +93,12 @@ def accumulate(before: list[Any] | None, items: Sequence[Any]) -> list[Any]:
     return [*before, *items] if before else [*items]
 
 
+def row_at(rows: Sequence[Any], number: int) -> Any:
+    """Return one of the rows that a loop goes through (see `record/rows.py`)."""
+    return rows[number]
+
+
+NEVER_RAISING = frozenset({accumulate, in_order, items_at, list_of, row_at, with_changes})
 GIVING_LISTS: frozenset[Any] = frozenset(
     {in_order, items_at, list_of, with_changes, with_item, without_item}
 )

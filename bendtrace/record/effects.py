@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bendtrace.python.bytecode import single_steps
-from bendtrace.python.computations import accumulate, in_order, items_at, list_of, with_changes
+from bendtrace.python.computations import NEVER_RAISING
 from bendtrace.python.sites import TORCH
 from bendtrace.tape.captured import PLAIN_TYPES, attributes_of, identical, is_array, module_name_of
 from bendtrace.tape.structure import can_build, referents
@@ -46,8 +46,7 @@ HARMLESS = frozenset(
     {
         operator.getitem, operator.add, operator.sub, operator.mul, operator.neg, operator.pos,
         abs, operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-        str, repr, format, max, min, in_order, items_at, list_of, with_changes,
-        accumulate,
+        str, repr, format, max, min, len, *NEVER_RAISING,
     }
 )  # fmt: skip
 
@@ -174,7 +173,7 @@ def makes_anew(function: Any) -> bool:
     name = table_name(function)
     if name in _ANEW:
         return True
-    if name in _UNSAFE:
+    if name in _UNNEVER_RAISING:
         return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     found = overloads(name)
@@ -187,7 +186,7 @@ def makes_anew(function: Any) -> bool:
 
 _SET_DATA = getattr(torch.Tensor.data, "__set__")  # noqa: B009 - a slot of the descriptor
 # Whose results are views although their schemas do not say so.
-_UNSAFE = frozenset({"unsafe_split", "unsafe_split_with_sizes", "_unsafe_view", "lift"})
+_UNNEVER_RAISING = frozenset({"unsafe_split", "unsafe_split_with_sizes", "_unsafe_view", "lift"})
 # The argument that switches drawing off: its position, its name, and its default.
 _SWITCHES: dict[str, tuple[int, str, Any]] = {
     "dropout": (2, "training", True),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.utils import parametrize
 
-from bendtrace.python.computations import accumulate
+from bendtrace.python.computations import accumulate, row_at
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
@@ -145,6 +145,7 @@ def _plain_ops(recording: Recording) -> list[Op]:
         if op.target is not accumulate and not recording.tape.counters.isdisjoint(op.operands):
             given = copy.copy(op)
             given.args, given.kwargs = recording.plain((op.args, op.kwargs))
+            given.target = operator.getitem if op.target is row_at else op.target
             ops[op.index] = given
     return ops
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 
 from bendtrace.python.bytecode import asking_comparisons, has, single_steps
+from bendtrace.python.computations import row_at
 from bendtrace.python.sites import PACKAGE, InstructionPlace, Site, Span, first_offset
 from bendtrace.python.statements import (
     Role,
@@ -232,7 +233,8 @@ def _element_of(tape: Tape, record: Op | Guard) -> int | None:
 
 
 def _takes_element(op: Op) -> bool:
-    return getattr(op.target, "__name__", "") == "getitem" and type(op.args[0]) is Ref
+    takes = op.target is row_at or getattr(op.target, "__name__", "") == "getitem"
+    return takes and type(op.args[0]) is Ref
 
 
 @dataclass

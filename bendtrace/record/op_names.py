@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
 
+from bendtrace.python.computations import row_at
 from bendtrace.tape.tape import Op, OpKind, Tape
 from bendtrace.watch.functions import name_of
 
@@ -50,7 +52,8 @@ def base_name(op: Op) -> str:
         return _spell(str(op.target).removeprefix("self.").rstrip("'\"]"))
     if op.kind is OpKind.UNKNOWN:
         return "unknown"
-    return base_name_of(getattr(op.target, "stands_for", None) or op.target)
+    target = operator.getitem if op.target is row_at else op.target
+    return base_name_of(getattr(target, "stands_for", None) or target)
 
 
 def base_name_of(function: Any) -> str:

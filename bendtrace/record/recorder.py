@@ -714,7 +714,7 @@ class Recorder(RecordingMode):
 
     def _keep_varying(self, places: frozenset[Place]) -> None:
         self.varying = varying.Varying(
-            places, self._writer, self._values, self._numbers.arithmetic, self._numbers.list_op
+            places, self._writer, self._values, self._numbers, self._inserter
         )
 
     # Texts, and blocks that the backward pass runs again: most runs have none

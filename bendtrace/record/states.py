@@ -33,7 +33,7 @@ from bendtrace.python.bytecode import read_later
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.effects import Effects
-from bendtrace.record.encoding import scalars_in
+from bendtrace.record.encoding import ListOperand, scalars_in
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import LOOKS, MARK, RunValues
 from bendtrace.tape.captured import (
@@ -351,6 +351,10 @@ class _StateWalk:
             return self._array(value)
         if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
             return "recorder"
+        if kind is ListOperand:  # views of one memory, which loops go through
+            facts, known = dict.fromkeys(map(self._facts, value.numbers)), self._memories
+            memory = [known.setdefault(storage_of(one), len(known)) for one in value.numbers[:1]]
+            return self.value_of(value.ref.index), tuple(facts), memory
         if kind.__module__.startswith("bendtrace.record.") and hasattr(kind, "state_parts"):
             return kind.__name__, self.values_of(value.state_parts())
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):

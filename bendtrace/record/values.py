@@ -76,11 +76,12 @@ from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
 
 if TYPE_CHECKING:
-    from bendtrace.python import statements
+    from bendtrace.python import row_loops, statements
     from bendtrace.record.accumulation import Accumulation
     from bendtrace.tape.protocols import Observer
 else:
     statements = LazyModule("bendtrace.python.statements")
+    row_loops = LazyModule("bendtrace.python.row_loops")
 
 TRACED_AS: dict[type, Any] = {int: TracedInt, float: TracedFloat, bool: TracedBool}
 
@@ -198,6 +199,10 @@ class RunValues:
         if isinstance(out, (tuple, list)):
             if kind is tuple or kind is list:
                 use = Use.ITER if frame.f_code is _ITER_CODE else Use.LENGTH
+                if row_loops.goes_through(op.target, frame):
+                    varying, use = getattr(self.origin, "varying", None), Use.ROWS
+                    if varying is not None and (rows := varying.rows(op, out, frame)):
+                        return rows
                 self._writer.guard(LengthGuard, op.index, len(out), use, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)

@@ -51,6 +51,7 @@ from bendtrace.python.computations import (
 )
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
+from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.record.accumulation import Accumulation
 from bendtrace.record.encoding import ListOperand, without_traced
@@ -79,8 +80,12 @@ from bendtrace.watch.provenance import is_finished_function
 
 if TYPE_CHECKING:
     from bendtrace.python import key_functions
+    from bendtrace.record import rows
+    from bendtrace.record.numbers import NumberRecorder
+    from bendtrace.record.rows import LoopRows, RowLoops
 else:
     key_functions = LazyModule("bendtrace.python.key_functions")
+    rows = LazyModule("bendtrace.record.rows")
 
 _OF_TENSORS = frozenset({bool, int, float, len, operator.index})
 
@@ -92,8 +97,8 @@ class Varying:
         places: where they do.
         writer: records ops.
         values: makes traced scalars.
-        arithmetic: records what is computed with traced scalars.
-        list_op: records a computation that gives a list of numbers.
+        numbers: records what is computed with traced scalars.
+        inserter: puts its own ops into the run, if something does.
 
     Attributes:
         places: as given.
@@ -106,8 +111,8 @@ class Varying:
         places: frozenset[Place],
         writer: TapeWriter,
         values: RunValues,
-        arithmetic: Callable[[Callable[..., Any], tuple[Any, ...]], Any],
-        list_op: Callable[[Callable[..., Any], tuple[Any, ...]], ListOperand],
+        numbers: NumberRecorder,
+        inserter: Any,
     ) -> None:
         self.places: frozenset[Place] = places
         self.searches: bool = False
@@ -115,15 +120,20 @@ class Varying:
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
         self._writer, self._values = writer, values
-        self._arithmetic, self._list_op = arithmetic, list_op
+        self._arithmetic, self._list_op = numbers.arithmetic, numbers.list_op
         self._recorder: Any = values.origin
         self._is_busy = not can_exchange()
-        self._rounds: list[tuple[Place, Rounds]] = []
+        self._rounds: list[tuple[Place, list[int]]] = []  # the questions of each loop
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
         self._of_numpy: set[Place] = set()  # where numpy computes a number
         self._stored = 0  # how many items of lists were made traced scalars
         self._key_code: CodeType | None = None  # of the key function of the call that is awaited
+        self._row_loops: RowLoops | None = None
+        if any(row_loop_at(*place) for place in places):
+            self._row_loops = rows.RowLoops(
+                self._places, writer, values, self._lift, _call_of, inserter
+            )
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
@@ -448,25 +458,48 @@ class Varying:
 
     # Loops
 
+    def rows(self, op: Op, parts: Any, frame: FrameType) -> LoopRows | None:
+        """Return what a loop goes through in place of rows (see `RowLoops.follow`)."""
+        return None if self._row_loops is None else self._row_loops.follow(op, parts, frame)
+
     def _loop(self, given: tuple[Any, ...], frame: FrameType, place: Place) -> Rounds | None:
-        """Return the rounds of `for ... in range(...)`, if the current call is one."""
-        code = frame.f_code
-        names = (step.name for step in single_steps(code) if step.offset > place[1])
-        if [next(names, ""), next(names, "")] != ["GET_ITER", "FOR_ITER"]:
+        """Return the rounds of a loop over a `range`, if the current call is for one."""
+        loop = row_loop_at(*place)
+        if loop is None or loop.way not in ((), ("reversed",)) or not loop.is_known(frame):
             return None
         if not all(type(one) is int or type(one) is TracedInt for one in given):
             return None
         begin, end, step = {1: (0, *given, 1), 2: (*given, 1)}.get(len(given), given)
-        if type(step) is not int or step == 0:
+        if type(step) is not int or step == 0 or (loop.way and abs(step) != 1):
             return None
-        if type(begin) is int:
-            op = self._writer.emit(OpKind.SCALAR, operator.pos, (begin,), {}, frame)
-            op.meta = begin
-            self._writer.tape.counters.add(op.index)
-            begin = self._values.scalar(TracedInt, begin, Ref(op.index))
-        rounds = Rounds(begin, end, step, self._writer.tape.guards)
-        self._rounds.append((place, rounds))
+        if loop.way:
+            begin, end, step = end - step, begin - step, -step
+        rounds = Rounds(self._lift(begin, frame), end, step, self._writer.tape.guards)
+        self._rounds.append((place, rounds.asked))
         return rounds
+
+    def _lift(self, number: Any, frame: FrameType) -> Any:
+        """Return a number from which a loop counts on, so that each round asks for what it makes.
+
+        Args:
+            number: the number.
+            frame: the code that has the loop.
+        """
+        tape, script, value = self._writer.tape, self._writer.script, plain(number)
+        given = number
+        if type(number) is TracedInt:
+            given = self._values.scalar_ref(number)
+            if given.index in tape.counters:
+                return number
+            if script is not None and script.is_active:
+                known = script.result_of(operator.pos, [given.index])
+                value = value if known is None else known[0]
+        op = self._writer.emit(OpKind.SCALAR, operator.pos, (given,), {}, frame)
+        op.meta = value
+        tape.counters.add(op.index)
+        if type(number) is TracedInt:
+            tape.rounds.add(op.index)
+        return self._values.scalar(TracedInt, value, Ref(op.index))
 
     def useless(self, lifting: Lifting | None) -> Iterator[Place]:
         """Yield the places of loops that do not close, and of numbers that are guarded later.
@@ -481,12 +514,14 @@ class Varying:
             yield from lifting.open_loops(tape)
         if self._recorder.has_lost_arrays:
             yield from self._of_numpy
-        for place, rounds in self._rounds:
-            states = [tape.states[number].key for number in rounds.asked if number in tape.states]
+        walked = [] if self._row_loops is None else self._row_loops.asked
+        for place, asked in (*self._rounds, *walked):
+            states = [tape.states[number].key for number in asked if number in tape.states]
             if len(states) > _FEW_ROUNDS and len({*states}) == len(states):
                 yield place
         origins: dict[int, set[Place]] = {}
-        for place, first, end in self._results:
+        numbers = [] if self._row_loops is None else self._row_loops.numbers
+        for place, first, end in (*self._results, *((one, at, at + 1) for one, at in numbers)):
             if place not in self.places:
                 continue
             for index in range(first, end):
@@ -572,6 +607,9 @@ class Rounds:
 
     def __iter__(self) -> Rounds:
         return self
+
+    def __reversed__(self) -> Rounds:
+        return self  # it was made so
 
     def __next__(self) -> Any:
         self.asked.append(len(self._guards))
@@ -696,8 +734,8 @@ def _has_item(container: Any, key: Any) -> bool:
 def _keywords(code: CodeType, offset: int) -> tuple[str, ...]:
     """Return the names of the arguments that an instruction passes by name, before 3.13."""
     before = [step for step in single_steps(code) if step.offset < offset]
-    found = [code.co_consts[step.argument or 0] for step in before[-2:] if step.name == "KW_NAMES"]
-    return found[0] if found else ()
+    is_named = before and before[-1].name == "KW_NAMES"
+    return code.co_consts[before[-1].argument or 0] if is_named else ()
 
 
 def _is_plain_cache_argument(value: Any) -> bool:

@@ -188,23 +188,20 @@ COMPARING = frozenset({"CALL", "CALL_KW", "CONTAINS_OP"})  # items of lists, one
 
 
 def number_place(guard: Guard) -> Place | None:
-    """Return where a guard asks for a number that could stay traced; None if it does not.
+    """Return where a guard asks for a number (of rows, say) that could stay traced; else None.
 
     A truth that C code asks for may be the result of a comparison, or an item: `any(flags)`.
     """
-    if guard.site is None:
-        return None
+    if guard.site is None or guard.use is Use.ROWS:
+        return None if guard.site is None else guard.site.chain[guard.site.level]
     if isinstance(guard, TruthGuard) and guard.use is Use.BOOL:
         code, offset = guard.site.chain[0]
         if code.co_filename.startswith(TORCH) or tests_directly(code, offset):
             return None
         return (code, offset) if instruction_name(code, offset) in COMPARING else None
-    if not isinstance(guard, ValueGuard) or guard.use not in VARYING_USES:
-        return None
-    if type(guard.answer) not in (int, float):
+    is_number = isinstance(guard, ValueGuard) and type(guard.answer) in (int, float)
+    if not is_number or guard.use not in VARYING_USES:
         return None
     code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
-    instruction = instruction_name(code, offset)
-    if code.co_filename.startswith(TORCH) or instruction not in ASKING:
-        return None
-    return code, offset
+    is_torchs = code.co_filename.startswith(TORCH)
+    return None if is_torchs or instruction_name(code, offset) not in ASKING else (code, offset)

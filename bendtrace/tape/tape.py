@@ -322,7 +322,8 @@ class Use(Enum):
     INDEX = "index"
     LEN = "len"
     LENGTH = "length"  # several results were taken apart
-    ITER = "iter"  # the same, by a loop over a tensor
+    ITER = "iter"  # the same, by code that goes through a tensor
+    ROWS = "rows"  # the same, by a loop that can be followed (see `record/rows.py`)
     IN = "in"
     HASH = "hash"
     FORMAT = "format"

@@ -920,7 +920,7 @@ class JointCall:
         return f" (by {'; '.join(taken[-3:])})" if taken else " (by no branch)"
 
 
-_NO_FLOW = (Use.RESULT, Use.METADATA, Use.LENGTH, Use.ITER)
+_NO_FLOW = (Use.RESULT, Use.METADATA, Use.LENGTH, Use.ITER, Use.ROWS)
 _OF_DDP = frozenset(
     {
         internal("torch.nn.parallel.DistributedDataParallel._pre_forward.__code__", None),
