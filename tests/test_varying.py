@@ -850,7 +850,7 @@ def test_whole_numbers_are_carried_where_constants_are_added() -> None:
 
     code = loop.__code__
     offsets = range(0, len(code.co_code), 2)
-    places = {(id(code), begin) for at in offsets if (begin := varying.range_loop(code, at))}
+    places = {(id(code), begin) for at in offsets if (begin := varying.loop_beginning(code, at))}
     assert len(places) == 1
     found = [
         {name for at in offsets for name in varying.carried_at(code, at, places, is_whole)}

@@ -844,10 +844,12 @@ class Lifting:
         self.inputs: frozenset[str] = inputs
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._loops = {(id(code), begin) for code, begin in places if is_loop((code, begin))}
-        self._ranges = {
-            (id(place[0]), begin) for place in places if (begin := range_loop(*place)) is not None
+        self._iterating = {
+            (id(place[0]), begin)
+            for place in places
+            if (begin := loop_beginning(*place)) is not None
         }
-        self.counts: bool = excluded is not None or bool(self._loops or self._ranges)
+        self.counts: bool = excluded is not None or bool(self._loops or self._iterating)
         self.lifted: dict[int, Counter] = {}
         self.places: frozenset[Place] = places
         self._derived: set[int] = set()  # from counters that inputs give
@@ -902,8 +904,8 @@ class Lifting:
             whole, numbers = frozenset[str](), frozenset[str]()
             if not is_own:
                 whole = counters_at(code, found.f_lasti, loops)
-                whole |= carried_at(code, found.f_lasti, self._ranges, True)
-                numbers = carried_at(code, found.f_lasti, self._ranges, False)
+                whole |= carried_at(code, found.f_lasti, self._iterating, True)
+                numbers = carried_at(code, found.f_lasti, self._iterating, False)
             if (whole or numbers) and not (
                 needs_plain_numbers(code, found.f_globals) or code_compares_identity(code)
             ):
@@ -1047,16 +1049,17 @@ def counters_at(
     )
 
 
-# The numbers that loops over ranges carry from round to round: `weight *= 0.9`, `count += 1`. Whole
+# The numbers that loops over ranges and rows carry from round to round: `weight *= 0.9`. Whole
 # numbers only where constants are added: others grow beyond those that can be traced.
 _carried: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str], frozenset[str]]]]] = {}
 
 
-def range_loop(code: CodeType, offset: int) -> int | None:
-    """Return the beginning of the loop over the range that an instruction makes; None if none."""
-    steps = [step for step in single_steps(code) if step.offset > offset][:2]
-    is_loop = [step.name for step in steps] == ["GET_ITER", "FOR_ITER"]
-    return steps[1].offset if is_loop else None
+def loop_beginning(code: CodeType, offset: int) -> int | None:
+    """Return the beginning of the loop that alone receives what an instruction gives, if any."""
+    if row_loop_at(code, offset) is None:
+        return None
+    after = (step for step in single_steps(code) if step.offset > offset)
+    return next((step.offset for step in after if step.name == "FOR_ITER"), None)
 
 
 def carried_at(

@@ -313,7 +313,7 @@ class CodeMonitor:
             self._hidden = None
 
     def _begins(self, frame: types.FrameType) -> None:
-        """Code begins that has not run before: the user's, or that of `torch.cond`."""
+        """Code of the user's, or of `torch.cond` and its like, begins for the first time."""
         if any(issubclass(type(one), UnicodeError) for one in frame.f_locals.values()):
             # It may be a handler of errors in text, which its name stands for.
             self.called.setdefault(("codecs", "lookup_error"), (frame.f_code, frame.f_lineno))
