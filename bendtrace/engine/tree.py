@@ -321,7 +321,8 @@ class TraceTree:
         replaced = (
             part.label
             for part in environment.parts
-            if id(part.value) in environment.watched_containers
+            if part.kind is CaptureKind.IDENTITY
+            and id(part.value) in environment.watched_containers
             and _read_part(part, arguments) is not part.value
         )
         self.exclude(frozenset(replaced))

@@ -96,7 +96,9 @@ class ArrayFunction:
                 result = self.function(*arrays, **named)
         if not self.is_written:
             return _arrays_to_tensors(result, given)
-        written: Tensor = kwargs.get("out", args[0])
+        written = kwargs.get("out", args[0])
+        if not isinstance(written, Tensor):
+            return None  # an array of the model's
         # Whether a call gives a view or a copy can depend on the layout of what it is given. Eager
         # counts no write to the memory of a tensor of the model's.
         if not written.is_inference() and _SHARED not in vars(written):

@@ -571,6 +571,7 @@ _ITEMIZED = frozenset(
         CaptureKind.SET,
         CaptureKind.LARGE,
         CaptureKind.ARRAY,
+        CaptureKind.OPEN_ARRAY,
         CaptureKind.GROWING,
     }
 )

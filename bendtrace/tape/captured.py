@@ -53,6 +53,7 @@ class CaptureKind(Enum):
     SET = "set"  # guarded by equality
     LARGE = "large"  # a big container of plain values: guarded by equality
     ARRAY = "array"  # a numpy array: guarded by its bytes
+    OPEN_ARRAY = "open array"  # one whose content is an input: guarded by its layout
     MODULE = "module"  # guarded by identity
     IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
     GROWING = "growing"  # a list or deque that the run only adds to: guarded by type
@@ -92,6 +93,22 @@ class Array:
 
 def _layout(array: Any) -> tuple[Any, ...]:
     return array.strides, array.flags.writeable, array.base is None
+
+
+class ArrayLayout(NamedTuple):
+    """The guarded properties of an array whose content is an input."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    writeable: bool
+    aligned: bool
+
+
+def layout_of(array: Any) -> ArrayLayout:
+    """Return the layout of a numpy array."""
+    flags = array.flags
+    return ArrayLayout(array.dtype, array.shape, array.strides, flags.writeable, flags.aligned)
 
 
 def is_scalar(kind: type) -> bool:
@@ -239,7 +256,7 @@ class Copy(NamedTuple):
         return bool(self.content)
 
 
-Size: TypeAlias = Length | Keys | Copy | TensorFacts
+Size: TypeAlias = Length | Keys | Copy | TensorFacts | ArrayLayout
 
 
 @dataclass(slots=True, eq=False)
@@ -259,7 +276,7 @@ class Captured:
         is_argument: whether it is an argument, or inside one.
         size: the guarded property of a container: its `Length` (lists, tuples, modules' dicts), its
             `Keys` (dicts, objects, lists and tuples with attributes), a `Copy` of it (sets, arrays
-            and large containers); for a tensor its `TensorFacts`.
+            and large containers); for a tensor its `TensorFacts`; for an open array its layout.
         hidden: keys of a module's attributes that are not captured.
     """
 

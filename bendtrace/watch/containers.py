@@ -36,6 +36,7 @@ from bendtrace.tape.captured import (
     is_as_copied,
     is_cache,
     is_exchangeable,
+    is_ndarray,
     same_keys,
 )
 from bendtrace.tape.scalars import TRACED, TracedFloat, plain
@@ -70,7 +71,10 @@ _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "_
 
 
 def can_be_watched(part: Captured) -> bool:
-    """Return whether a part is a container whose operations can be ops."""
+    """Return whether a part is a container, or an array, whose operations can be ops."""
+    if part.kind is CaptureKind.ARRAY:
+        array: Any = part.size and part.size[0]
+        return is_ndarray(array.value) and array.is_writeable and not part.is_argument
     is_known = part.kind in _KINDS or is_cache(part)
     return is_known and part.type in _OPERATIONS and is_exchangeable(part)
 
@@ -82,7 +86,7 @@ def caches_tensors(cache: Any) -> bool:
 
 
 def has_content(part: Captured, now: Any) -> bool:
-    """Return whether a container has the members, or the keys, that such a part had."""
+    """Return whether a container has the content, or the keys, that such a part had."""
     if type(now) is not part.type:
         return False
     if part.kind is not CaptureKind.DICT:

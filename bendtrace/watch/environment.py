@@ -37,6 +37,8 @@ from bendtrace.tape.captured import (
     is_as_copied,
     is_cache,
     is_exchangeable,
+    is_ndarray,
+    layout_of,
     store_item,
 )
 from bendtrace.tape.structure import cached_results, entries_of, key_parts
@@ -47,6 +49,7 @@ from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.watch.provenance import is_finished, is_installed_file
 from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
+from bendtrace.watch.writes import is_tied
 
 if TYPE_CHECKING:
     from bendtrace.watch import containers, growing
@@ -80,6 +83,7 @@ class Environment(ScanResult):
         inputs: as given.
         filled_caches: the keys and results of caches after a run that added some.
         lifted: the labels in the state that are inputs of the run.
+        lost_arrays: open arrays that code which cannot be watched may have used.
     """
 
     places: LookupPlaces
@@ -106,6 +110,7 @@ class Environment(ScanResult):
         self.inputs: frozenset[str] = inputs
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
+        self.lost_arrays: list[Captured] = []
         self._is_in_progress = False
         self._placed: list[tuple[Captured, Any]] = []
         self._containers_placed: list[tuple[Captured, containers.Watching]] = []
@@ -132,6 +137,7 @@ class Environment(ScanResult):
             if watched.keys() <= self.watched_containers.keys():
                 break
             self.is_repeated = False
+            vars(self).pop("_kept", None)  # whose parts would keep what they stand for
             self._scan(arguments, self._is_for_plain(), None, self.watched_containers | watched)
         for part in self.parts:
             if part.kind is CaptureKind.ALIAS:
@@ -160,14 +166,16 @@ class Environment(ScanResult):
         found = [
             part for part in self.parts if part.label in labels and containers.can_be_watched(part)
         ]
+        arrays = self._untied_arrays(part.value for part in found if is_ndarray(part.value))
         if not found or self._compares_tensors():
-            return {}
+            return arrays
         others = [part for part in self.parts if part.kind is CaptureKind.ALIAS]
         named = {id(part.value.value) for part in others}
         stay = {id(part.value.value) for part in others if not is_exchangeable(part)}
         caches = {
             id(one.value): one.value for one in found if is_cache(one) and id(one.value) not in stay
         }
+        caches |= arrays
         if self.plain_numbers or self.tells_numbers or self.computes:
             return caches
         if not self.names.isdisjoint(growing.READING):
@@ -177,7 +185,8 @@ class Environment(ScanResult):
         return caches | {
             id(part.value): part.value
             for part in found
-            if not is_cache(part)
+            if part.kind is not CaptureKind.ARRAY
+            and not is_cache(part)
             and id(part.value) not in named
             and growing.access_name(part) not in read
             and containers.is_watchable(part.value)
@@ -186,6 +195,20 @@ class Environment(ScanResult):
                 part, (code for one in self.functions for code in codes_in(one.__code__))
             )
         }
+
+    def _untied_arrays(self, arrays: Iterable[Any]) -> dict[int, Any]:
+        """Return those of some arrays, by identity, in whose memory nothing else is."""
+        of_kinds = (
+            [part.value for part in self.parts if part.kind in kinds]
+            for kinds in ((CaptureKind.TENSOR,), (CaptureKind.ARRAY, CaptureKind.OPEN_ARRAY))
+        )
+        tensors, others = of_kinds
+        return {id(one): one for one in arrays if not is_tied(one, tensors, others)}
+
+    @property
+    def open_arrays(self) -> list[Captured]:
+        """The arrays whose content is an input."""
+        return [part for part in self.parts if part.kind is CaptureKind.OPEN_ARRAY]
 
     @staticmethod
     def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
@@ -226,7 +249,8 @@ class Environment(ScanResult):
 
     def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
-        return frozenset(part.label for part, one in self._containers_placed if one.is_misused)
+        parts = [part for part, one in self._containers_placed if one.is_misused]
+        return frozenset(part.label for part in (*parts, *self.lost_arrays))
 
     def _scan(
         self,
@@ -245,7 +269,7 @@ class Environment(ScanResult):
             caches = {
                 key: one
                 for key, one in self.watched_containers.items()
-                if type(one) is functools._lru_cache_wrapper
+                if type(one) is functools._lru_cache_wrapper or is_ndarray(one)
             }
             self._scan(arguments, True, None, caches)  # where no other operation is an op
             return
@@ -437,7 +461,7 @@ class Environment(ScanResult):
             if part.index in content_of and part.index not in taken:
                 is_bare = part.type in _TENSORS and not content_of[part.index]
                 (self.bare if is_bare else self.alone).append(part)
-            elif part.kind in COPIED:
+            elif part.kind in COPIED or part.kind is CaptureKind.OPEN_ARRAY:
                 self.alone.append(part)
 
     def changes(self, is_over: bool = True) -> Iterator[EnvironmentChange]:
@@ -515,6 +539,8 @@ class Environment(ScanResult):
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool
     ) -> Iterator[EnvironmentChange]:
+        if part.kind is CaptureKind.OPEN_ARRAY and layout_of(part.value) != part.size:
+            self.block(f"the run changes the array {part.label}", part.label)
         if part.kind in COPIED and not is_as_copied(part, part.value):
             self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
         if before is None:
@@ -565,6 +591,7 @@ class Environment(ScanResult):
             self.parts[part.index] = part
         self.lifted = frozenset(part.label for part in found)
         self.lifted |= {part.label for part, _ in self._containers_placed}
+        self.lifted |= {part.label for part in self.open_arrays}
         return found
 
     def stand_in(self, thing: Any) -> Any:
@@ -618,6 +645,8 @@ class Environment(ScanResult):
         self.content_of, self.contents, self.places = {}, None, LookupPlaces((), {})
         self._items.clear()
         self.growing = {}
+        for part in self.open_arrays:
+            self.watched_containers.pop(id(part.value), None)
         self.depends: Depends = Depends()
         for part in self.own:
             if part.kind in _LET_GO and part.access is not Access.FIXED:
@@ -653,6 +682,8 @@ _WORDS = {
 _TENSORS = (torch.Tensor, nn.Parameter)
 _LET_GO = (
     CaptureKind.GROWING,
+    CaptureKind.ARRAY,
+    CaptureKind.OPEN_ARRAY,
     CaptureKind.TENSOR,
     CaptureKind.LIST,
     CaptureKind.TUPLE,

@@ -55,6 +55,7 @@ _about = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _facts = attrgetter("dtype", "device", "ndim", "requires_grad", "layout")
 _own_attributes = attrgetter("__dict__")
 _IN_RUN = (
+    CaptureKind.ARRAY,
     CaptureKind.TENSOR,
     CaptureKind.LIST,
     CaptureKind.TUPLE,
