@@ -313,9 +313,10 @@ class TraceTree:
         for part in environment.parts:
             if part.label in labels or not _has_moved(part, arguments):
                 continue
+            is_written = part.kind is CaptureKind.ARRAY and latest.live_only
             with self._lock:
-                self._moved[part.label] += 1
-                if self._moved[part.label] == _MOVING:
+                self._moved[part.label] += _MOVING if is_written else 1
+                if self._moved[part.label] >= _MOVING:
                     self._add_inputs([part.label])
         # A container that is replaced is no input: its identity decides.
         replaced = (

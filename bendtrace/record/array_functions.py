@@ -20,22 +20,24 @@ from torch import Tensor
 
 from bendtrace.errors import NondeterminismError
 from bendtrace.python.sites import user_place
-from bendtrace.tape.captured import Array, is_array, is_ndarray
+from bendtrace.tape.captured import PLAIN_TYPES, Array, is_array, is_ndarray
 from bendtrace.tape.structure import build_instance
 from bendtrace.tape.tape import ARRAY, Op, Tape
 from bendtrace.watch.writes import storage_of
 
+_BOX = "box (bendtrace)"  # of one that stands for a number: an array in its memory
 _SHARED = "shared (bendtrace)"  # of those in the memory of a tensor of the model's; see `ARRAY`
 
 
 def array_of(tensor: Tensor) -> Any:
     """Return the array, or number of numpy's, that a tensor stands for."""
-    array = vars(tensor).get(ARRAY)
-    if array is None or not is_ndarray(array):
-        # Something inserted has given another tensor, or written to this one.
+    own = vars(tensor)
+    array = own.get(ARRAY)
+    if array is None or not (is_ndarray(array) or _BOX in own):
+        # Something inserted has given another tensor, or no content.
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
         return plain if array is None else plain[()]
-    return array
+    return array if is_ndarray(array) else own[_BOX][()]
 
 
 def make_stand_for_number(tensor: Tensor) -> None:
@@ -87,8 +89,8 @@ class ArrayFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function on arrays, and return the tensors that stand for what it returns."""
         given: list[tuple[Tensor, Any]] = []
-        arrays = tuple(self._open(arg, given) for arg in args)
-        named = {name: self._open(arg, given) for name, arg in kwargs.items()}
+        arrays = [arg if type(arg) in PLAIN_TYPES else self._open(arg, given) for arg in args]
+        named = kwargs and {name: self._open(arg, given) for name, arg in kwargs.items()}
         if self._errors is None:
             result = self.function(*arrays, **named)
         else:
@@ -107,6 +109,8 @@ class ArrayFunction:
 
     def _open(self, value: Any, given: list[tuple[Tensor, Any]]) -> Any:
         kind = type(value)
+        if kind in PLAIN_TYPES:
+            return value
         if isinstance(value, Tensor):
             if self._given_tensors and ARRAY not in vars(value):
                 return value
@@ -140,7 +144,8 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the tensor that stands for the array of `tensor.numpy()`."""
     array: Any = Tensor.numpy(tensor, *args, **kwargs)
     plain = tensor.detach()
-    if plain.data_ptr() != address(array) or plain.device.type != "cpu":
+    is_forced = bool(args or kwargs)  # it shares the tensor's memory if not
+    if is_forced and (plain.data_ptr() != address(array) or plain.device.type != "cpu"):
         return _arrays_to_tensors(array, [])
     vars(plain).update({ARRAY: array, _SHARED: True})
     return plain
@@ -167,12 +172,16 @@ def _standing_for(array: Any, given: list[tuple[Tensor, Any]]) -> Any:
     if array.dtype not in _dtypes():
         return array  # which is followed no further
     if not is_ndarray(array):
-        tensor = torch.from_numpy(sys.modules["numpy"].asarray(array))
+        box = sys.modules["numpy"].asarray(array)
+        tensor = torch.from_numpy(box)
+        vars(tensor)[_BOX] = box
     else:
         for other, before in given:
             if before is array:
                 return other
-        tensor = _view(array, given)
+        flags = array.flags
+        is_new = array.base is None and flags.c_contiguous and flags.writeable
+        tensor = torch.from_numpy(array) if is_new else _view(array, given)
     vars(tensor)[ARRAY] = array
     return tensor
 

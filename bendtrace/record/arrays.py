@@ -793,6 +793,8 @@ class Arrays:
             if function is dict.update:  # whose items may be pairs, and so its keys in an array
                 is_key = any(type(value) is not dict for value in given)
             return _LEAVE if function.__name__ in keeps and not is_key else None
+        if function in _LOOKING and not direct:
+            return _LEAVE
         try:
             if not all(map(self._is_argument, given)):
                 return self._way_of_ufunc(function, given)
@@ -896,7 +898,9 @@ class Arrays:
     ) -> None:
         """Let an array be kept that is in no memory of a tensor of the model's."""
         value = values[0]
-        is_lent = any(storage_of(one) in self._seen_storages for one in self._stands_in(value))
+        with torch._C.DisableTorchFunction():
+            stands = self._stands_in(value)
+            is_lent = any(storage_of(one) in self._seen_storages for one in stands)
         owner = values[1] if instruction.name == "STORE_ATTR" else None
         is_other = isinstance(owner, (Tensor, type, types.ModuleType)) or id(owner) in self._known
         if is_lent or is_other or not self._is_argument(value):
@@ -961,6 +965,8 @@ _MOVING: dict[Any, str] = {
     **dict.fromkeys((itertools.combinations, itertools.permutations), "ri"),
     list.extend: ".r", list.pop: ".i", list.insert: ".i.",
 }  # fmt: skip
+# What gives what an object holds, or says whether it does.
+_LOOKING = (getattr, hasattr, callable, setattr)
 _MOVING_NAMED = {"iterable": "r", "fillvalue": "."}  # other names are those of whole numbers
 _BUILTINS: dict[Any, str] = {
     len: _LENGTH, bool: _TRUTH, range: _INDICES,
