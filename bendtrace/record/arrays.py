@@ -45,7 +45,13 @@ from bendtrace.record.array_functions import (
     shares_unseen,
 )
 from bendtrace.record.states import OperandProxy
-from bendtrace.tape.captured import PLAIN_TYPES, is_ndarray, module_name_of
+from bendtrace.tape.captured import (
+    PLAIN_TYPES,
+    Captured,
+    CaptureKind,
+    is_ndarray,
+    module_name_of,
+)
 from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import build_instance
@@ -195,11 +201,13 @@ class Arrays:
         for part in parts:
             self._known[id(part.value)] = part.value, None
             self._contents[id(part.value)] = part.value.tobytes()
-            holder = part.parent
-            while holder is not None:
-                if not isinstance(holder.value, nn.Module):
-                    self._holders.add(id(holder.value))
-                holder = holder.parent
+        for part in self._environment.parts:
+            if id(part.value.value if part.kind is CaptureKind.ALIAS else part.value) in self._known:
+                holder = part.parent
+                while holder is not None:
+                    if not isinstance(holder.value, nn.Module):
+                        self._holders.add(id(holder.value))
+                    holder = holder.parent
         self._adopted = True
         if self._can_begin():
             self._begin(None)
@@ -434,6 +442,8 @@ class Arrays:
             kind = type(value)
             if kind in PLAIN_TYPES or kind in TRACED or kind in RETIRED or id(value) in seen:
                 continue
+            if kind is types.BuiltinFunctionType and id(value.__self__) in self._known:
+                return True
             if kind in _LEADS_NOWHERE or isinstance(value, (Tensor, nn.Module, type)):
                 continue
             if kind in (list, tuple):
@@ -442,7 +452,10 @@ class Arrays:
                 continue
             if id(value) in self._holders:
                 return True
-            if is_content(value) or self._environment.find(value) is not None:
+            part = self._environment.find(value)
+            # What is known by its identity may hold an open array, and says nothing of it.
+            is_looked_into = part is not None and part.kind is not CaptureKind.IDENTITY
+            if is_content(value) or (part is not None and not self._contents) or is_looked_into:
                 continue
             if kind is types.FunctionType:
                 if not value.__closure__ or is_finished(value):

@@ -166,7 +166,7 @@ class Environment(ScanResult):
         found = [
             part for part in self.parts if part.label in labels and containers.can_be_watched(part)
         ]
-        arrays = self._untied_arrays(part.value for part in found if is_ndarray(part.value))
+        arrays = self._untied_arrays(found)
         if not found or self._compares_tensors():
             return arrays
         others = [part for part in self.parts if part.kind is CaptureKind.ALIAS]
@@ -196,14 +196,26 @@ class Environment(ScanResult):
             )
         }
 
-    def _untied_arrays(self, arrays: Iterable[Any]) -> dict[int, Any]:
-        """Return those of some arrays, by identity, in whose memory nothing else is."""
+    def _untied_arrays(self, found: list[Captured]) -> dict[int, Any]:
+        """Return the arrays among some parts that no other code can read than that of the user.
+
+        They are by identity. Nothing else that a run can read is in their memory.
+        """
+        arrays = [part for part in found if part.kind is CaptureKind.ARRAY]
+        if not arrays:
+            return {}
+        owners = growing.owners_in(self)
         of_kinds = (
             [part.value for part in self.parts if part.kind in kinds]
             for kinds in ((CaptureKind.TENSOR,), (CaptureKind.ARRAY, CaptureKind.OPEN_ARRAY))
         )
         tensors, others = of_kinds
-        return {id(one): one for one in arrays if not is_tied(one, tensors, others)}
+        return {
+            id(part.value): part.value
+            for part in arrays
+            if growing.is_known_to_user_only(part, owners, self)
+            and not is_tied(part.value, tensors, others)
+        }
 
     @property
     def open_arrays(self) -> list[Captured]:

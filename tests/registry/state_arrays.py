@@ -35,7 +35,7 @@ def live_once(bended: bt.BendedModule) -> None:
 
 def state(model: Any, out: Any) -> Any:
     """Return what a call gives, and the arrays that it leaves behind."""
-    return out, [torch.tensor(getattr(model, name)) for name in ("counts", "means", "row")]
+    return out, [torch.tensor(getattr(model, name).copy()) for name in ("counts", "means", "row")]
 
 
 followed = functools.partial(case, look=state, served=live_once)
