@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import bendtrace as bt
 from bendtrace.python.results import can_exchange_operands
 from bendtrace.record.arrays import Arrays
-from bendtrace.watch.writes import is_tied, is_unshared
+from bendtrace.watch.open_arrays import is_tied, is_unshared
 from tests.promise import bits
 
 pytestmark = pytest.mark.skipif(
@@ -129,7 +129,7 @@ def by_a_text(self: Holds, x: Tensor) -> Tensor:
 
 def by_a_function_of_pythons(self: Holds, x: Tensor) -> Tensor:
     self.rows[0][0] += 1
-    return x * float([*map(np.sum, self.rows)][0])
+    return x * float(next(map(np.sum, self.rows)))
 
 
 def by_functions_in_each_other(self: Holds, x: Tensor) -> Tensor:
@@ -193,9 +193,7 @@ def reads_around_a_write(self: Holds, x: Tensor) -> Any:
     return x * first + second + self.row.itemsize + float(self.row.sum())
 
 
-@pytest.mark.parametrize(
-    "change", [_write, _replace, _retype, _reverse, _freeze, _tie, _view]
-)
+@pytest.mark.parametrize("change", [_write, _replace, _retype, _reverse, _freeze, _tie, _view])
 def test_what_others_do_to_it_between_calls_is_seen(change: Any) -> None:
     stream(reads_around_a_write, change)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import collections
 import functools
 import operator
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, compress, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from bendtrace.engine.guard_kinds import Analysis, GuardKind, tested_ops
 from bendtrace.engine.source import GeneratedSource, define, dependencies_of, fails
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.versions import (
     WORD,
     Reader,
@@ -32,7 +32,6 @@ from bendtrace.tape.captured import (
     PLAIN_TENSORS,
     UNSET,
     Access,
-    ArrayLayout,
     Captured,
     CaptureKind,
     Copy,
@@ -42,7 +41,6 @@ from bendtrace.tape.captured import (
     compares_by_identity,
     has_attributes,
     identical,
-    layout_of,
     read_of,
     same_keys,
     slot_names,
@@ -51,7 +49,12 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.structure import are_cached, entries_of, is_heap_type
 from bendtrace.watch.monkeypatches import PATCHED, Monkeypatches, monkeypatches
 from bendtrace.watch.provenance import is_installed_module
-from bendtrace.watch.writes import is_tied, is_unshared, overlap
+from bendtrace.watch.writes import overlap
+
+if TYPE_CHECKING:
+    from bendtrace.watch import open_arrays
+else:
+    open_arrays = LazyModule("bendtrace.watch.open_arrays")
 
 
 class CheckWriter:
@@ -118,7 +121,6 @@ class CheckWriter:
             other_words=other_words,
         )  # fmt: skip
         self._sameness.write_distinct(source)
-        self._sameness.write_apart(source)
         self._write_comparison(source, "model", self._classes.of_model)
         self._write_comparison(source, "spaces", self._classes.of_spaces)
         self._write_function(source, "look()", self._in_tables(CaptureKind.TENSOR))
@@ -892,10 +894,6 @@ class GuardCode:
                 source.names.update(slot_of=slot_of, UNSET=UNSET)
                 has = f"slot_of({name}, {slot!r}) is not UNSET"
                 fail_if(has, f"{label} has an attribute {slot}")
-        elif isinstance(size, ArrayLayout):
-            source.names["layout_of"] = layout_of
-            other = f"layout_of({name}) != {source.bound(size)}"
-            fail_if(other, f"{label} has another dtype, shape or layout")
         elif isinstance(size, Copy):
             fail_if(_other_content(source, part, size.content), f"{label} has other content")
 
@@ -1035,35 +1033,15 @@ class AliasGuards:
         if not any(part.is_argument for part in self._arrays):
             self._ask_for_memory(source, self._tensors)
         source.line("return None")
-
-    def write_apart(self, source: GeneratedSource) -> None:
-        """Write `apart(A)`: whether nothing else has memory of the arrays that are inputs."""
-        if not self._open:
-            return
-        source.begin("apart(A)")
-        tensors = [part for part in self._given if part.kind is CaptureKind.TENSOR]
-        tensors += self._tensors
-        arrays = [*self._arrays, *self._open]
-        source.take((*tensors, *arrays))
-        several = (
-            "".join(f"{source.part(part)}, " for part in one) for one in (tensors, arrays)
-        )
-        source.line("tensors, arrays = ({}), ({})".format(*several))
-        for part in self._open:
-            number = self._questions.note(f"something is in the memory of {part.label} now", part)
-            name = source.part(part)
-            source.line(f"if is_tied({name}, tensors, arrays): return {number}")
-        source.line("return None")
+        if self._open:
+            tensors = [part for part in self._given if part.kind is CaptureKind.TENSOR]
+            used = [*tensors, *self._tensors], [*self._arrays, *self._open]
+            open_arrays.write_apart(source, self._open, *used, self._questions.note)
 
     def ask(self, source: GeneratedSource) -> None:
         """Write the tests that each check needs."""
         if self._open:
-            source.take(self._open)
-            source.names.update(is_tied=is_tied, is_unshared=is_unshared, held=sys.getrefcount)
-            names = map(source.part, self._open)
-            apart = " and ".join(f"is_unshared(held({name}), {name})" for name in names)
-            source.line(f"number = None if {apart} else apart(A)")
-            source.line("if number is not None: return number")
+            open_arrays.ask_apart(source, self._open)
         given, state = self._given, set(self._kept_parts)
         if len(given) > 1:
             names = [source.part(part) for part in given]

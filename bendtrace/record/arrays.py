@@ -202,12 +202,11 @@ class Arrays:
             self._known[id(part.value)] = part.value, None
             self._contents[id(part.value)] = part.value.tobytes()
         for part in self._environment.parts:
-            if id(part.value.value if part.kind is CaptureKind.ALIAS else part.value) in self._known:
-                holder = part.parent
-                while holder is not None:
-                    if not isinstance(holder.value, nn.Module):
-                        self._holders.add(id(holder.value))
-                    holder = holder.parent
+            first, holder = part.value if part.kind is CaptureKind.ALIAS else part, part.parent
+            while holder is not None and id(first.value) in self._known:
+                if not isinstance(holder.value, nn.Module):
+                    self._holders.add(id(holder.value))
+                holder = holder.parent
         self._adopted = True
         if self._can_begin():
             self._begin(None)

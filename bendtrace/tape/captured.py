@@ -91,24 +91,12 @@ class Array:
         return f"<array{self.value.shape}>"
 
 
+def _facts_of_array(array: Any) -> tuple[Any, ...]:
+    return array.dtype, array.shape, array.flags.aligned, _layout(array)[:2]
+
+
 def _layout(array: Any) -> tuple[Any, ...]:
     return array.strides, array.flags.writeable, array.base is None
-
-
-class ArrayLayout(NamedTuple):
-    """The guarded properties of an array whose content is an input."""
-
-    dtype: Any
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    writeable: bool
-    aligned: bool
-
-
-def layout_of(array: Any) -> ArrayLayout:
-    """Return the layout of a numpy array."""
-    flags = array.flags
-    return ArrayLayout(array.dtype, array.shape, array.strides, flags.writeable, flags.aligned)
 
 
 def is_scalar(kind: type) -> bool:
@@ -256,7 +244,7 @@ class Copy(NamedTuple):
         return bool(self.content)
 
 
-Size: TypeAlias = Length | Keys | Copy | TensorFacts | ArrayLayout
+Size: TypeAlias = Length | Keys | Copy | TensorFacts
 
 
 @dataclass(slots=True, eq=False)
@@ -276,7 +264,7 @@ class Captured:
         is_argument: whether it is an argument, or inside one.
         size: the guarded property of a container: its `Length` (lists, tuples, modules' dicts), its
             `Keys` (dicts, objects, lists and tuples with attributes), a `Copy` of it (sets, arrays
-            and large containers); for a tensor its `TensorFacts`; for an open array its layout.
+            and large containers; of an open array, its layout); for a tensor its `TensorFacts`.
         hidden: keys of a module's attributes that are not captured.
     """
 
@@ -614,6 +602,7 @@ COPIED: dict[CaptureKind, Callable[[Any], Any]] = {
     CaptureKind.SET: _set_members,
     CaptureKind.LARGE: _plain_content,
     CaptureKind.ARRAY: Array,
+    CaptureKind.OPEN_ARRAY: _facts_of_array,
 }
 
 

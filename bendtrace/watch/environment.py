@@ -38,7 +38,6 @@ from bendtrace.tape.captured import (
     is_cache,
     is_exchangeable,
     is_ndarray,
-    layout_of,
     store_item,
 )
 from bendtrace.tape.structure import cached_results, entries_of, key_parts
@@ -49,13 +48,13 @@ from bendtrace.watch.kinds import asks_for_plain, tells_numbers_apart
 from bendtrace.watch.provenance import is_finished, is_installed_file
 from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
-from bendtrace.watch.writes import is_tied
 
 if TYPE_CHECKING:
-    from bendtrace.watch import containers, growing
+    from bendtrace.watch import containers, growing, open_arrays
 else:
     containers = LazyModule("bendtrace.watch.containers")
     growing = LazyModule("bendtrace.watch.growing")
+    open_arrays = LazyModule("bendtrace.watch.open_arrays")
 
 
 class _Blocked(Exception):
@@ -166,7 +165,8 @@ class Environment(ScanResult):
         found = [
             part for part in self.parts if part.label in labels and containers.can_be_watched(part)
         ]
-        arrays = self._untied_arrays(found)
+        has_arrays = any(part.kind is CaptureKind.ARRAY for part in found)
+        arrays = open_arrays.untied_arrays(found, self) if has_arrays else {}
         if not found or self._compares_tensors():
             return arrays
         others = [part for part in self.parts if part.kind is CaptureKind.ALIAS]
@@ -194,27 +194,6 @@ class Environment(ScanResult):
             and not self._is_handed_over(
                 part, (code for one in self.functions for code in codes_in(one.__code__))
             )
-        }
-
-    def _untied_arrays(self, found: list[Captured]) -> dict[int, Any]:
-        """Return the arrays among some parts that no other code can read than that of the user.
-
-        They are by identity. Nothing else that a run can read is in their memory.
-        """
-        arrays = [part for part in found if part.kind is CaptureKind.ARRAY]
-        if not arrays:
-            return {}
-        owners = growing.owners_in(self)
-        of_kinds = (
-            [part.value for part in self.parts if part.kind in kinds]
-            for kinds in ((CaptureKind.TENSOR,), (CaptureKind.ARRAY, CaptureKind.OPEN_ARRAY))
-        )
-        tensors, others = of_kinds
-        return {
-            id(part.value): part.value
-            for part in arrays
-            if growing.is_known_to_user_only(part, owners, self)
-            and not is_tied(part.value, tensors, others)
         }
 
     @property
@@ -473,7 +452,7 @@ class Environment(ScanResult):
             if part.index in content_of and part.index not in taken:
                 is_bare = part.type in _TENSORS and not content_of[part.index]
                 (self.bare if is_bare else self.alone).append(part)
-            elif part.kind in COPIED or part.kind is CaptureKind.OPEN_ARRAY:
+            elif part.kind in COPIED:
                 self.alone.append(part)
 
     def changes(self, is_over: bool = True) -> Iterator[EnvironmentChange]:
@@ -551,8 +530,6 @@ class Environment(ScanResult):
     def _changes_of(
         self, part: Captured, before: dict[Any, Any] | None, is_over: bool
     ) -> Iterator[EnvironmentChange]:
-        if part.kind is CaptureKind.OPEN_ARRAY and layout_of(part.value) != part.size:
-            self.block(f"the run changes the array {part.label}", part.label)
         if part.kind in COPIED and not is_as_copied(part, part.value):
             self.block(f"the run changes {_WORDS[part.kind].format(part.label)}", part.label)
         if before is None:
@@ -690,18 +667,13 @@ _WORDS = {
     CaptureKind.SET: "the set {}",
     CaptureKind.LARGE: "{}, which is too large to watch",
     CaptureKind.ARRAY: "the array {}",
+    CaptureKind.OPEN_ARRAY: "the array {}",
 }
 _TENSORS = (torch.Tensor, nn.Parameter)
 _LET_GO = (
-    CaptureKind.GROWING,
-    CaptureKind.ARRAY,
-    CaptureKind.OPEN_ARRAY,
-    CaptureKind.TENSOR,
-    CaptureKind.LIST,
-    CaptureKind.TUPLE,
-    CaptureKind.DICT,
-    CaptureKind.OBJECT,
-)
+    CaptureKind.GROWING, CaptureKind.ARRAY, CaptureKind.OPEN_ARRAY, CaptureKind.TENSOR,
+    CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT, CaptureKind.OBJECT,
+)  # fmt: skip
 _own_attributes = attrgetter("__dict__")
 
 

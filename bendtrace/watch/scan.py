@@ -47,7 +47,6 @@ from bendtrace.tape.captured import (
     container_content,
     has_attributes,
     is_array,
-    layout_of,
     module_name_of,
 )
 from bendtrace.tape.plain_numbers import asks, is_exact_format
@@ -809,7 +808,8 @@ class Scan(CodeScan):
         elif id(value) in found.growing:
             self._add(value, route, CaptureKind.GROWING)
         elif id(value) in found.watched_containers and is_array(value):
-            self._add(value, route, CaptureKind.OPEN_ARRAY).size = layout_of(value)
+            copied = Copy(COPIED[CaptureKind.OPEN_ARRAY](value))
+            self._add(value, route, CaptureKind.OPEN_ARRAY).size = copied
         elif id(value) in found.watched_containers:
             self._add(value, route, CaptureKind.IDENTITY)
         elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):

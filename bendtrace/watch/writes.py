@@ -8,7 +8,6 @@ later readers.
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Iterable, Set
 from typing import Any
@@ -332,9 +331,7 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, 
     Returns:
         The positions of a tensor and an array, for each pair.
     """
-    taken = [
-        (number, *_memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes
-    ]
+    taken = [(number, *memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes]
     found: set[tuple[int, int]] = set()
     with torch._C.DisableTorchFunction():
         for position, tensor in enumerate(tensors):
@@ -351,43 +348,7 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, 
     return found
 
 
-def is_tied(array: Any, tensors: Iterable[Tensor], arrays: Iterable[Any]) -> bool:
-    """Return whether some tensors, or other arrays, may have memory that an array has."""
-    begin, end = _memory_extent(array)
-    extents = (_memory_extent(other) for other in arrays if other is not array and other.nbytes)
-    return bool(overlap(tensors, (array,))) or any(
-        first < end and begin < last for first, last in extents
-    )
-
-
-def is_unshared(references: int, array: Any) -> bool:
-    """Return whether nothing else has the memory of an array, as far as references show.
-
-    Tensors, views and buffers in its memory refer to it.
-
-    Args:
-        references: what `sys.getrefcount` gives the caller.
-        array: the array, which only the caller's variable and its holder are to refer to.
-    """
-    base = array.base
-    if references > _HELD_TWICE:
-        return False
-    if base is None:
-        return bool(array.flags.owndata)
-    is_root = type(base) is type(array) and base.base is None and base.flags.owndata
-    return is_root and sys.getrefcount(base) <= _HELD_TWICE
-
-
-def _references_of_item(holder: dict[str, Any]) -> int:
-    item = holder["item"]
-    return sys.getrefcount(item)
-
-
-# What `sys.getrefcount` gives for what one container holds, and one variable.
-_HELD_TWICE = _references_of_item({"item": object()})
-
-
-def _memory_extent(array: Any) -> tuple[int, int]:
+def memory_extent(array: Any) -> tuple[int, int]:
     """Return the address of the first byte of an array, and that after its last one."""
     begin = array.__array_interface__["data"][0]
     end = begin + array.itemsize
