@@ -21,12 +21,13 @@ from __future__ import annotations
 import collections
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bendtrace.python import results
 from bendtrace.python.sites import PACKAGE, TRACER
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -59,10 +60,13 @@ _OPERATIONS: dict[type, frozenset[str]] = {
     dict: _OF_DICTS,
     collections.OrderedDict: _OF_DICTS | {"move_to_end", "popitem"},
     collections.defaultdict: _OF_DICTS,
-    collections.Counter: _OF_DICTS | {"update"},
+    collections.Counter: _OF_DICTS | {"update", "most_common", "total"},
     set: frozenset({"__contains__", "__len__", "add", "discard", "remove", "clear", "update"}),
     _CACHE: frozenset({"__call__"}),
 }
+# Functions that go through all of a container before they return, and keep nothing of it.
+_TAKING_ALL = frozenset({sorted, sum, max, min, list, tuple})
+WHOLE = frozenset(function.__name__ for function in _TAKING_ALL)
 _STORING = frozenset({"__setitem__", "setdefault", "add"})
 _FACTORIES = (None, int, float, bool)
 _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "__dir__",
@@ -143,7 +147,7 @@ def _container_class(kind: Any) -> Any:
     if kind is _CACHE:
         space.update(__call__=_call_cache, __getattr__=_attribute_of_cache)
     else:
-        space["__bool__"] = _truth
+        space.update(__bool__=_truth, __iter__=_members)
     space["__class__"] = property(_class_of_original)
     return type(kind.__name__, (Watching,), space)
 
@@ -181,6 +185,27 @@ def _truth(container: Watching) -> bool:
     return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
 
 
+def _members_of(container: Any) -> list[Any]:
+    return [*container]
+
+
+_members_of.__name__ = "members"
+_members_of.works_on_containers = True  # type: ignore[attr-defined]
+
+
+def _members(self: Watching) -> Iterator[Any]:
+    """Give all members to one of some functions, which goes through them before it returns."""
+    frame = sys._getframe(1)
+    watcher = _watcher_of(frame)
+    called: Any = None if watcher is None else results.c_function_called_by(frame)
+    if watcher is None or not watcher.holds(self) or not any(called is one for one in _TAKING_ALL):
+        return iter(_report_unseen(self, "__iter__", (), {}, frame))
+    found = watcher.opaque_call(_members_of, (self,), {}, frame)
+    if not _is_value((*found,)) or any(map(watcher.holds, _tensors_of_result((*found,)))):
+        _report(self, "__iter__", frame)
+    return iter(found)
+
+
 def _replay_operation(name: str) -> Callable[..., Any]:
     function = _replay_function(name)
 
@@ -193,7 +218,8 @@ def _replay_operation(name: str) -> Callable[..., Any]:
         if not watcher.holds(self) or not _can_be_replayed(name, (*args, *kwargs.values())):
             return _report_unseen(self, name, args, kwargs, frame)
         result = watcher.opaque_call(function, (self, *args), kwargs, frame)
-        if not _is_value(result) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
+        given = (*result,) if type(result) is list else result
+        if not _is_value(given) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
             _report(self, name, frame)
         return result
 

@@ -201,11 +201,12 @@ class Environment(ScanResult):
         """The arrays whose content is an input."""
         return [part for part in self.parts if part.kind is CaptureKind.OPEN_ARRAY]
 
-    @staticmethod
-    def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
+    def _is_handed_over(self, part: Captured, codes: Iterable[types.CodeType]) -> bool:
         name, level = growing.access_name(part), growing.nesting_level(part)
+        spaces = {id(one.__globals__): one.__globals__ for one in self.functions}.values()
+        functions = {one for one in containers.WHOLE if not any(one in space for space in spaces)}
         return any(
-            growing.hands_over(code, name, level)
+            growing.hands_over(code, name, level, functions | {"len"})
             for code in codes
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )

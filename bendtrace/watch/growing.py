@@ -258,22 +258,25 @@ def names_used(code: CodeType) -> frozenset[str]:
     return known[1]
 
 
-def hands_over(code: CodeType, name: str, level: int) -> bool:
+def hands_over(
+    code: CodeType, name: str, level: int, functions: Container[str] = ("len",)
+) -> bool:
     """Return whether code does more with a container than to operate on it.
 
-    Its methods and operators may be called, and `len`. It may not be passed to anything else, kept
-    or returned: code that asks for its type, or reads its memory, might receive it.
+    Its methods and operators may be called, and some functions. It may not be passed to anything
+    else, kept or returned: code that asks for its type, or reads its memory, might receive it.
 
     Args:
         code: the code, without the functions in it.
         name: the attribute, global or variable of a function around it that leads to the container.
         level: how many items of items lie between.
+        functions: the names of builtins that may receive it.
     """
     if name in _texts_in(code.co_consts):
         return True
     if name not in code.co_names and name not in code.co_freevars + code.co_cellvars:
         return False
-    return _Operating(code).hands_over(name, level)
+    return _Operating(code, functions).hands_over(name, level)
 
 
 def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
@@ -296,8 +299,8 @@ def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
 class _Operating:
     """Follows a container on the stack, from where code loads it."""
 
-    def __init__(self, code: CodeType) -> None:
-        self._code = code
+    def __init__(self, code: CodeType, functions: Container[str] = ("len",)) -> None:
+        self._code, self._functions = code, functions
         self._steps = single_steps(code)
         self._variables: set[tuple[str, int]] = set()
 
@@ -313,8 +316,8 @@ class _Operating:
 
     def _is_lost(self, at: int, level: int) -> bool:
         """Return whether the container that an instruction loads gets where it is not followed."""
-        # What is on the stack: the levels of containers, None for others, and `len`.
-        stack: list[Any] = ["len"] * self._is_length(at) + [level]
+        # What is on the stack: the levels of containers, None for others, and names of functions.
+        stack: list[Any] = [*self._function_before(at), level]
         for step in self._steps[at + 1 :]:
             if not any(map(_leads_on, stack)):
                 return False
@@ -331,7 +334,7 @@ class _Operating:
             elif name in CONSTANTS:
                 stack.append(_StackConstant(constant_of(self._code, step.name, count)))
             elif name in ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF"):
-                stack.append("len" if step.value == "len" else None)
+                stack.append(step.value if step.value in self._functions else None)
             elif name == "COPY" and count <= len(stack):
                 stack.append(stack[-count])
             elif name == "STORE_ATTR" and stack[-2:-1] == [0] and self._stays(step):
@@ -346,8 +349,9 @@ class _Operating:
                 # What is operated on is the last, or the last but one in front of a key.
                 place = -1 if takes == 1 or name == "CONTAINS_OP" else -2
                 own = taken.pop(place) if takes and name in _TAKING else None
-                if name == "CALL" and taken[0] == "len" and takes == 2 and self._may_ask(taken[1]):
-                    taken.pop()
+                if name == "CALL" and type(taken[0]) is str and takes == 2:
+                    if self._may_ask(taken[1]) and (taken[0] == "len" or not taken[1]):
+                        taken.pop()
                 if name == "CALL" and type(taken[0]) is _StackMethod:
                     own = taken.pop(0)
                 if any(map(_leads_on, taken)):
@@ -381,13 +385,14 @@ class _Operating:
         """Return what an instruction leaves on the stack: a level, or None."""
         return own - 1 if name == "BINARY_SUBSCR" and type(own) is int and own else None
 
-    def _is_length(self, at: int) -> bool:
-        """Return whether `len` is called with what an instruction loads, or with an item of it."""
+    def _function_before(self, at: int) -> list[str]:
+        """Return the function that is called with what an instruction loads, or an item of it."""
         first = at
         while first > 0 and self._steps[first].name in ("LOAD_ATTR", "LOAD_METHOD"):
             first -= 1
         before = self._steps[first - 1] if first else None
-        return before is not None and (before.name, before.value) == ("LOAD_GLOBAL", "len")
+        is_one = before is not None and before.name == "LOAD_GLOBAL"
+        return [before.value] if is_one and before.value in self._functions else []
 
     def _is_variable_lost(self, variable: str, level: int) -> bool:
         if (variable, level) in self._variables:
