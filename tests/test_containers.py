@@ -236,8 +236,16 @@ def members_that_are_gone_through(self: Holds, x: Tensor) -> Tensor:
     """A replay goes through them on the container itself, in its order."""
     self.seen.add(len(x) % 5)
     self.cache[len(x) % 3] = x.sum()
-    first = list(self.cache)[0] + min(self.seen) - max(self.cache) + tuple(self.seen)[-1]
+    first = sum(list(self.cache)) + min(self.seen) - max(self.cache) + tuple(self.seen)[-1]
     return x * sum(sorted(self.seen)) + first
+
+
+@program(16)
+def values_that_are_gone_through(self: Holds, x: Tensor) -> Tensor:
+    self.numbers[len(x) % 4] += 1
+    self.cache[len(x) % 3] = x.mean().item()
+    first = sorted(self.numbers.items())[0]
+    return x * sum(self.numbers.values()) + sum(self.cache.values()) + first[1]
 
 
 @program(6)
@@ -576,6 +584,11 @@ WHOLE: dict[str, tuple[str, int, bool]] = {
     "f(max(c.cache, v))": ("cache", 0, True),
     "f(set(c.cache))": ("cache", 0, True),
     "f(any(c.cache))": ("cache", 0, True),
+    "f(sum(c.cache.values()), sorted(c.inside[1].items()))": ("inside", 1, False),
+    "f(sum(c.cache.values()), len(c.cache.keys()))": ("cache", 0, False),
+    "f(c.cache.values())": ("cache", 0, True),
+    "own = c.cache.values(); f(sum(own))": ("cache", 0, True),
+    "own = c.cache.values; f(sum(own()))": ("cache", 0, True),
     "f(sorted(c.cache) is c.cache)": ("cache", 0, True),
 }
 

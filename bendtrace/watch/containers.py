@@ -43,6 +43,7 @@ from bendtrace.tape.captured import (
 from bendtrace.tape.scalars import TRACED, TracedFloat, plain
 from bendtrace.tape.structure import entries_of
 from bendtrace.tape.watchers import current_watcher
+from bendtrace.watch import growing
 
 if TYPE_CHECKING:
     from bendtrace.tape.protocols import Watcher
@@ -67,6 +68,7 @@ _OPERATIONS: dict[type, frozenset[str]] = {
 # Functions that go through all of a container before they return, and keep nothing of it.
 _TAKING_ALL = frozenset({sorted, sum, max, min, list, tuple})
 WHOLE = frozenset(function.__name__ for function in _TAKING_ALL)
+_OF_VIEWS = ("__len__",)  # which functions that make a list ask for
 _STORING = frozenset({"__setitem__", "setdefault", "add"})
 _FACTORIES = (None, int, float, bool)
 _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "__dir__",
@@ -116,19 +118,23 @@ class Watching:
     Attributes:
         original: the container.
         is_misused: whether code has used it in a way that is no op.
+        view: the method that has given it, if it is a view of a dict.
+        holder: what stands for this dict; the object itself where it is no view.
     """
 
-    __slots__ = ("is_misused", "original")
+    __slots__ = ("holder", "is_misused", "original", "view")
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, view: str = "", holder: Watching | None = None) -> None:
         self.original: Any = original
+        self.view: str = view
+        self.holder: Watching = self if holder is None else holder
         self.is_misused: bool = False
 
 
-def watched_container(container: Any) -> Watching:
-    """Return what takes the place of a container."""
+def watched_container(container: Any, *view: Any) -> Watching:
+    """Return what takes the place of a container, or of a view (see `Watching`)."""
     kind: Any = type(container)
-    found: Watching = _container_class(kind)(container)
+    found: Watching = _container_class(kind)(container, *view)
     return found
 
 
@@ -136,8 +142,10 @@ def watched_container(container: Any) -> Watching:
 def _container_class(kind: Any) -> Any:
     space: dict[str, Any] = {"__slots__": (), "__hash__": None}
     for name in {*dir(kind)} - _FREE:
-        if name in _OPERATIONS[kind]:
+        if name in _OPERATIONS.get(kind, _OF_VIEWS):
             space[name] = _replay_operation(name)
+        elif name in growing.VIEWS:
+            space[name] = _view(name)
         else:
             space[name] = (
                 _unwatched_method(name)
@@ -185,12 +193,29 @@ def _truth(container: Watching) -> bool:
     return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
 
 
-def _members_of(container: Any) -> list[Any]:
-    return [*container]
+@functools.cache
+def _members_by(view: str) -> Callable[[Any], list[Any]]:
+    """Return the function that goes through a container, or through a view of it."""
+
+    def members(container: Any) -> list[Any]:
+        return [*(getattr(container, view)() if view else container)]
+
+    members.__name__ = members.__qualname__ = view or "members"
+    members.works_on_containers = True  # type: ignore[attr-defined]
+    return members
 
 
-_members_of.__name__ = "members"
-_members_of.works_on_containers = True  # type: ignore[attr-defined]
+def _view(name: str) -> Callable[..., Any]:
+    def call(self: Watching) -> Any:
+        frame = sys._getframe(1)
+        watcher, found = _watcher_of(frame), getattr(self.original, name)()
+        if watcher is None:
+            return found
+        if not watcher.holds(self):
+            return _report_unseen(self, name, (), {}, frame)
+        return watched_container(found, name, self)
+
+    return call
 
 
 def _members(self: Watching) -> Iterator[Any]:
@@ -198,11 +223,12 @@ def _members(self: Watching) -> Iterator[Any]:
     frame = sys._getframe(1)
     watcher = _watcher_of(frame)
     called: Any = None if watcher is None else results.c_function_called_by(frame)
-    if watcher is None or not watcher.holds(self) or not any(called is one for one in _TAKING_ALL):
+    is_taken = watcher is not None and any(called is one for one in _TAKING_ALL)
+    if watcher is None or not is_taken or not watcher.holds(self.holder):
         return iter(_report_unseen(self, "__iter__", (), {}, frame))
-    found = watcher.opaque_call(_members_of, (self,), {}, frame)
-    if not _is_value((*found,)) or any(map(watcher.holds, _tensors_of_result((*found,)))):
-        _report(self, "__iter__", frame)
+    found = watcher.opaque_call(_members_by(self.view), (self.holder,), {}, frame)
+    if not _is_value((*found,)) or _tensors_of_result((*found,)):
+        _report(self, "__iter__", frame)  # which of them the run has put there differs
     return iter(found)
 
 
@@ -215,10 +241,13 @@ def _replay_operation(name: str) -> Callable[..., Any]:
         if watcher is None:
             return getattr(self.original, name)(*args, **kwargs)
         # Another run, inside of the one that watches the container, does not know it.
-        if not watcher.holds(self) or not _can_be_replayed(name, (*args, *kwargs.values())):
+        is_held = watcher.holds(self.holder)
+        if not is_held or not _can_be_replayed(name, (*args, *kwargs.values())):
             return _report_unseen(self, name, args, kwargs, frame)
-        result = watcher.opaque_call(function, (self, *args), kwargs, frame)
+        result = watcher.opaque_call(function, (self.holder, *args), kwargs, frame)
         given = (*result,) if type(result) is list else result
+        if type(result) is list and _tensors_of_result(given):
+            _report(self, name, frame)
         if not _is_value(given) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
             _report(self, name, frame)
         return result
@@ -289,8 +318,8 @@ def _plain_argument(value: Any) -> Any:
 def _report(container: Watching, name: str, frame: FrameType) -> None:
     watcher = _watcher_of(frame)
     if watcher is not None:
-        container.is_misused = True
-        kind = type(container.original).__name__
+        container.holder.is_misused = True
+        kind, name = type(container.holder.original).__name__, container.view or name
         watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
 
 

@@ -258,9 +258,7 @@ def names_used(code: CodeType) -> frozenset[str]:
     return known[1]
 
 
-def hands_over(
-    code: CodeType, name: str, level: int, functions: Container[str] = ("len",)
-) -> bool:
+def hands_over(code: CodeType, name: str, level: int, functions: Container[str] = ("len",)) -> bool:
     """Return whether code does more with a container than to operate on it.
 
     Its methods and operators may be called, and some functions. It may not be passed to anything
@@ -327,7 +325,7 @@ class _Operating:
                 continue
             if name == "STORE_FAST":
                 kept = stack.pop()
-                if type(kept) is _StackMethod and kept.level:
+                if (type(kept) is _StackMethod and _leads_on(kept)) or kept == _VIEW:
                     return True
                 if type(kept) is int and self._is_variable_lost(step.value, kept):
                     return True
@@ -350,7 +348,7 @@ class _Operating:
                 place = -1 if takes == 1 or name == "CONTAINS_OP" else -2
                 own = taken.pop(place) if takes and name in _TAKING else None
                 if name == "CALL" and type(taken[0]) is str and takes == 2:
-                    if self._may_ask(taken[1]) and (taken[0] == "len" or not taken[1]):
+                    if self._may_ask(taken[1]) and (taken[0] == "len" or taken[1] in (0, _VIEW)):
                         taken.pop()
                 if name == "CALL" and type(taken[0]) is _StackMethod:
                     own = taken.pop(0)
@@ -379,10 +377,14 @@ class _Operating:
 
     def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
         """Return whether code may do an instruction to a container of some level."""
-        return True
+        return own != 0 or loads_method(step) or step.value not in VIEWS
 
     def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
         """Return what an instruction leaves on the stack: a level, or None."""
+        if own == 0 and loads_method(step) and step.value in VIEWS:
+            return _StackMethod(step.value, 0)
+        if type(own) is _StackMethod:
+            return _VIEW
         return own - 1 if name == "BINARY_SUBSCR" and type(own) is int and own else None
 
     def _function_before(self, at: int) -> list[str]:
@@ -462,7 +464,12 @@ class _Adding(_Operating):
 
 def _leads_on(one: Any) -> bool:
     """Return whether what is on the stack is a container, or gives one."""
-    return type(one) is int or (type(one) is _StackMethod and one.level > 0)
+    return type(one) is int or (type(one) is _StackMethod and (one.level > 0 or one.name in VIEWS))
+
+
+# Methods that give a view of a dict, and what stands for a view on the stack.
+VIEWS = ("keys", "values", "items")
+_VIEW = -1
 
 
 def _extends(step: InstructionStep) -> bool:
