@@ -911,8 +911,8 @@ UNWRITABLE = "what it changes otherwise: long lists, attributes of classes"
 
 
 @case(
-    "sets that it changes, if it uses them by `in`, `add`, `discard`, `remove`, `clear`, `len` and "
-    "as a condition only",
+    "sets that it changes, if it uses them by `in`, `add`, `discard`, `remove`, `clear`, `len`, "
+    "`sorted`, `list`, `sum`, `min`, `max` and as a condition only",
     calls=6,
 )
 class AddsToASet(Layer):

@@ -6,7 +6,8 @@ each new number, and its keys are guarded. Where that happens again and again (`
 (`n in cache`, `cache[n] = table`, `seen.add(n)`) is recorded as one op, which each replay carries
 out on the container itself. Code may do nothing else with it (`hands_over`): who receives such an
 object may ask for its type. A method that is no such operation makes the run live, and the next
-ones guard the content again.
+ones guard the content again. Some functions of Python may go through all of it, or through a view
+of a dict: they are done with it before any other code runs, and what they go through is one op.
 
 A `functools.lru_cache` of a function that computes tensors is one, too, and its calls are the only
 operation. So each call of a replay finds in the cache what it finds in eager, and leaves there what
