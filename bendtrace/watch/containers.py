@@ -146,7 +146,7 @@ def _container_class(kind: Any) -> Any:
         if name in _OPERATIONS.get(kind, _OF_VIEWS):
             space[name] = _replay_operation(name)
         elif name in growing.VIEWS:
-            space[name] = _view(name)
+            space[name] = _view_method(name)
         else:
             space[name] = (
                 _unwatched_method(name)
@@ -206,7 +206,7 @@ def _members_by(view: str) -> Callable[[Any], list[Any]]:
     return members
 
 
-def _view(name: str) -> Callable[..., Any]:
+def _view_method(name: str) -> Callable[..., Any]:
     def call(self: Watching) -> Any:
         frame = sys._getframe(1)
         watcher, found = _watcher_of(frame), getattr(self.original, name)()
