@@ -67,7 +67,7 @@ _OPERATIONS: dict[type, frozenset[str]] = {
     _CACHE: frozenset({"__call__"}),
 }
 # Functions that go through all of a container before they return, and keep nothing of it.
-_TAKING_ALL = frozenset({sorted, sum, max, min, list, tuple})
+_TAKING_ALL: frozenset[Any] = frozenset({sorted, sum, max, min, list, tuple})
 WHOLE = frozenset(function.__name__ for function in _TAKING_ALL)
 _OF_VIEWS = ("__len__",)  # which functions that make a list ask for
 _STORING = frozenset({"__setitem__", "setdefault", "add"})

@@ -393,8 +393,9 @@ class _Operating:
         while first > 0 and self._steps[first].name in ("LOAD_ATTR", "LOAD_METHOD"):
             first -= 1
         before = self._steps[first - 1] if first else None
-        is_one = before is not None and before.name == "LOAD_GLOBAL"
-        return [before.value] if is_one and before.value in self._functions else []
+        if before is None or before.name != "LOAD_GLOBAL" or before.value not in self._functions:
+            return []
+        return [before.value]
 
     def _is_variable_lost(self, variable: str, level: int) -> bool:
         if (variable, level) in self._variables:
