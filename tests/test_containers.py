@@ -231,6 +231,30 @@ def an_answer_after_it(self: Holds, x: Tensor) -> Any:
     return x * 2 if x.sum() > 0 else x - cache[n]
 
 
+@program(16)
+def members_that_are_gone_through(self: Holds, x: Tensor) -> Tensor:
+    """A replay goes through them on the container itself, in its order."""
+    self.seen.add(len(x) % 5)
+    self.cache[len(x) % 3] = x.sum()
+    first = sum(list(self.cache)) + min(self.seen) - max(self.cache) + tuple(self.seen)[-1]
+    return x * sum(sorted(self.seen)) + first
+
+
+@program(16)
+def values_that_are_gone_through(self: Holds, x: Tensor) -> Tensor:
+    self.numbers[len(x) % 4] += 1
+    self.cache[len(x) % 3] = x.mean().item()
+    first = sorted(self.numbers.items())[0]
+    return x * sum(self.numbers.values()) + sum(self.cache.values()) + first[1]
+
+
+@program(6)
+def what_is_most_common(self: Holds, x: Tensor) -> Tensor:
+    self.counter.update(x[:1].argmax(1).tolist())
+    number, times = self.counter.most_common(1)[0]
+    return x * number + times / self.counter.total()
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_operations_are_done_again_by_replays(name: str) -> None:
     paths, forward = PROGRAMS[name]
@@ -492,7 +516,7 @@ def test_a_reason_names_the_use() -> None:
 def test_code_that_only_a_run_shows_may_hand_a_container_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(growing, "hands_over", lambda code, name, level: LEAKS)
+    monkeypatch.setattr(growing, "hands_over", lambda code, name, level, functions: LEAKS)
     globals()["LEAKS"] = False
     kind = type("Model", (Holds,), {"forward": a_cache_by_length})
     bended = bt.BendedModule(kind())
@@ -549,6 +573,61 @@ def test_uses_that_hand_a_container_over_are_found(text: str) -> None:
     space: dict[str, Any] = {}
     exec(f"def use(c, k, v, f):\n    {text}", space)
     assert hands_over(space["use"].__code__, name, level) is expected
+
+
+WHOLE: dict[str, tuple[str, int, bool]] = {
+    "f(sorted(c.cache), sum(c.cache))": ("cache", 0, False),
+    "own = c.cache; f(list(own))": ("cache", 0, False),
+    "f(max(c.inside[1]))": ("inside", 1, False),
+    "f(list(c.inside))": ("inside", 1, True),
+    "f(sorted(c.cache, reverse=True))": ("cache", 0, True),
+    "f(max(c.cache, v))": ("cache", 0, True),
+    "f(set(c.cache))": ("cache", 0, True),
+    "f(any(c.cache))": ("cache", 0, True),
+    "f(sum(c.cache.values()), sorted(c.inside[1].items()))": ("inside", 1, False),
+    "f(sum(c.cache.values()), len(c.cache.keys()))": ("cache", 0, False),
+    "f(c.cache.values())": ("cache", 0, True),
+    "own = c.cache.values(); f(sum(own))": ("cache", 0, True),
+    "own = c.cache.values; f(sum(own()))": ("cache", 0, True),
+    "f(sorted(c.cache) is c.cache)": ("cache", 0, True),
+}
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_functions_that_go_through_a_container_may_receive_it(text: str) -> None:
+    name, level, expected = WHOLE[text]
+    space: dict[str, Any] = {}
+    exec(f"def use(c, k, v, f):\n    {text}", space)
+    allowed = containers.WHOLE | {"len"}
+    assert hands_over(space["use"].__code__, name, level, allowed) is expected
+
+
+def test_functions_of_these_names_that_are_others_may_not_receive_it() -> None:
+    globals()["sum"] = max
+    try:
+        kind = type("Model", (Holds,), {"forward": _own_sum})
+        eager, bended = kind(), bt.BendedModule(kind())
+        for n in range(1, 20):
+            assert torch.equal(eager(torch.ones(n, 3)), bended(torch.ones(n, 3)))
+        assert bended.stats.live > 10
+    finally:
+        del globals()["sum"]
+
+
+def test_a_loop_over_what_it_changes_raises() -> None:
+    def forward(self: Holds, x: Tensor) -> Tensor:
+        self.seen.add(len(x))
+        if len(self.seen) > 3:
+            for member in self.seen:
+                self.seen.discard(member)
+        return x * len(self.seen)
+
+    stream(forward)
+
+
+def _own_sum(self: Holds, x: Tensor) -> Tensor:
+    self.seen.add(len(x))
+    return x * sum(self.seen)
 
 
 MAKERS: dict[str, Callable[[list[int]], Any]] = {

@@ -289,11 +289,16 @@ def _contents_of(environment: Environment) -> dict[int, dict[Any, Any]]:
 def _mutable_objects(environment: Environment) -> Iterator[Any]:
     """Yield what a run can change besides tensors, and attributes and lists that a scan lists."""
     for part in environment.parts:
-        if part.kind in (CaptureKind.IDENTITY, CaptureKind.SET, CaptureKind.ARRAY):
+        if part.kind in _IN_PLACE:
             if type(part.value) is not dict:  # a namespace (see `_restore_identities`)
                 yield part.value
     yield from environment.watched_objects.things()
     yield from environment.depends.cells.values()
+
+
+_IN_PLACE = (
+    CaptureKind.IDENTITY, CaptureKind.SET, CaptureKind.ARRAY, CaptureKind.OPEN_ARRAY,
+)  # fmt: skip
 
 
 def _restorer(value: Any) -> Callable[[], object] | None:

@@ -9,12 +9,13 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, compress, count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from bendtrace.engine.guard_kinds import Analysis, GuardKind, tested_ops
 from bendtrace.engine.source import GeneratedSource, define, dependencies_of, fails
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.versions import (
     WORD,
     Reader,
@@ -49,6 +50,11 @@ from bendtrace.tape.structure import are_cached, entries_of, is_heap_type
 from bendtrace.watch.monkeypatches import PATCHED, Monkeypatches, monkeypatches
 from bendtrace.watch.provenance import is_installed_module
 from bendtrace.watch.writes import overlap
+
+if TYPE_CHECKING:
+    from bendtrace.watch import open_arrays
+else:
+    open_arrays = LazyModule("bendtrace.watch.open_arrays")
 
 
 class CheckWriter:
@@ -952,6 +958,7 @@ class AliasGuards:
         ]
         self._given = [part for part in several if part.is_argument]
         self._arrays = [part for part in several if part.kind is CaptureKind.ARRAY]
+        self._open = recording.environment.open_arrays
         self._tensors = [
             part
             for part in recording.environment.parts
@@ -992,9 +999,15 @@ class AliasGuards:
         if not any(part.is_argument for part in self._arrays):
             self._ask_for_memory(source, self._tensors)
         source.line("return None")
+        if self._open:
+            tensors = [part for part in self._given if part.kind is CaptureKind.TENSOR]
+            used = [*tensors, *self._tensors], [*self._arrays, *self._open]
+            open_arrays.write_apart(source, self._open, *used, self._questions.note)
 
     def ask(self, source: GeneratedSource) -> None:
         """Write the tests that each check needs."""
+        if self._open:
+            open_arrays.ask_apart(source, self._open)
         given, state = self._given, set(self._kept_parts)
         if len(given) > 1:
             names = [source.part(part) for part in given]
@@ -1082,7 +1095,7 @@ def _is_versioned(holder: Captured) -> bool:
 
 _DISTINCT = (
     CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.DICT, CaptureKind.OBJECT, CaptureKind.SET,
-    CaptureKind.LARGE, CaptureKind.ARRAY, CaptureKind.GROWING,
+    CaptureKind.LARGE, CaptureKind.ARRAY, CaptureKind.OPEN_ARRAY, CaptureKind.GROWING,
 )  # fmt: skip
 # What nothing is written to, so that only `is` tells whether two of them are one.
 _COMPARED = (CaptureKind.TUPLE,)

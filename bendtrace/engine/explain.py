@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from bendtrace.engine.guard_kinds import GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.python.lazy import LazyModule, tabulate
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import Access, Captured, CaptureKind
+from bendtrace.tape.captured import Access, Captured, CaptureKind, Copy
 from bendtrace.tape.guards import ErrorGuard
 from bendtrace.tape.tape import AfterOp, Guard, Op, Raised, Stop, meta_of
 
@@ -104,7 +105,9 @@ def _explain_part(check: Check, arguments: tuple[Any, ...]) -> Mismatch:
     new = _part_now(part, arguments)
     recorded = part.size if part.kind is CaptureKind.TENSOR else part.value
     reason = f"{check.text}: it is {_short_repr(new)} now"
-    # A mismatch is kept; the caller's tensor need not live as long.
+    # A mismatch is kept; the caller's tensor need not live as long, and an array changes.
+    if part.kind is CaptureKind.ARRAY and isinstance(part.size, Copy):
+        recorded, new = part.size.content.value, copy.copy(new)
     return Mismatch(reason, recorded, _short_repr(new) if isinstance(new, Tensor) else new)
 
 

@@ -313,15 +313,17 @@ class TraceTree:
         for part in environment.parts:
             if part.label in labels or not _has_moved(part, arguments):
                 continue
+            is_written = part.kind is CaptureKind.ARRAY and latest.live_only
             with self._lock:
-                self._moved[part.label] += 1
-                if self._moved[part.label] == _MOVING:
+                self._moved[part.label] += _MOVING if is_written else 1
+                if self._moved[part.label] >= _MOVING:
                     self._add_inputs([part.label])
         # A container that is replaced is no input: its identity decides.
         replaced = (
             part.label
             for part in environment.parts
-            if id(part.value) in environment.watched_containers
+            if part.kind is CaptureKind.IDENTITY
+            and id(part.value) in environment.watched_containers
             and _read_part(part, arguments) is not part.value
         )
         self.exclude(frozenset(replaced))

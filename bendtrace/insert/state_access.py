@@ -245,7 +245,7 @@ def _now(part: Captured) -> Any:
 _LAST_NAME = re.compile(r"([A-Za-z_]\w*)(?:\[[^.]*\])*$")
 _CONTAINERS = (
     CaptureKind.LIST, CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY,
-    CaptureKind.OBJECT, CaptureKind.GROWING,
+    CaptureKind.OPEN_ARRAY, CaptureKind.OBJECT, CaptureKind.GROWING,
 )  # fmt: skip
 _CHANGING = frozenset(
     {

@@ -25,17 +25,19 @@ from bendtrace.tape.structure import build_instance
 from bendtrace.tape.tape import ARRAY, Op, Tape
 from bendtrace.watch.writes import storage_of
 
+_BOX = "box (bendtrace)"  # of one that stands for a number: an array in its memory
 _SHARED = "shared (bendtrace)"  # of those in the memory of a tensor of the model's; see `ARRAY`
 
 
 def array_of(tensor: Tensor) -> Any:
     """Return the array, or number of numpy's, that a tensor stands for."""
-    array = vars(tensor).get(ARRAY)
-    if array is None or not is_ndarray(array):
-        # Something inserted has given another tensor, or written to this one.
+    own = vars(tensor)
+    array = own.get(ARRAY)
+    if array is None or not (is_ndarray(array) or _BOX in own):
+        # Something inserted has given another tensor, or no content.
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().numpy()
         return plain if array is None else plain[()]
-    return array
+    return array if is_ndarray(array) else own[_BOX][()]
 
 
 def make_stand_for_number(tensor: Tensor) -> None:
@@ -86,7 +88,9 @@ class ArrayFunction:
             if type(result) in PLAIN_TYPES:
                 return result
             return _arrays_to_tensors(result, [*filter(None, map(_with_tensor, given))])
-        written: Tensor = kwargs.get("out", args[0])
+        written = kwargs.get("out", args[0])
+        if not isinstance(written, Tensor):
+            return None  # an array of the model's
         # Whether a call gives a view or a copy can depend on the layout of what it is given. Eager
         # counts no write to the memory of a tensor of the model's.
         if not written.is_inference() and _SHARED not in vars(written):
@@ -149,7 +153,8 @@ def content_of(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return the tensor that stands for the array of `tensor.numpy()`."""
     array: Any = Tensor.numpy(tensor, *args, **kwargs)
     plain = tensor.detach()
-    if plain.data_ptr() != address(array) or plain.device.type != "cpu":
+    is_forced = bool(args or kwargs)  # it shares the tensor's memory if not
+    if is_forced and (plain.data_ptr() != address(array) or plain.device.type != "cpu"):
         return _arrays_to_tensors(array, [])
     vars(plain).update({ARRAY: array, _SHARED: True})
     return plain
@@ -193,12 +198,16 @@ def _standing_for(array: Any, given: list[tuple[Tensor, Any]]) -> Any:
     if array.dtype not in _dtypes():
         return array  # which is followed no further
     if not is_ndarray(array):
-        tensor = torch.from_numpy(sys.modules["numpy"].asarray(array))
+        box = sys.modules["numpy"].asarray(array)
+        tensor = torch.from_numpy(box)
+        vars(tensor)[_BOX] = box
     else:
         for other, before in given:
             if before is array:
                 return other
-        tensor = _view(array, given)
+        flags = array.flags
+        is_new = array.base is None and flags.c_contiguous and flags.writeable
+        tensor = torch.from_numpy(array) if is_new else _view(array, given)
     vars(tensor)[ARRAY] = array
     return tensor
 

@@ -45,7 +45,13 @@ from bendtrace.record.array_functions import (
     shares_unseen,
 )
 from bendtrace.record.states import OperandProxy
-from bendtrace.tape.captured import PLAIN_TYPES, is_ndarray, module_name_of
+from bendtrace.tape.captured import (
+    PLAIN_TYPES,
+    Captured,
+    CaptureKind,
+    is_ndarray,
+    module_name_of,
+)
 from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import build_instance
@@ -121,7 +127,9 @@ class Arrays:
         self._block = block
         self._asks_alive = asks_alive
         self._goes_astray = goes_astray
-        self._known: dict[int, tuple[Any, Tensor]] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}  # without a tensor: an open array
+        self._holders: set[int] = set()  # of what leads to an open array
+        self._contents: dict[int, bytes] = {}  # of open arrays, as ops have left them
         self._seen_storages: set[int] = set()  # of tensors that the model has
         self._is_on = False
         self._has_ended = False
@@ -180,6 +188,44 @@ class Arrays:
         if not self._is_on and self._can_begin():
             self._begin(frame)
 
+    def follow_open(self, parts: list[Captured]) -> None:
+        """Follow arrays whose content is an input of the run: their operations are ops.
+
+        Each op is given the array itself, as it is there before the run (`Existing`). So what
+        writes to it writes to the model's own array, in a replay as well, and no tensor stands for
+        it. What is made of its content does have one.
+
+        Args:
+            parts: the arrays.
+        """
+        labels = ", ".join(part.label for part in parts)
+        self._reason = (
+            f"code that cannot be watched may read {labels}, whose content is another one in each "
+            "call"
+        )
+        for part in parts:
+            self._known[id(part.value)] = part.value, None
+            self._contents[id(part.value)] = part.value.tobytes()
+        for part in self._environment.parts:
+            first, holder = part.value if part.kind is CaptureKind.ALIAS else part, part.parent
+            while holder is not None and id(first.value) in self._known:
+                if not isinstance(holder.value, nn.Module):
+                    self._holders.add(id(holder.value))
+                holder = holder.parent
+        self._adopted = True
+        if self._can_begin():
+            self._begin(None)
+        if not self._is_on:
+            self._deny()
+
+    def _is_open(self, value: Any) -> bool:
+        return id(value) in self._contents
+
+    def _check_contents(self) -> None:
+        """Have the run be live if something has written to an open array that no op did."""
+        if any(self._known[key][0].tobytes() != one for key, one in self._contents.items()):
+            self._deny()
+
     def _begin(self, frame: FrameType | None) -> None:
         self._is_on = results.watch(self._start, self._step, self._fail)
         while self._is_on and frame is not None:
@@ -195,6 +241,7 @@ class Arrays:
         if self._is_on:
             results.watch_no_more()
             self._is_on = False
+            self._check_contents()
             self._put_content_back(_HELD_HERE if is_over else 0)
         self._has_ended = True
 
@@ -208,7 +255,7 @@ class Arrays:
         """
         with torch._C.DisableTorchFunction():
             for array, tensor in self._known.values():
-                if not is_ndarray(array) or tensor.is_meta:
+                if not is_ndarray(array) or tensor is None or tensor.is_meta:
                     continue
                 content = array_of(tensor)
                 if content is array or address(content) == address(array):
@@ -228,7 +275,9 @@ class Arrays:
     def _is_shared(self, tensor: Tensor) -> bool:
         storage = storage_of(tensor)
         return storage in self._seen_storages or any(
-            storage_of(other) == storage for _, other in self._known.values() if other is not tensor
+            storage_of(other) == storage
+            for _, other in self._known.values()
+            if other is not tensor and other is not None
         )
 
     def close(self) -> None:
@@ -241,9 +290,10 @@ class Arrays:
         with torch._C.DisableTorchFunction():
             for value in values:
                 known = self._known.get(id(value))
-                if known is not None:
+                if known is not None and known[1] is not None:
                     self._asks_alive(known[1])
         self.has_lost = True
+        self._environment.lost_arrays = self._environment.open_arrays
         self._block(self._reason)
         self.end(is_over=False)
 
@@ -346,6 +396,7 @@ class Arrays:
             self._fail(f" ({type(error).__name__}: {error})")
 
     def _fail(self, why: str = "") -> None:
+        self._environment.lost_arrays = self._environment.open_arrays
         self._block(self._reason + why)
         self.end(is_over=False)
 
@@ -363,6 +414,10 @@ class Arrays:
                 words[place] = stacks.pointer_at(where[place])
         if not self._known:
             return
+        if self._contents and name in _CALLS:
+            if _reads_objects(stacks.object_at(words[results.callee_place(words)])):
+                self._deny()
+                return
         direct = not self._known.keys().isdisjoint(words)
         if not direct and name not in _LOOKS_INSIDE:
             return
@@ -391,13 +446,20 @@ class Arrays:
             kind = type(value)
             if kind in PLAIN_TYPES or kind in TRACED or kind in RETIRED or id(value) in seen:
                 continue
+            if kind is types.BuiltinFunctionType and id(value.__self__) in self._known:
+                return True
             if kind in _LEADS_NOWHERE or isinstance(value, (Tensor, nn.Module, type)):
                 continue
             if kind in (list, tuple):
                 seen.add(id(value))
                 waiting += value
                 continue
-            if is_content(value) or self._environment.find(value) is not None:
+            if id(value) in self._holders:
+                return True
+            part = self._environment.find(value)
+            # What is known by its identity may hold an open array, and says nothing of it.
+            is_looked_into = part is not None and part.kind is not CaptureKind.IDENTITY
+            if is_content(value) or (part is not None and not self._contents) or is_looked_into:
                 continue
             if kind is types.FunctionType:
                 if not value.__closure__ or is_finished(value):
@@ -433,7 +495,7 @@ class Arrays:
         """Return an argument with tensors instead of the arrays that are followed."""
         known = self._known.get(id(value))
         if known is not None:
-            return known[1]
+            return value if known[1] is None else known[1]
         kind = type(value)
         if kind is tuple or kind is list:
             return kind(map(self._stand, value))
@@ -518,7 +580,7 @@ class Arrays:
             return self._truth(args[0], frame)
         if way == _CLASS:
             for arg in args:
-                if id(arg) in self._known:
+                if id(arg) in self._known and not self._is_open(arg):
                     self._op(_array_class_name, (arg,), {}, frame)
             return function(*args, **kwargs)
         if way == _ATTRIBUTE:
@@ -528,6 +590,8 @@ class Arrays:
             container, key = args
             if type(container) in _SEQUENCES:
                 return container[self._index(key, frame)]
+        if way == _AT:
+            function, args, way = _at_of(args[0]), args[1:], _WRITE
         writes = self._written(args, kwargs, way)
         if writes is not None and not self._may_write(writes, frame):
             self._deny(*args)
@@ -545,6 +609,7 @@ class Arrays:
         frame: FrameType,
         writes: Any = None,
     ) -> Any:
+        self._check_contents()
         name = str(getattr(function, "__name__", "") or type(function).__name__).strip("<>")
         if writes is not None and writes is not kwargs.get("out") and not name.startswith("__"):
             name += "_"
@@ -554,8 +619,9 @@ class Arrays:
         target = ArrayFunction(function, name, writes is not None, has_tensors, around)
         stands = [*self._stands_in((args, kwargs))]
         read = [array for array in map(array_of, stands) if is_ndarray(array)]
-        if writes is not None and not self._stand(writes).is_meta:
-            content, shares = array_of(self._stand(writes)), sys.modules["numpy"].may_share_memory
+        stand = None if writes is None else self._known[id(writes)][1]
+        if stand is not None and not stand.is_meta:
+            content, shares = array_of(stand), sys.modules["numpy"].may_share_memory
             read = [array for array in read if not shares(array, content)]
         before = [array.tobytes() for array in read]
         found = self._recorder.array_op(
@@ -565,6 +631,10 @@ class Arrays:
         if before != [array.tobytes() for array in read]:
             self._deny()
         if writes is not None:
+            for key in self._contents:
+                self._contents[key] = self._known[key][0].tobytes()
+            if self._is_open(writes):
+                return writes
             self._known[id(writes)] = writes, found
             return writes
         if isinstance(found, Tensor) and (has_tensors or function in MAKES_FROM_ARRAYS.values()):
@@ -584,7 +654,7 @@ class Arrays:
 
     def _stands_in(self, value: Any) -> Iterator[Tensor]:
         known = self._known.get(id(value))
-        if known is not None and not known[1].is_meta:
+        if known is not None and known[1] is not None and not known[1].is_meta:
             yield known[1]
         elif type(value) in (tuple, list):
             for item in value:
@@ -610,6 +680,8 @@ class Arrays:
         if id(array) not in self._known and not self._adopt(array, frame):
             return False
         tensor = self._known[id(array)][1]
+        if tensor is None:
+            return True  # `SharedArrays` sees whether a tensor is in its memory
         if tensor.is_meta:
             return True  # it has been written to before
         numpy = sys.modules["numpy"]
@@ -619,6 +691,7 @@ class Arrays:
             and storage not in self._seen_storages
             and not any(
                 is_ndarray(other)
+                and another is not None
                 and not another.is_meta
                 and storage_of(another) != storage
                 and numpy.may_share_memory(array_of(another), array_of(tensor))
@@ -642,11 +715,13 @@ class Arrays:
     # Questions
 
     def _sizes(self, array: Any, frame: FrameType) -> Any:
+        if self._is_open(array):
+            return array.shape  # which is guarded
         return tuple(self._recorder.asks(_SHAPE, self._known[id(array)][1], frame))
 
     def _truth(self, array: Any, frame: FrameType) -> bool:
         tensor = self._known[id(array)][1]
-        if not array.ndim:
+        if not array.ndim and tensor is not None:
             return bool(self._recorder.asks(Tensor.__bool__, tensor, frame))
         found = self._op(bool, (array,), {}, frame)
         return bool(found)
@@ -668,7 +743,7 @@ class Arrays:
     def _rows(self, value: Any, frame: FrameType) -> Any:
         if id(value) not in self._known:
             return value
-        if not self._known[id(value)][1].dim():
+        if not value.ndim:
             return iter(value)  # which raises an error
         count = operator.index(self._sizes(value, frame)[0])
         return [self._op(operator.getitem, (value, k), {}, frame) for k in range(count)]
@@ -677,6 +752,8 @@ class Arrays:
         tensor = self._known[id(array)][1]
         if name == "shape":
             return self._sizes(array, frame)
+        if tensor is None and name in ("ndim", "size", "dtype"):
+            return getattr(array, name)
         if name == "ndim":
             return self._recorder.asks(_NDIM, tensor, frame)
         if name == "size":
@@ -733,6 +810,8 @@ class Arrays:
             if function is dict.update:  # whose items may be pairs, and so its keys in an array
                 is_key = any(type(value) is not dict for value in given)
             return _LEAVE if function.__name__ in keeps and not is_key else None
+        if function in _LOOKING and not direct:
+            return _LEAVE
         try:
             if not all(map(self._is_argument, given)):
                 return self._way_of_ufunc(function, given)
@@ -745,7 +824,7 @@ class Arrays:
         is_method = type(function) is types.MethodDescriptorType
         if is_method and function.__objclass__ is numpy.ufunc and function.__name__ in _OF_UFUNCS:
             if _way_of(given[0]) is not None and all(map(self._is_argument, given[1:])):
-                return _READ
+                return _AT if function.__name__ == "at" else _READ
         return None
 
     def _handle_operator(
@@ -831,6 +910,19 @@ class Arrays:
         stacks.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
         return None
 
+    def _handle_store(
+        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+    ) -> None:
+        """Let an array be kept that is in no memory of a tensor of the model's."""
+        value = values[0]
+        with torch._C.DisableTorchFunction():
+            stands = self._stands_in(value)
+            is_lent = any(storage_of(one) in self._seen_storages for one in stands)
+        owner = values[1] if instruction.name == "STORE_ATTR" else None
+        is_other = isinstance(owner, (Tensor, type, types.ModuleType)) or id(owner) in self._known
+        if is_lent or is_other or not self._is_argument(value):
+            self._deny(*values)
+
     def _handle_map(
         self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
     ) -> None:
@@ -863,6 +955,7 @@ _IN_PLACE = "in place"  # likewise, if that is an array
 _TENSOR = "tensor"  # as an op that gives a tensor of the model's
 _ITEM, _ROWS, _INDICES = "item", "rows", "indices"
 _LENGTH, _TRUTH, _CLASS, _ATTRIBUTE = "length", "truth", "class", "attribute"
+_AT = "at"  # as an op that writes to its second argument, such as `np.add.at`
 _COMPARES = "compares"  # as an op whose result's truth is asked by the same instruction
 
 _LEADS_NOWHERE = frozenset(
@@ -889,6 +982,8 @@ _MOVING: dict[Any, str] = {
     **dict.fromkeys((itertools.combinations, itertools.permutations), "ri"),
     list.extend: ".r", list.pop: ".i", list.insert: ".i.",
 }  # fmt: skip
+# What gives what an object holds, or says whether it does.
+_LOOKING = (getattr, hasattr, callable, setattr)
 _MOVING_NAMED = {"iterable": "r", "fillvalue": "."}  # other names are those of whole numbers
 _BUILTINS: dict[Any, str] = {
     len: _LENGTH, bool: _TRUTH, range: _INDICES,
@@ -911,7 +1006,7 @@ _WRITING = frozenset({"fill", "partition", "put", "sort"})
 _ATTRIBUTES = frozenset(
     {"shape", "ndim", "size", "dtype", "T", "real", "imag", "itemsize", "nbytes"}
 )
-_OF_UFUNCS = frozenset({"reduce", "accumulate", "outer", "reduceat"})
+_OF_UFUNCS = frozenset({"reduce", "accumulate", "outer", "reduceat", "at"})
 _WRITING_FUNCTIONS = frozenset(
     {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
 )
@@ -937,6 +1032,31 @@ def _getter(name: str) -> Callable[[Any], Any]:
 
 
 _GETTERS = {name: _getter(name) for name in ("T", "real", "imag", "itemsize", "nbytes")}
+
+
+def _reads_objects(function: Any) -> bool:
+    """Return whether a function reads all that an object holds, such as a module."""
+    module = str(getattr(function, "__module__", ""))
+    return module.partition(".")[0] in _READERS or module == "torch.serialization"
+
+
+_READERS = frozenset(
+    {
+        "copy", "pickle", "_pickle", "dataclasses", "inspect", "json", "marshal", "gc", "pprint",
+        "reprlib", "joblib", "cloudpickle", "dill",
+    }
+)  # fmt: skip
+
+
+@functools.cache
+def _at_of(ufunc: Any) -> Callable[..., None]:
+    """Return `ufunc.at` as a function whose first argument is what it writes to."""
+
+    def at(array: Any, *args: Any) -> None:
+        ufunc.at(array, *args)
+
+    at.__name__ = f"{ufunc.__name__}_at"
+    return at
 
 
 def _array_class_name(array: Any) -> str:
@@ -1089,6 +1209,8 @@ _HANDLERS: dict[str, Callable[..., None]] = {
     "RETURN_VALUE": Arrays._handle_return,
     "BUILD_MAP": Arrays._handle_map,
     "MAP_ADD": Arrays._handle_map,
+    "STORE_ATTR": Arrays._handle_store,
+    "STORE_GLOBAL": Arrays._handle_store,
     "LOAD_ATTR": Arrays._handle_attribute,
     "LOAD_METHOD": Arrays._handle_attribute,
     **dict.fromkeys(

@@ -520,19 +520,11 @@ _COMPARING = frozenset(
 )
 _SEEDING = {"manual_seed", "manual_seed_all"}
 _RANDOM = ("random", "rand", "randn", "randint", "choice", "shuffle", "uniform", "normal", "sample")
-_CONTAINERS = frozenset(
-    {CaptureKind.LIST, CaptureKind.DICT, CaptureKind.TUPLE, CaptureKind.GROWING}
-)
-_ITEMIZED = frozenset(
-    {
-        CaptureKind.LIST,
-        CaptureKind.DICT,
-        CaptureKind.SET,
-        CaptureKind.LARGE,
-        CaptureKind.ARRAY,
-        CaptureKind.GROWING,
-    }
-)
+_CONTAINERS = (CaptureKind.LIST, CaptureKind.DICT, CaptureKind.TUPLE, CaptureKind.GROWING)
+_ITEMIZED = (
+    CaptureKind.LIST, CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE, CaptureKind.ARRAY,
+    CaptureKind.OPEN_ARRAY, CaptureKind.GROWING,
+)  # fmt: skip
 _BACKWARD = frozenset({"backward", "grad"})
 _HOOKING = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
 

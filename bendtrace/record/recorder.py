@@ -249,6 +249,8 @@ class Recorder(RecordingMode):
                 self._code_monitor.begin()
                 if any(type(part.value) is LEGACY for part in self.environment.parts):
                     self.contents.follow_classes(None)
+                if self.environment.open_arrays:
+                    self.contents.follow_open(self.environment.open_arrays)
                 try:
                     output = self._outcome(args, kwargs)
                 finally:

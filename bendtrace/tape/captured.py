@@ -53,6 +53,7 @@ class CaptureKind(Enum):
     SET = "set"  # guarded by equality
     LARGE = "large"  # a big container of plain values: guarded by equality
     ARRAY = "array"  # a numpy array: guarded by its bytes
+    OPEN_ARRAY = "open array"  # one whose content is an input: guarded by its layout
     MODULE = "module"  # guarded by identity
     IDENTITY = "identity"  # functions, classes, foreign objects: guarded by identity
     GROWING = "growing"  # a list or deque that the run only adds to: guarded by type
@@ -88,6 +89,10 @@ class Array:
 
     def __repr__(self) -> str:
         return f"<array{self.value.shape}>"
+
+
+def _facts_of_array(array: Any) -> tuple[Any, ...]:
+    return array.dtype, array.shape, array.flags.aligned, _layout(array)[:2]
 
 
 def _layout(array: Any) -> tuple[Any, ...]:
@@ -259,7 +264,7 @@ class Captured:
         is_argument: whether it is an argument, or inside one.
         size: the guarded property of a container: its `Length` (lists, tuples, modules' dicts), its
             `Keys` (dicts, objects, lists and tuples with attributes), a `Copy` of it (sets, arrays
-            and large containers); for a tensor its `TensorFacts`.
+            and large containers; of an open array, its layout); for a tensor its `TensorFacts`.
         hidden: keys of a module's attributes that are not captured.
     """
 
@@ -597,6 +602,7 @@ COPIED: dict[CaptureKind, Callable[[Any], Any]] = {
     CaptureKind.SET: _set_members,
     CaptureKind.LARGE: _plain_content,
     CaptureKind.ARRAY: Array,
+    CaptureKind.OPEN_ARRAY: _facts_of_array,
 }
 
 

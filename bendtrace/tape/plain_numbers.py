@@ -507,7 +507,7 @@ _SIMPLE = frozenset(
 
 
 def is_higher_order(code: CodeType) -> bool:
-    """Return whether code is that of `torch.cond` and its like."""
+    """Return whether `torch.cond` and its like have some code."""
     return code.co_filename in _HIGHER_ORDER_FILES
 
 

@@ -6,7 +6,8 @@ each new number, and its keys are guarded. Where that happens again and again (`
 (`n in cache`, `cache[n] = table`, `seen.add(n)`) is recorded as one op, which each replay carries
 out on the container itself. Code may do nothing else with it (`hands_over`): who receives such an
 object may ask for its type. A method that is no such operation makes the run live, and the next
-ones guard the content again.
+ones guard the content again. Some functions of Python may go through all of it, or through a view
+of a dict: they are done with it before any other code runs, and what they go through is one op.
 
 A `functools.lru_cache` of a function that computes tensors is one, too, and its calls are the only
 operation. So each call of a replay finds in the cache what it finds in eager, and leaves there what
@@ -21,12 +22,13 @@ from __future__ import annotations
 import collections
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bendtrace.python import results
 from bendtrace.python.sites import PACKAGE, TRACER
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -36,11 +38,13 @@ from bendtrace.tape.captured import (
     is_as_copied,
     is_cache,
     is_exchangeable,
+    is_ndarray,
     same_keys,
 )
 from bendtrace.tape.scalars import TRACED, TracedFloat, plain
 from bendtrace.tape.structure import entries_of
 from bendtrace.tape.watchers import current_watcher
+from bendtrace.watch import growing
 
 if TYPE_CHECKING:
     from bendtrace.tape.protocols import Watcher
@@ -58,10 +62,14 @@ _OPERATIONS: dict[type, frozenset[str]] = {
     dict: _OF_DICTS,
     collections.OrderedDict: _OF_DICTS | {"move_to_end", "popitem"},
     collections.defaultdict: _OF_DICTS,
-    collections.Counter: _OF_DICTS | {"update"},
+    collections.Counter: _OF_DICTS | {"update", "most_common", "total"},
     set: frozenset({"__contains__", "__len__", "add", "discard", "remove", "clear", "update"}),
     _CACHE: frozenset({"__call__"}),
 }
+# Functions that go through all of a container before they return, and keep nothing of it.
+_TAKING_ALL: frozenset[Any] = frozenset({sorted, sum, max, min, list, tuple})
+WHOLE = frozenset(function.__name__ for function in _TAKING_ALL)
+_OF_VIEWS = ("__len__",)  # which functions that make a list ask for
 _STORING = frozenset({"__setitem__", "setdefault", "add"})
 _FACTORIES = (None, int, float, bool)
 _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "__dir__",
@@ -70,7 +78,10 @@ _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "_
 
 
 def can_be_watched(part: Captured) -> bool:
-    """Return whether a part is a container whose operations can be ops."""
+    """Return whether a part is a container, or an array, whose operations can be ops."""
+    if part.kind is CaptureKind.ARRAY:
+        array: Any = part.size and part.size[0]
+        return is_ndarray(array.value) and array.is_writeable and not part.is_argument
     is_known = part.kind in _KINDS or is_cache(part)
     return is_known and part.type in _OPERATIONS and is_exchangeable(part)
 
@@ -82,7 +93,7 @@ def caches_tensors(cache: Any) -> bool:
 
 
 def has_content(part: Captured, now: Any) -> bool:
-    """Return whether a container has the members, or the keys, that such a part had."""
+    """Return whether a container has the content, or the keys, that such a part had."""
     if type(now) is not part.type:
         return False
     if part.kind is not CaptureKind.DICT:
@@ -108,19 +119,23 @@ class Watching:
     Attributes:
         original: the container.
         is_misused: whether code has used it in a way that is no op.
+        view: the method that has given it, if it is a view of a dict.
+        holder: what stands for this dict; the object itself where it is no view.
     """
 
-    __slots__ = ("is_misused", "original")
+    __slots__ = ("holder", "is_misused", "original", "view")
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, view: str = "", holder: Watching | None = None) -> None:
         self.original: Any = original
+        self.view: str = view
+        self.holder: Watching = self if holder is None else holder
         self.is_misused: bool = False
 
 
-def watched_container(container: Any) -> Watching:
-    """Return what takes the place of a container."""
+def watched_container(container: Any, *view: Any) -> Watching:
+    """Return what takes the place of a container, or of a view (see `Watching`)."""
     kind: Any = type(container)
-    found: Watching = _container_class(kind)(container)
+    found: Watching = _container_class(kind)(container, *view)
     return found
 
 
@@ -128,8 +143,10 @@ def watched_container(container: Any) -> Watching:
 def _container_class(kind: Any) -> Any:
     space: dict[str, Any] = {"__slots__": (), "__hash__": None}
     for name in {*dir(kind)} - _FREE:
-        if name in _OPERATIONS[kind]:
+        if name in _OPERATIONS.get(kind, _OF_VIEWS):
             space[name] = _replay_operation(name)
+        elif name in growing.VIEWS:
+            space[name] = _view_method(name)
         else:
             space[name] = (
                 _unwatched_method(name)
@@ -139,7 +156,7 @@ def _container_class(kind: Any) -> Any:
     if kind is _CACHE:
         space.update(__call__=_call_cache, __getattr__=_attribute_of_cache)
     else:
-        space["__bool__"] = _truth
+        space.update(__bool__=_truth, __iter__=_members)
     space["__class__"] = property(_class_of_original)
     return type(kind.__name__, (Watching,), space)
 
@@ -177,6 +194,45 @@ def _truth(container: Watching) -> bool:
     return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
 
 
+@functools.cache
+def _members_by(view: str) -> Callable[[Any], list[Any]]:
+    """Return the function that goes through a container, or through a view of it."""
+
+    def members(container: Any) -> list[Any]:
+        return [*(getattr(container, view)() if view else container)]
+
+    members.__name__ = members.__qualname__ = view or "members"
+    members.works_on_containers = True  # type: ignore[attr-defined]
+    return members
+
+
+def _view_method(name: str) -> Callable[..., Any]:
+    def call(self: Watching) -> Any:
+        frame = sys._getframe(1)
+        watcher, found = _watcher_of(frame), getattr(self.original, name)()
+        if watcher is None:
+            return found
+        if not watcher.holds(self):
+            return _report_unseen(self, name, (), {}, frame)
+        return watched_container(found, name, self)
+
+    return call
+
+
+def _members(self: Watching) -> Iterator[Any]:
+    """Give all members to one of some functions, which goes through them before it returns."""
+    frame = sys._getframe(1)
+    watcher = _watcher_of(frame)
+    called: Any = None if watcher is None else results.c_function_called_by(frame)
+    is_taken = watcher is not None and any(called is one for one in _TAKING_ALL)
+    if watcher is None or not is_taken or not watcher.holds(self.holder):
+        return iter(_report_unseen(self, "__iter__", (), {}, frame))
+    found = watcher.opaque_call(_members_by(self.view), (self.holder,), {}, frame)
+    if not _is_value((*found,)) or _tensors_of_result((*found,)):
+        _report(self, "__iter__", frame)  # which of them the run has put there differs
+    return iter(found)
+
+
 def _replay_operation(name: str) -> Callable[..., Any]:
     function = _replay_function(name)
 
@@ -186,10 +242,14 @@ def _replay_operation(name: str) -> Callable[..., Any]:
         if watcher is None:
             return getattr(self.original, name)(*args, **kwargs)
         # Another run, inside of the one that watches the container, does not know it.
-        if not watcher.holds(self) or not _can_be_replayed(name, (*args, *kwargs.values())):
+        is_held = watcher.holds(self.holder)
+        if not is_held or not _can_be_replayed(name, (*args, *kwargs.values())):
             return _report_unseen(self, name, args, kwargs, frame)
-        result = watcher.opaque_call(function, (self, *args), kwargs, frame)
-        if not _is_value(result) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
+        result = watcher.opaque_call(function, (self.holder, *args), kwargs, frame)
+        given = (*result,) if type(result) is list else result
+        if type(result) is list and _tensors_of_result(given):
+            _report(self, name, frame)
+        if not _is_value(given) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
             _report(self, name, frame)
         return result
 
@@ -259,8 +319,8 @@ def _plain_argument(value: Any) -> Any:
 def _report(container: Watching, name: str, frame: FrameType) -> None:
     watcher = _watcher_of(frame)
     if watcher is not None:
-        container.is_misused = True
-        kind = type(container.original).__name__
+        container.holder.is_misused = True
+        kind, name = type(container.holder.original).__name__, container.view or name
         watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
 
 

@@ -37,6 +37,7 @@ from bendtrace.tape.captured import (
     is_as_copied,
     is_cache,
     is_exchangeable,
+    is_ndarray,
     store_item,
 )
 from bendtrace.tape.structure import cached_results, entries_of, key_parts
@@ -49,10 +50,11 @@ from bendtrace.watch.scan import Scan
 from bendtrace.watch.scan_cache import CachedScan, latest_walk, remember
 
 if TYPE_CHECKING:
-    from bendtrace.watch import containers, growing
+    from bendtrace.watch import containers, growing, open_arrays
 else:
     containers = LazyModule("bendtrace.watch.containers")
     growing = LazyModule("bendtrace.watch.growing")
+    open_arrays = LazyModule("bendtrace.watch.open_arrays")
 
 
 class _Blocked(Exception):
@@ -80,6 +82,7 @@ class Environment(ScanResult):
         inputs: as given.
         filled_caches: the keys and results of caches after a run that added some.
         lifted: the labels in the state that are inputs of the run.
+        lost_arrays: open arrays that code which cannot be watched may have used.
     """
 
     places: LookupPlaces
@@ -106,6 +109,7 @@ class Environment(ScanResult):
         self.inputs: frozenset[str] = inputs
         self.filled_caches: dict[functools._lru_cache_wrapper[Any], list[tuple[Any, Any]]] = {}
         self.lifted: frozenset[str] = frozenset()
+        self.lost_arrays: list[Captured] = []
         self._is_in_progress = False
         self._placed: list[tuple[Captured, Any]] = []
         self._containers_placed: list[tuple[Captured, containers.Watching]] = []
@@ -132,6 +136,7 @@ class Environment(ScanResult):
             if watched.keys() <= self.watched_containers.keys():
                 break
             self.is_repeated = False
+            vars(self).pop("_kept", None)  # whose parts would keep what they stand for
             self._scan(arguments, self._is_for_plain(), None, self.watched_containers | watched)
         for part in self.parts:
             if part.kind is CaptureKind.ALIAS:
@@ -160,14 +165,17 @@ class Environment(ScanResult):
         found = [
             part for part in self.parts if part.label in labels and containers.can_be_watched(part)
         ]
+        has_arrays = any(part.kind is CaptureKind.ARRAY for part in found)
+        arrays = open_arrays.untied_arrays(found, self) if has_arrays else {}
         if not found or self._compares_tensors():
-            return {}
+            return arrays
         others = [part for part in self.parts if part.kind is CaptureKind.ALIAS]
         named = {id(part.value.value) for part in others}
         stay = {id(part.value.value) for part in others if not is_exchangeable(part)}
         caches = {
             id(one.value): one.value for one in found if is_cache(one) and id(one.value) not in stay
         }
+        caches |= arrays
         if self.plain_numbers or self.tells_numbers or self.computes:
             return caches
         if not self.names.isdisjoint(growing.READING):
@@ -177,7 +185,8 @@ class Environment(ScanResult):
         return caches | {
             id(part.value): part.value
             for part in found
-            if not is_cache(part)
+            if part.kind is not CaptureKind.ARRAY
+            and not is_cache(part)
             and id(part.value) not in named
             and growing.access_name(part) not in read
             and containers.is_watchable(part.value)
@@ -187,11 +196,17 @@ class Environment(ScanResult):
             )
         }
 
-    @staticmethod
-    def _is_handed_over(part: Captured, codes: Iterable[types.CodeType]) -> bool:
+    @property
+    def open_arrays(self) -> list[Captured]:
+        """The arrays whose content is an input."""
+        return [part for part in self.parts if part.kind is CaptureKind.OPEN_ARRAY]
+
+    def _is_handed_over(self, part: Captured, codes: Iterable[types.CodeType]) -> bool:
         name, level = growing.access_name(part), growing.nesting_level(part)
+        spaces = {id(one.__globals__): one.__globals__ for one in self.functions}.values()
+        functions = {one for one in containers.WHOLE if not any(one in space for space in spaces)}
         return any(
-            growing.hands_over(code, name, level)
+            growing.hands_over(code, name, level, functions | {"len"})
             for code in codes
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
@@ -226,7 +241,8 @@ class Environment(ScanResult):
 
     def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""
-        return frozenset(part.label for part, one in self._containers_placed if one.is_misused)
+        parts = [part for part, one in self._containers_placed if one.is_misused]
+        return frozenset(part.label for part in (*parts, *self.lost_arrays))
 
     def _scan(
         self,
@@ -245,7 +261,7 @@ class Environment(ScanResult):
             caches = {
                 key: one
                 for key, one in self.watched_containers.items()
-                if type(one) is functools._lru_cache_wrapper
+                if type(one) is functools._lru_cache_wrapper or is_ndarray(one)
             }
             self._scan(arguments, True, None, caches)  # where no other operation is an op
             return
@@ -565,6 +581,7 @@ class Environment(ScanResult):
             self.parts[part.index] = part
         self.lifted = frozenset(part.label for part in found)
         self.lifted |= {part.label for part, _ in self._containers_placed}
+        self.lifted |= {part.label for part in self.open_arrays}
         return found
 
     def stand_in(self, thing: Any) -> Any:
@@ -618,6 +635,8 @@ class Environment(ScanResult):
         self.content_of, self.contents, self.places = {}, None, LookupPlaces((), {})
         self._items.clear()
         self.growing = {}
+        for part in self.open_arrays:
+            self.watched_containers.pop(id(part.value), None)
         self.depends: Depends = Depends()
         for part in self.own:
             if part.kind in _LET_GO and part.access is not Access.FIXED:
@@ -649,16 +668,13 @@ _WORDS = {
     CaptureKind.SET: "the set {}",
     CaptureKind.LARGE: "{}, which is too large to watch",
     CaptureKind.ARRAY: "the array {}",
+    CaptureKind.OPEN_ARRAY: "the array {}",
 }
 _TENSORS = (torch.Tensor, nn.Parameter)
 _LET_GO = (
-    CaptureKind.GROWING,
-    CaptureKind.TENSOR,
-    CaptureKind.LIST,
-    CaptureKind.TUPLE,
-    CaptureKind.DICT,
-    CaptureKind.OBJECT,
-)
+    CaptureKind.GROWING, CaptureKind.ARRAY, CaptureKind.OPEN_ARRAY, CaptureKind.TENSOR,
+    CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT, CaptureKind.OBJECT,
+)  # fmt: skip
 _own_attributes = attrgetter("__dict__")
 
 

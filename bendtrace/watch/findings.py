@@ -790,7 +790,7 @@ class ScanResult:
         host_generators: those of Python and numpy.
         growing: lists and deques, by identity, that are not looked into: code only adds to them.
         watched_containers: dicts and sets, by identity, that are not looked into: their operations
-            are ops.
+            are ops. So are those of arrays, whose content is an input.
         depends: what the code that was looked at depends on.
         watched_objects: what else is watched, by its content.
     """

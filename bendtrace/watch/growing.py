@@ -258,22 +258,23 @@ def names_used(code: CodeType) -> frozenset[str]:
     return known[1]
 
 
-def hands_over(code: CodeType, name: str, level: int) -> bool:
+def hands_over(code: CodeType, name: str, level: int, functions: Container[str] = ("len",)) -> bool:
     """Return whether code does more with a container than to operate on it.
 
-    Its methods and operators may be called, and `len`. It may not be passed to anything else, kept
-    or returned: code that asks for its type, or reads its memory, might receive it.
+    Its methods and operators may be called, and some functions. It may not be passed to anything
+    else, kept or returned: code that asks for its type, or reads its memory, might receive it.
 
     Args:
         code: the code, without the functions in it.
         name: the attribute, global or variable of a function around it that leads to the container.
         level: how many items of items lie between.
+        functions: the names of builtins that may receive it.
     """
     if name in _texts_in(code.co_consts):
         return True
     if name not in code.co_names and name not in code.co_freevars + code.co_cellvars:
         return False
-    return _Operating(code).hands_over(name, level)
+    return _Operating(code, functions).hands_over(name, level)
 
 
 def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
@@ -296,8 +297,8 @@ def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
 class _Operating:
     """Follows a container on the stack, from where code loads it."""
 
-    def __init__(self, code: CodeType) -> None:
-        self._code = code
+    def __init__(self, code: CodeType, functions: Container[str] = ("len",)) -> None:
+        self._code, self._functions = code, functions
         self._steps = single_steps(code)
         self._variables: set[tuple[str, int]] = set()
 
@@ -313,8 +314,8 @@ class _Operating:
 
     def _is_lost(self, at: int, level: int) -> bool:
         """Return whether the container that an instruction loads gets where it is not followed."""
-        # What is on the stack: the levels of containers, None for others, and `len`.
-        stack: list[Any] = ["len"] * self._is_length(at) + [level]
+        # What is on the stack: the levels of containers, None for others, and names of functions.
+        stack: list[Any] = [*self._function_before(at), level]
         for step in self._steps[at + 1 :]:
             if not any(map(_leads_on, stack)):
                 return False
@@ -324,14 +325,14 @@ class _Operating:
                 continue
             if name == "STORE_FAST":
                 kept = stack.pop()
-                if type(kept) is _StackMethod and kept.level:
+                if (type(kept) is _StackMethod and _leads_on(kept)) or kept == _VIEW:
                     return True
                 if type(kept) is int and self._is_variable_lost(step.value, kept):
                     return True
             elif name in CONSTANTS:
                 stack.append(_StackConstant(constant_of(self._code, step.name, count)))
             elif name in ("LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF"):
-                stack.append("len" if step.value == "len" else None)
+                stack.append(step.value if step.value in self._functions else None)
             elif name == "COPY" and count <= len(stack):
                 stack.append(stack[-count])
             elif name == "STORE_ATTR" and stack[-2:-1] == [0] and self._stays(step):
@@ -346,8 +347,9 @@ class _Operating:
                 # What is operated on is the last, or the last but one in front of a key.
                 place = -1 if takes == 1 or name == "CONTAINS_OP" else -2
                 own = taken.pop(place) if takes and name in _TAKING else None
-                if name == "CALL" and taken[0] == "len" and takes == 2 and self._may_ask(taken[1]):
-                    taken.pop()
+                if name == "CALL" and type(taken[0]) is str and takes == 2:
+                    if self._may_ask(taken[1]) and (taken[0] == "len" or taken[1] in (0, _VIEW)):
+                        taken.pop()
                 if name == "CALL" and type(taken[0]) is _StackMethod:
                     own = taken.pop(0)
                 if any(map(_leads_on, taken)):
@@ -375,19 +377,25 @@ class _Operating:
 
     def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
         """Return whether code may do an instruction to a container of some level."""
-        return True
+        return own != 0 or loads_method(step) or step.value not in VIEWS
 
     def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
         """Return what an instruction leaves on the stack: a level, or None."""
+        if own == 0 and loads_method(step) and step.value in VIEWS:
+            return _StackMethod(step.value, 0)
+        if type(own) is _StackMethod:
+            return _VIEW
         return own - 1 if name == "BINARY_SUBSCR" and type(own) is int and own else None
 
-    def _is_length(self, at: int) -> bool:
-        """Return whether `len` is called with what an instruction loads, or with an item of it."""
+    def _function_before(self, at: int) -> list[str]:
+        """Return the function that is called with what an instruction loads, or an item of it."""
         first = at
         while first > 0 and self._steps[first].name in ("LOAD_ATTR", "LOAD_METHOD"):
             first -= 1
         before = self._steps[first - 1] if first else None
-        return before is not None and (before.name, before.value) == ("LOAD_GLOBAL", "len")
+        if before is None or before.name != "LOAD_GLOBAL" or before.value not in self._functions:
+            return []
+        return [before.value]
 
     def _is_variable_lost(self, variable: str, level: int) -> bool:
         if (variable, level) in self._variables:
@@ -457,7 +465,12 @@ class _Adding(_Operating):
 
 def _leads_on(one: Any) -> bool:
     """Return whether what is on the stack is a container, or gives one."""
-    return type(one) is int or (type(one) is _StackMethod and one.level > 0)
+    return type(one) is int or (type(one) is _StackMethod and (one.level > 0 or one.name in VIEWS))
+
+
+# Methods that give a view of a dict, and what stands for a view on the stack.
+VIEWS = ("keys", "values", "items")
+_VIEW = -1
 
 
 def _extends(step: InstructionStep) -> bool:

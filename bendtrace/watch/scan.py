@@ -808,6 +808,9 @@ class Scan(CodeScan):
                 self._guard_numbers(earlier)
         elif id(value) in found.growing:
             self._add(value, route, CaptureKind.GROWING)
+        elif id(value) in found.watched_containers and is_array(value):
+            copied = Copy(COPIED[CaptureKind.OPEN_ARRAY](value))
+            self._add(value, route, CaptureKind.OPEN_ARRAY).size = copied
         elif id(value) in found.watched_containers:
             self._add(value, route, CaptureKind.IDENTITY)
         elif kind not in _USUAL and (issubclass(kind, Enum) or is_constant(value, kind)):

@@ -55,15 +55,16 @@ _about = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _facts = attrgetter("dtype", "device", "ndim", "requires_grad", "layout")
 _own_attributes = attrgetter("__dict__")
 _IN_RUN = (
-    CaptureKind.TENSOR,
-    CaptureKind.LIST,
-    CaptureKind.TUPLE,
-    CaptureKind.DICT,
-    CaptureKind.OBJECT,
-    CaptureKind.GROWING,
-)
+    CaptureKind.ARRAY, CaptureKind.TENSOR, CaptureKind.LIST, CaptureKind.TUPLE, CaptureKind.DICT,
+    CaptureKind.OBJECT, CaptureKind.GROWING,
+)  # fmt: skip
 
 
+_SHARED = (
+    "names", "shared_modules", "stores", "functions", "tells_numbers", "tells_identity",
+    "computes", "computes_outside", "asks_tags", "namespaces", "missing", "sized", "hook_tables",
+    "watched_objects", "cached", "members",
+)  # fmt: skip
 _Judged = tuple[Mapping[str, Any], str, Any, Callable[[Any], bool] | None, bool]
 
 
@@ -133,28 +134,7 @@ class CachedScan:
         self._helpers = helpers
         self._parts = found.parts[first:]
         self._places = found.places  # none of them is of the arguments
-        self._shared = {
-            name: getattr(found, name)
-            for name in (
-                "names",
-                "shared_modules",
-                "stores",
-                "functions",
-                "tells_numbers",
-                "tells_identity",
-                "computes",
-                "computes_outside",
-                "computes_outside",
-                "asks_tags",
-                "namespaces",
-                "missing",
-                "sized",
-                "hook_tables",
-                "watched_objects",
-                "cached",
-                "members",
-            )
-        }
+        self._shared = {name: getattr(found, name) for name in _SHARED}
         self._watched_objects = found.watched_objects
         self._monkeypatches = monkeypatches()
         self._names_off = {**names_off()}

@@ -323,9 +323,7 @@ def may_share(function: Any) -> bool:
 
 def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, int]]:
     """Return the positions of some tensors and of arrays that have memory in common, in pairs."""
-    taken = [
-        (number, *_memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes
-    ]
+    taken = [(number, *memory_extent(array)) for number, array in enumerate(arrays) if array.nbytes]
     found: set[tuple[int, int]] = set()
     with torch._C.DisableTorchFunction():
         for position, tensor in enumerate(tensors):
@@ -342,7 +340,7 @@ def overlap(tensors: Iterable[Tensor], arrays: Iterable[Any]) -> set[tuple[int, 
     return found
 
 
-def _memory_extent(array: Any) -> tuple[int, int]:
+def memory_extent(array: Any) -> tuple[int, int]:
     """Return the address of the first byte of an array, and that after its last one."""
     begin = array.__array_interface__["data"][0]
     end = begin + array.itemsize

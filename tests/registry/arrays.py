@@ -726,7 +726,7 @@ class Keeps(nn.Module):
         return out
 
 
-case(*STREAM, served=always_live)(Keeps)
+case(*STREAM, served=never_live)(Keeps)
 
 
 class KeepsInList(nn.Module):

@@ -24,7 +24,7 @@ _PLACES = (
     "tests.corpus", "tests.test_guarded", "tests.test_texts", "tests.registry.issues",
     *(f"tests.registry.{name}" for name in (
         "arrays", "facts", "filled", "joins", "lists", "loop_lists", "outputs", "rounds",
-        "row_loops", "sequences", "single_ops",
+        "row_loops", "sequences", "single_ops", "state_arrays", "state_containers",
     )),
     *(f"tests.borders.{name}" for name in (
         "autograd_functions", "foreign", "hidden_numbers", "scripted", "test_hooks", "test_modes",
