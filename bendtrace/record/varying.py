@@ -916,7 +916,8 @@ class Lifting:
             found = found.f_back
 
     def _lift_one(self, frame: FrameType, name: str, kind: type) -> None:
-        value, counter = local_in(frame, name), (frame.f_code, name)
+        value: Any = local_in(frame, name)
+        counter = frame.f_code, name
         if counter in (self._excluded or ()):
             return
         if type(value) is TracedInt and self._loops and type(value._source) is Ref:
