@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -91,16 +90,16 @@ def test_paths_are_followed_again_once_they_repeat() -> None:
 
 
 class Tallies(nn.Module):
-    """Changes an array, which no replay could, and reads it: each call finds another one."""
+    """Changes a `bytearray`, which no replay could, and reads it: each call finds another one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
-        self.tally = np.zeros(3)
+        self.tally = bytearray(3)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.tally[x.shape[0] % 3] += 1
-        return self.fc(x) * float(self.tally.max())
+        self.tally[x.shape[0] % 3] = (self.tally[x.shape[0] % 3] + 1) % 256
+        return self.fc(x) * float(max(self.tally))
 
 
 @pytest.mark.parametrize("where", ["", "fc", "fc.linear"])
@@ -115,7 +114,7 @@ def test_few_runs_are_recorded_in_vain(where: str) -> None:
     for number in range(300):
         x = torch.randn(number % 5 + 1, 4)
         assert torch.equal(bended(x), same(x))
-        assert np.array_equal(model.tally, same.tally)
+        assert model.tally == same.tally
     assert bended.stats.live == 300
     assert bended.stats.traces < 30
 
