@@ -922,7 +922,8 @@ class Lifting:
             return
         if type(value) is TracedInt and self._loops and type(value._source) is Ref:
             self._count_by(value._source.index, counter)
-        if type(value) is not kind or (kind is int and abs(value) >= _LARGE):
+        held = type(value)
+        if held is not kind or (kind is int and abs(value) >= _LARGE):
             return
         if self._as_tensors:
             tensor = self._call(torch.full, ((), value), {"dtype": torch.int64}, frame)
