@@ -1774,3 +1774,45 @@ def test_it_sees_which_arguments_are_passed_by_name() -> None:
     assert torch.equal(trace.replay(x, 2), x * 2)
     with pytest.raises(DivergenceError, match="by position"):
         trace.replay(x, scale=2)
+
+
+class HalfInputs(bt.Interjection):
+    """Halves the inputs of a node, and returns a new tensor for its output."""
+
+    wants_inputs = True
+    self_contained = True
+
+    def before(self, at: bt.NodePass, inputs: bt.Inputs) -> bt.Inputs:
+        return bt.Inputs(tuple(value * 0.5 for value in inputs), inputs.kwargs)
+
+    def after(self, at: bt.NodePass, inputs: bt.Inputs, output: Tensor) -> Tensor:
+        return output * 1.0
+
+
+class ComparesIdentity(nn.Module):
+    """Asks whether a tensor is another one, while a tensor is alive that only some calls make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.aside, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        aside = self.aside(x) if x.sum() > 0 else None  # noqa: F841 - it is alive
+        y = y.relu() if y.sum() > 0 else y
+        y = self.last(y)
+        y = y * 3 if y is x else y
+        return y + 1 if y.mean() > 0 else y
+
+
+def test_paths_join_whatever_tensors_are_alive_where_identity_is_tested() -> None:
+    torch.manual_seed(0)
+    model = ComparesIdentity()
+    bended = bt.BendedModule(copy.deepcopy(model))
+    for name in ("first", "aside", "last"):
+        bended.interject(name, HalfInputs())
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.5,))
+    for x in torch.randn(60, 2, 4):
+        assert torch.equal(bended(x), model(x))
+    assert bended.stats.live == 0
