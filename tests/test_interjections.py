@@ -1790,7 +1790,7 @@ class HalfInputs(bt.Interjection):
 
 
 class ComparesIdentity(nn.Module):
-    """Asks whether a tensor is another one, while a tensor is alive that only some calls make."""
+    """Compares tensors by identity, while a tensor is alive that only some calls make."""
 
     def __init__(self) -> None:
         super().__init__()

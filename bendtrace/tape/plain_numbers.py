@@ -421,7 +421,8 @@ def function_needs_plain(function: types.FunctionType) -> bool:
         or (
             not _HIGHER_ORDER.isdisjoint(_names_in(code))
             and any(
-                _HIGHER_ORDER_MODULE in str(getattr(value, "__module__", None))
+                type(value) is types.FunctionType
+                and str(value.__module__).startswith(_HIGHER_ORDER_MODULE)
                 for _, value in function_names(function)
             )
         )
