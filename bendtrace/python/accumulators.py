@@ -1,9 +1,10 @@
-"""Local variables that hold a list which a loop appends to, and which only such code can see."""
+"""Lists that a loop appends to, and that only such code can see."""
 
 from __future__ import annotations
 
 import builtins
 from collections.abc import Iterator
+from dataclasses import dataclass
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
@@ -15,7 +16,12 @@ from bendtrace.python.bytecode import (
     loads_method,
     single_steps,
 )
-from bendtrace.python.row_loops import jump_targets, stack_uses
+from bendtrace.python.row_loops import (
+    LIST_COMPREHENSION,
+    comprehensions,
+    jump_targets,
+    stack_uses,
+)
 
 
 class Accumulator(NamedTuple):
@@ -28,8 +34,10 @@ class Accumulator(NamedTuple):
     - `outputs += [y]`, and `outputs = outputs + [y]`;
     - as the first argument of a function of torch: `torch.stack(outputs, dim=1)`.
 
+    The list of a comprehension may be given to such a function, with no variable in between.
+
     Attributes:
-        name: the variable.
+        name: the variable; "" if there is none.
         consumers: the names under which the code finds these functions: ("torch", "stack").
     """
 
@@ -51,31 +59,52 @@ _CONSUMERS = frozenset(
 )  # fmt: skip
 _GENERATORS = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 _METHODS = frozenset({"append", "extend", "clear"})
-# By the identity of the code: the code, its loops, and the variables that are accumulators in any.
-_known: dict[int, tuple[CodeType, list[tuple[int, int, list[Accumulator]]], frozenset[int]]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _CodeLists:
+    """The lists of some code that only such code can see."""
+
+    code: CodeType  # which is kept, since it is known by its identity
+    loops: list[tuple[int, int, list[Accumulator]]]  # with their first and last instruction
+    made: dict[int, Accumulator]  # what receives a list, by the instruction that makes it
+    slots: frozenset[int]  # the variables
+
+
+_known: dict[int, _CodeLists] = {}
 
 
 def accumulator_slots(code: CodeType) -> frozenset[int]:
     """Return the slots of the variables of code that are accumulators in one of its loops."""
-    return _accumulators_of(code)[2]
+    return _lists_of(code).slots
 
 
 def accumulators_at(code: CodeType, offset: int) -> Iterator[Accumulator]:
     """Yield the accumulators that loops around an instruction append to."""
-    for begin, end, found in _accumulators_of(code)[1]:
+    for begin, end, found in _lists_of(code).loops:
         if begin <= offset <= end:
             yield from found
 
 
-def _accumulators_of(
-    code: CodeType,
-) -> tuple[CodeType, list[tuple[int, int, list[Accumulator]]], frozenset[int]]:
+def receiver_of_list(code: CodeType, offset: int) -> Accumulator | None:
+    """Return what receives the list that a comprehension makes, if nothing else can see it.
+
+    Args:
+        code: the code with the comprehension.
+        offset: the instruction that calls it.
+    """
+    return _lists_of(code).made.get(offset)
+
+
+def is_comprehension(code: CodeType) -> bool:
+    """Return whether code is that of a list comprehension, whose list nothing within it sees."""
+    return code.co_name == LIST_COMPREHENSION and _is_readable(code)
+
+
+def _lists_of(code: CodeType) -> _CodeLists:
     facts = _known.get(id(code))
     if facts is None:
-        loops = _loops_of(code)
-        names = {accumulator.name for _, _, found in loops for accumulator in found}
-        slots = frozenset(map(code.co_varnames.index, names))
-        facts = _known[id(code)] = code, loops, slots
+        facts = _known[id(code)] = _find_lists(code)
     return facts
 
 
@@ -86,61 +115,96 @@ def _function_of(frame: FrameType, names: tuple[str, ...]) -> Any:
     return found if callable(found) and not isinstance(found, type) else None
 
 
-def _loops_of(code: CodeType) -> list[tuple[int, int, list[Accumulator]]]:
-    """Return the loops of code, with their first and last instruction and their accumulators."""
+def _is_readable(code: CodeType) -> bool:
+    return not code.co_flags & _GENERATORS and LOOKS_AT_VARIABLES.isdisjoint(code.co_names)
+
+
+def _find_lists(code: CodeType) -> _CodeLists:
     ends = [step for step in single_steps(code) if "JUMP_BACKWARD" in step.name]
-    is_generator = code.co_flags & _GENERATORS
-    if not ends or is_generator or not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
-        return []
+    calls = comprehensions(code)
+    if not (ends or calls) or not _is_readable(code):
+        return _CodeLists(code, [], {}, frozenset())
     arguments = code.co_argcount + code.co_kwonlyargcount
     arguments += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
     names = {*code.co_varnames[arguments:]} - {*code.co_cellvars}
-    uses = [_VariableUses(code, name) for name in sorted(names)]
+    private = {}
+    for name in sorted(names):
+        uses = _ListUses(code)
+        if uses.is_private(name):
+            private[name] = Accumulator(name, tuple(uses.consumers)), uses.growth
     loops = []
     for end in ends:
         found = [
-            Accumulator(one.name, tuple(one.consumers))
-            for one in uses
-            if one.is_private and any(end.value <= at <= end.offset for at in one.growth)
+            accumulator
+            for accumulator, growth in private.values()
+            if any(end.value <= at <= end.offset for at in growth)
         ]
         if found:
             loops.append((end.value, end.offset, found))
-    return loops
+    made = {}
+    for call in calls:
+        uses = _ListUses(code)
+        receiver = uses.variable_after(call)
+        if receiver in private:
+            made[call] = private[receiver][0]
+        elif receiver is None and uses.may_use_result(call):
+            made[call] = Accumulator("", tuple(uses.consumers))
+    held = {one.name for _, _, found in loops for one in found}
+    held.update(one.name for one in made.values() if one.name)
+    return _CodeLists(code, loops, made, frozenset(map(code.co_varnames.index, held)))
 
 
-class _VariableUses:
-    """Looks at each use of a local variable.
+class _ListUses:
+    """Looks at each use of a list.
 
     Attributes:
-        name: the variable.
-        is_private: whether nothing but `consumers` can see what it holds (see `Accumulator`).
         consumers: the functions that receive it.
-        growth: the instructions that make its list longer.
+        growth: the instructions that make it longer.
     """
 
-    def __init__(self, code: CodeType, name: str) -> None:
-        self.name = name
+    def __init__(self, code: CodeType) -> None:
         self._steps = single_steps(code)
+        self._positions = {step.offset: number for number, step in enumerate(self._steps)}
         self._labels = jump_targets(code)
+        self._comprehensions = comprehensions(code)
+        self._name = ""
         self.consumers: list[tuple[str, ...]] = []
         self.growth: list[int] = []
         self._stores: set[int] = set()  # those of `outputs = outputs + [y]`
+
+    def is_private(self, name: str) -> bool:
+        """Return whether nothing but `consumers` can see what a variable holds."""
+        self._name = name
         uses = [
             (position, step)
             for position, step in enumerate(self._steps)
             if step.value == name and "FAST" in step.name
         ]
         loads = [position for position, step in uses if step.name == "LOAD_FAST"]
-        self.is_private: bool = (
+        return (
             bool(loads)
             and {step.name for _, step in uses} <= {"LOAD_FAST", "STORE_FAST", "DELETE_FAST"}
             and all(map(self._may_load, loads))
             and all(self._may_store(at) for at, step in uses if step.name == "STORE_FAST")
         )
 
+    def variable_after(self, offset: int) -> str | None:
+        """Return the variable that an instruction alone gives its result to, if it is one."""
+        after = self._steps[self._positions[offset] + 1]
+        is_variable = after.name == "STORE_FAST" and after.offset not in self._labels
+        return after.value if is_variable else None
+
+    def may_use_result(self, offset: int) -> bool:
+        """Return whether one of `consumers` alone receives the list of a comprehension."""
+        first = self._positions[self._comprehensions[offset]]
+        return self._may_pass(first, self._positions[offset])
+
     def _may_store(self, position: int) -> bool:
         """Return whether the variable is given a list that nothing else refers to."""
         if position in self._stores:
+            return True
+        before = self._steps[position - 1].offset
+        if before in self._comprehensions and self._is_before_no_label(position):
             return True
         stores = 0
         while self._is_before_no_label(position) and self._steps[position].name == "STORE_FAST":
@@ -164,8 +228,12 @@ class _VariableUses:
         if loads_method(following) and following.value in _METHODS:
             self.growth.append(following.offset)
             return True
-        above, start = 0, self._steps[position].offset  # how much lies above it on the stack
-        for at in range(position + 1, len(self._steps)):
+        return self._may_pass(position, position)
+
+    def _may_pass(self, first: int, last: int) -> bool:
+        """Follow the list from the expression that gives it to the instruction that uses it."""
+        above, start = 0, self._steps[last].offset  # how much lies above it on the stack
+        for at in range(last + 1, len(self._steps)):
             step = self._steps[at]
             taken, given = stack_uses(step)
             if taken is None or (step.offset in self._labels and step.offset != start):
@@ -176,7 +244,7 @@ class _VariableUses:
             if step.name == "BINARY_OP":
                 return above == 1 and self._is_extended(at)
             is_first = step.argument == above + (step.name == "CALL")
-            return step.name in ("CALL", "CALL_KW") and is_first and self._note_consumer(position)
+            return step.name in ("CALL", "CALL_KW") and is_first and self._note_consumer(first)
         return False
 
     def _is_extended(self, at: int) -> bool:
@@ -185,7 +253,7 @@ class _VariableUses:
         is_extended = (
             before.name == "BUILD_LIST"
             and step.shown in ("+", "+=")
-            and (after.name, after.value) == ("STORE_FAST", self.name)
+            and (after.name, after.value) == ("STORE_FAST", self._name)
             and after.offset not in self._labels
         )
         if is_extended:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from bendtrace.python import stacks
 from bendtrace.python.bytecode import (
     CONSTANTS,
     InstructionStep,
@@ -27,10 +28,12 @@ class RowLoop(NamedTuple):
         way: the builtins that pass the items on to the loop, innermost first: `enumerate`.
         iterates: whether the instruction asks its operands for their iterators, as `for row in x`
             and `zip(x, y)` do. Otherwise it calls what gives the items.
+        is_list: whether the loop is that of a list comprehension, which has a frame for itself.
     """
 
     way: tuple[str, ...]
     iterates: bool
+    is_list: bool = False
 
     def is_known(self, frame: FrameType) -> bool:
         """Return whether the names on the way are those of the builtins.
@@ -76,9 +79,11 @@ def _row_loops(code: CodeType) -> dict[int, RowLoop]:
     for step, after in zip(steps, (*steps[1:], None), strict=True):
         if step.offset in targets:
             stack.clear()
-        if step.name == "GET_ITER" and after is not None and after.name == "FOR_ITER":
-            found[step.offset] = RowLoop((), True)
-            _note_source(stack[-1] if stack else None, (), found)
+        if step.name == "GET_ITER" and after is not None:
+            is_list = after.offset in comprehensions(code)
+            if is_list or after.name == "FOR_ITER":
+                found[step.offset] = RowLoop((), True, is_list)
+                _note_source(stack[-1] if stack else None, RowLoop((), False, is_list), found)
         if step.name == "KW_NAMES":
             names = code.co_consts[step.argument or 0]
             continue
@@ -91,25 +96,25 @@ def _row_loops(code: CodeType) -> dict[int, RowLoop]:
     return found
 
 
-def _note_source(symbol: _Symbol, way: tuple[str, ...], found: dict[int, RowLoop]) -> None:
+def _note_source(symbol: _Symbol, loop: RowLoop, found: dict[int, RowLoop]) -> None:
     """Note the loop of a call that gives what the loop goes through."""
     if not isinstance(symbol, _Call):
         return
     if symbol.function not in _WAYS:
-        found[symbol.offset] = RowLoop(way, False)
+        found[symbol.offset] = loop
         return
     positional = symbol.given[: len(symbol.given) - len(symbol.names)]
     if not positional or not {*symbol.names} <= {*_WAYS[symbol.function]}:
         return
-    way = (symbol.function, *way)
+    loop = loop._replace(way=(symbol.function, *loop.way))
     if symbol.function == "reversed":  # which makes another tensor of a tensor
         inner = positional[0]
         if isinstance(inner, _Call) and inner.function not in _WAYS:
-            _note_source(inner, way, found)
+            _note_source(inner, loop, found)
         return
-    found[symbol.offset] = RowLoop(way, True)
+    found[symbol.offset] = loop._replace(iterates=True)
     for argument in positional if symbol.function == "zip" else positional[:1]:
-        _note_source(argument, way, found)
+        _note_source(argument, loop, found)
 
 
 def _carry_out_step(
@@ -158,6 +163,32 @@ def stack_uses(step: InstructionStep) -> tuple[int | None, int]:
     if name in ("CALL", "CALL_KW"):
         return argument + 2 + (name == "CALL_KW"), 1
     return None, 0
+
+
+@functools.lru_cache(maxsize=1024)
+def comprehensions(code: CodeType) -> dict[int, int]:
+    """Return the calls of list comprehensions in code, with where each expression begins.
+
+    Since Python 3.12 they are no calls.
+    """
+    steps = single_steps(code)
+    if not any(type(step.value) is CodeType and step.value.co_name == LIST_COMPREHENSION for step in steps):
+        return {}
+    depths, found = stacks.stack_depths(code), {}
+    for position, step in enumerate(steps):
+        if step.name != "CALL" or step.argument or steps[position - 1].name != "GET_ITER":
+            continue
+        base = depths.get(step.offset, 0) - 2  # below the function and its iterator
+        first = position
+        while first and depths.get(steps[first].offset, base + 1) > base:
+            first -= 1
+        inner = next((one.value for one in steps[first:] if one.name == "LOAD_CONST"), None)
+        if type(inner) is CodeType and inner.co_name == LIST_COMPREHENSION:
+            found[step.offset] = steps[first].offset
+    return found
+
+
+LIST_COMPREHENSION = "<listcomp>"
 
 
 @functools.lru_cache(maxsize=1024)

@@ -145,6 +145,15 @@ def address_of_result(frame: FrameType, places: FrameLayout) -> int | None:
     return first + _WORD * (variables(frame.f_code) + instruction.base)
 
 
+def lowest_on_stack(frame: FrameType) -> Any:
+    """Return what lies lowest on the stack of a running frame; None if it cannot be read."""
+    places = frame_layout()
+    if places is None or not frame.f_code.co_flags & _OPTIMIZED:
+        return None
+    first = word_at(id(frame) + places.inner) + places.slots
+    return object_at(word_at(first + _WORD * variables(frame.f_code)))
+
+
 def is_called_by_c(frame: FrameType, caller: FrameType, places: FrameLayout) -> bool:
     """Return whether C has called the code of a frame, not an instruction of the caller's."""
     return _is_entered_from_c(frame, word_at(id(caller) + places.inner), places)

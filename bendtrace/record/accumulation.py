@@ -17,14 +17,21 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from bendtrace.python.accumulators import accumulator_slots, accumulators_at
+from bendtrace.python import stacks
+from bendtrace.python.accumulators import (
+    accumulator_slots,
+    accumulators_at,
+    is_comprehension,
+    receiver_of_list,
+)
 from bendtrace.python.bytecode import local_in
 from bendtrace.python.computations import accumulate
+from bendtrace.python.sites import instruction_at
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.scalars import TRACED, plain
@@ -60,8 +67,15 @@ def items_given(op: Op, tape: Tape) -> list[Any]:
     return [*op.args[1], *items]
 
 
-# A variable of a running function.
+# A variable of a running function; "" for the list of a comprehension, which is on the stack.
 _Variable: TypeAlias = tuple[int, CodeType, str]
+
+
+class _MadeList(NamedTuple):
+    """The list of a comprehension, and the variable that receives it."""
+
+    items: list[Any]
+    receiver: _Variable
 
 
 class Accumulation:
@@ -81,6 +95,7 @@ class Accumulation:
         self._recorder: Any = values.origin
         self.has_begun: bool = False
         self._lists: dict[_Variable, ListValue] = {}
+        self._made: dict[_Variable, _MadeList] = {}
 
     def follow(self, frame: FrameType) -> None:
         """Let ops give the lists that the loops around a question append to.
@@ -90,18 +105,39 @@ class Accumulation:
         """
         if self._writer.is_inside or self._recorder.is_in_block:
             return  # a resumed run does not go there
-        running: set[int] = set()
+        running: dict[int, FrameType] = {}
         found: FrameType | None = frame
         while found is not None and found.f_code is not self._outermost:
-            running.add(id(found))
+            running[id(found)] = found
+            found = found.f_back
+        for variable in [one for one in self._lists if one[0] not in running]:
+            value, made = self._lists.pop(variable), self._made.pop(variable, None)
+            holder = None if made is None else running.get(made.receiver[0])
+            if made is not None and holder is not None and holder.f_code is made.receiver[1]:
+                if made.receiver[2] and local_in(holder, made.receiver[2]) is made.items:
+                    self._lists[made.receiver] = value
+        for found in running.values():
+            if is_comprehension(found.f_code):
+                self._follow_comprehension(found)
             for accumulator in accumulators_at(found.f_code, found.f_lasti):
                 items = local_in(found, accumulator.name)
                 if type(items) is list and items and accumulator.is_private(found):
                     with torch._C.DisableTorchFunction():
                         self._follow((id(found), found.f_code, accumulator.name), items, found)
-            found = found.f_back
-        for variable in [one for one in self._lists if one[0] not in running]:
-            del self._lists[variable]
+
+    def _follow_comprehension(self, frame: FrameType) -> None:
+        """Follow the list of a running comprehension."""
+        caller: Any = frame.f_back
+        receiver = receiver_of_list(caller.f_code, instruction_at(caller.f_code, caller.f_lasti))
+        items = stacks.lowest_on_stack(frame)
+        if receiver is None or type(items) is not list or not items:
+            return
+        if receiver.is_private(caller):
+            variable = id(frame), frame.f_code, ""
+            named = id(caller), caller.f_code, receiver.name
+            self._made[variable] = _MadeList(items, named)
+            with torch._C.DisableTorchFunction():
+                self._follow(variable, items, frame)
 
     def _follow(self, variable: _Variable, items: list[Any], frame: FrameType) -> None:
         value = self._lists.get(variable)
@@ -119,7 +155,7 @@ class Accumulation:
         return accumulator_slots(code)
 
     def parts(
-        self, items: Any, code: CodeType, slot: int
+        self, items: Any, code: CodeType, slot: int | None
     ) -> tuple[int, list[Any], list[Any]] | None:
         """Return the op that gives the first items of a list, these, and the other items.
 
@@ -128,10 +164,11 @@ class Accumulation:
         Args:
             items: what a variable holds.
             code: the code that has the variable.
-            slot: the variable.
+            slot: the variable; None for the list of a comprehension.
         """
+        held = "" if slot is None else code.co_varnames[slot]
         for (_, owner, name), value in self._lists.items():
-            if owner is code and name == code.co_varnames[slot] and type(items) is list:
+            if owner is code and name == held and type(items) is list:
                 if self._begins_with(items, value):
                     return value.index, items[: value.length], items[value.length :]
         return None
@@ -166,6 +203,10 @@ class Accumulation:
 
     def _value_of(self, items: list[Any]) -> ListValue | None:
         """Return the op that gives the first items of the list that a variable holds."""
+        for variable, made in self._made.items():
+            if made.items is items and variable in self._lists:
+                value = self._lists[variable]
+                return value if self._begins_with(items, value) else None
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._outermost:
             for variable, value in self._lists.items():

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.python import stacks
+from bendtrace.python.accumulators import is_comprehension
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import MACHINERY, PACKAGE
@@ -288,8 +289,11 @@ class _StateWalk:
             else "unread"
             for slot, value in enumerate(stack.slots)
         )
+        below = stack.below
+        if lists is not None and below and is_comprehension(stack.code):
+            slots += (self._list(below[0], stack.code, None),)
         operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
-        below = tuple(map(self.value, stack.below))
+        below = tuple(map(self.value, below))
         return self._by_identity(stack.code), stack.offset, slots, below, operands
 
     def _is_idle(self, value: Any) -> bool:
@@ -545,7 +549,7 @@ class _StateWalk:
         """Read keys or members; C compares their hashes, which were guarded, unseen."""
         return tuple((self.value(key), str([*map(plain, scalars_in(key))])) for key in keys)
 
-    def _list(self, items: Any, code: CodeType, slot: int) -> Any:
+    def _list(self, items: Any, code: CodeType, slot: int | None) -> Any:
         """Return the representation of a list that a loop appends to."""
         lists: Any = self._values.accumulation
         if (parts := lists.parts(items, code, slot)) is None:

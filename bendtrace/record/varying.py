@@ -1057,8 +1057,12 @@ _carried: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str], frozens
 
 
 def loop_beginning(code: CodeType, offset: int) -> int | None:
-    """Return the beginning of the loop that alone receives what an instruction gives, if any."""
-    if row_loop_at(code, offset) is None:
+    """Return the beginning of the loop that alone receives what an instruction gives, if any.
+
+    A list comprehension carries nothing from round to round.
+    """
+    loop = row_loop_at(code, offset)
+    if loop is None or loop.is_list:
         return None
     after = (step for step in single_steps(code) if step.offset > offset)
     return next((step.offset for step in after if step.name == "FOR_ITER"), None)
