@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FrameType, ModuleType
@@ -13,6 +14,7 @@ import torch
 
 from bendtrace.python.bytecode import (
     LOOKS_AT_VARIABLES,
+    InstructionStep,
     loads_method,
     single_steps,
 )
@@ -22,6 +24,7 @@ from bendtrace.python.row_loops import (
     jump_targets,
     stack_uses,
 )
+from bendtrace.python.stacks import stack_depths
 
 
 class Accumulator(NamedTuple):
@@ -34,15 +37,20 @@ class Accumulator(NamedTuple):
     - `outputs += [y]`, and `outputs = outputs + [y]`;
     - as the first argument of a function of torch: `torch.stack(outputs, dim=1)`.
 
-    The list of a comprehension may be given to such a function, with no variable in between.
+    The lists that comprehensions, `[y] * n` and `[y] * n + [z]` make may be given to such a
+    function with no variable in between.
 
     Attributes:
         name: the variable; "" if there is none.
         consumers: the names under which the code finds these functions: ("torch", "stack").
+        is_operand: whether the list is first added to another one.
+        is_computed: whether operators give the variable its value, which may also be another one.
     """
 
     name: str
     consumers: tuple[tuple[str, ...], ...]
+    is_operand: bool = False
+    is_computed: bool = False
 
     def is_private(self, frame: FrameType) -> bool:
         """Return whether the names are those of functions that make one new tensor of a list."""
@@ -87,11 +95,11 @@ def accumulators_at(code: CodeType, offset: int) -> Iterator[Accumulator]:
 
 
 def receiver_of_list(code: CodeType, offset: int) -> Accumulator | None:
-    """Return what receives the list that a comprehension makes, if nothing else can see it.
+    """Return what receives the list that an instruction makes, if nothing else can see it.
 
     Args:
-        code: the code with the comprehension.
-        offset: the instruction that calls it.
+        code: the code.
+        offset: the instruction: the call of a comprehension, `[y] * n`, or the `+` of such lists.
     """
     return _lists_of(code).made.get(offset)
 
@@ -121,37 +129,70 @@ def _is_readable(code: CodeType) -> bool:
 
 def _find_lists(code: CodeType) -> _CodeLists:
     ends = [step for step in single_steps(code) if "JUMP_BACKWARD" in step.name]
-    calls = comprehensions(code)
-    if not (ends or calls) or not _is_readable(code):
+    makers = {**comprehensions(code), **_computed_lists(code)}
+    if not (ends or makers) or not _is_readable(code):
         return _CodeLists(code, [], {}, frozenset())
     arguments = code.co_argcount + code.co_kwonlyargcount
     arguments += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
     names = {*code.co_varnames[arguments:]} - {*code.co_cellvars}
     private = {}
     for name in sorted(names):
-        uses = _ListUses(code)
+        uses = _ListUses(code, makers)
         if uses.is_private(name):
-            private[name] = Accumulator(name, tuple(uses.consumers)), uses.growth
+            found = Accumulator(name, tuple(uses.consumers), is_computed=uses.is_computed)
+            private[name] = found, uses.growth
     loops = []
     for end in ends:
-        found = [
+        growing = [
             accumulator
             for accumulator, growth in private.values()
             if any(end.value <= at <= end.offset for at in growth)
         ]
-        if found:
-            loops.append((end.value, end.offset, found))
+        if growing:
+            loops.append((end.value, end.offset, growing))
     made = {}
-    for call in calls:
-        uses = _ListUses(code)
-        receiver = uses.variable_after(call)
-        if receiver in private:
-            made[call] = private[receiver][0]
-        elif receiver is None and uses.may_use_result(call):
-            made[call] = Accumulator("", tuple(uses.consumers))
+    for offset in makers:
+        receiver = _ListUses(code, makers).receiver(offset)
+        if receiver is not None and receiver.name:
+            known, _ = private.get(receiver.name, (None, ()))
+            receiver = known and known._replace(is_operand=receiver.is_operand)
+        if receiver is not None:
+            made[offset] = receiver
     held = {one.name for _, _, found in loops for one in found}
     held.update(one.name for one in made.values() if one.name)
     return _CodeLists(code, loops, made, frozenset(map(code.co_varnames.index, held)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _computed_lists(code: CodeType) -> dict[int, int]:
+    """Return each `[y] * n` and each `+` with such a list, with where the expression begins."""
+    depths: dict[int, int] | None = None
+    found: dict[int, int] = {}
+    steps = single_steps(code)
+    for position, step in enumerate(steps):
+        if step.name != "BINARY_OP" or step.shown not in ("*", "+"):
+            continue
+        depths = stack_depths(code) if depths is None else depths
+        right = _beginning(steps, depths, position, 1)
+        left = _beginning(steps, depths, position, 2)
+        ends = steps[right - 1], steps[position - 1]
+        if step.shown == "*":
+            is_list = any(end.name == "BUILD_LIST" for end in ends)
+        else:
+            is_list = any(end.offset in found for end in ends)
+        if is_list:
+            found[step.offset] = steps[left].offset
+    return found
+
+
+def _beginning(
+    steps: Sequence[InstructionStep], depths: dict[int, int], position: int, operands: int
+) -> int:
+    """Return where the expression of the last operands of an instruction begins."""
+    base = depths.get(steps[position].offset, 0) - operands
+    while position and depths.get(steps[position].offset, base + 1) > base:
+        position -= 1
+    return position
 
 
 class _ListUses:
@@ -160,13 +201,16 @@ class _ListUses:
     Attributes:
         consumers: the functions that receive it.
         growth: the instructions that make it longer.
+        is_computed: whether an operator makes it.
     """
 
-    def __init__(self, code: CodeType) -> None:
+    def __init__(self, code: CodeType, makers: dict[int, int]) -> None:
+        self._makers = makers
+        self._comprehensions = comprehensions(code)
+        self.is_computed: bool = False
         self._steps = single_steps(code)
         self._positions = {step.offset: number for number, step in enumerate(self._steps)}
         self._labels = jump_targets(code)
-        self._comprehensions = comprehensions(code)
         self._name = ""
         self.consumers: list[tuple[str, ...]] = []
         self.growth: list[int] = []
@@ -188,23 +232,32 @@ class _ListUses:
             and all(self._may_store(at) for at, step in uses if step.name == "STORE_FAST")
         )
 
-    def variable_after(self, offset: int) -> str | None:
-        """Return the variable that an instruction alone gives its result to, if it is one."""
-        after = self._steps[self._positions[offset] + 1]
-        is_variable = after.name == "STORE_FAST" and after.offset not in self._labels
-        return after.value if is_variable else None
+    def receiver(self, offset: int) -> Accumulator | None:
+        """Return what receives the list that an instruction makes.
 
-    def may_use_result(self, offset: int) -> bool:
-        """Return whether one of `consumers` alone receives the list of a comprehension."""
-        first = self._positions[self._comprehensions[offset]]
-        return self._may_pass(first, self._positions[offset])
+        The uses of a variable are not looked at.
+        """
+        position = self._positions[offset]
+        after = self._steps[position + 1]
+        if after.name == "STORE_FAST" and after.offset not in self._labels:
+            return Accumulator(after.value, ())
+        taker, above = self._taker(position)
+        if taker is None:
+            return None
+        if taker.offset in self._makers and offset not in self._comprehensions:
+            found = self.receiver(taker.offset) if taker.shown == "+" else None
+            return None if found is None else found._replace(is_operand=True)
+        if not self._is_passed(taker, above, self._positions[self._makers[offset]]):
+            return None
+        return Accumulator("", tuple(self.consumers))
 
     def _may_store(self, position: int) -> bool:
         """Return whether the variable is given a list that nothing else refers to."""
         if position in self._stores:
             return True
         before = self._steps[position - 1].offset
-        if before in self._comprehensions and self._is_before_no_label(position):
+        if before in self._makers and self._is_before_no_label(position):
+            self.is_computed |= before not in self._comprehensions
             return True
         stores = 0
         while self._is_before_no_label(position) and self._steps[position].name == "STORE_FAST":
@@ -228,24 +281,39 @@ class _ListUses:
         if loads_method(following) and following.value in _METHODS:
             self.growth.append(following.offset)
             return True
-        return self._may_pass(position, position)
+        taker, above = self._taker(position)
+        if taker is None:
+            return False
+        if taker.name == "BINARY_OP":
+            return above == 1 and self._is_extended(self._positions[taker.offset])
+        return self._is_passed(taker, above, position)
 
-    def _may_pass(self, first: int, last: int) -> bool:
-        """Follow the list from the expression that gives it to the instruction that uses it."""
-        above, start = 0, self._steps[last].offset  # how much lies above it on the stack
-        for at in range(last + 1, len(self._steps)):
-            step = self._steps[at]
+    def _taker(self, position: int) -> tuple[InstructionStep | None, int]:
+        """Follow the list from the end of the expression that gives it to what takes it.
+
+        Returns:
+            The instruction, and how much lies above the list on the stack.
+        """
+        above, start = 0, self._steps[position].offset
+        for step in self._steps[position + 1 :]:
             taken, given = stack_uses(step)
             if taken is None or (step.offset in self._labels and step.offset != start):
-                return False
-            if taken <= above:
-                above += given - taken
-                continue
-            if step.name == "BINARY_OP":
-                return above == 1 and self._is_extended(at)
-            is_first = step.argument == above + (step.name == "CALL")
-            return step.name in ("CALL", "CALL_KW") and is_first and self._note_consumer(first)
-        return False
+                break
+            if taken > above:
+                return step, above
+            above += given - taken
+        return None, 0
+
+    def _is_passed(self, taker: InstructionStep, above: int, first: int) -> bool:
+        """Return whether one of `consumers` receives the list as its first argument.
+
+        Args:
+            taker: the instruction that takes it.
+            above: how much lies above it on the stack.
+            first: where the expression that gives it begins.
+        """
+        is_first = taker.argument == above + (taker.name == "CALL")
+        return taker.name in ("CALL", "CALL_KW") and is_first and self._note_consumer(first)
 
     def _is_extended(self, at: int) -> bool:
         """Return whether an instruction adds a list to it, and the variable gets the result."""

@@ -93,14 +93,19 @@ def accumulate(before: list[Any] | None, items: Sequence[Any]) -> list[Any]:
     return [*before, *items] if before else [*items]
 
 
+def repeat(items: list[Any], count: int) -> list[Any]:
+    """Return the items of a list again and again (see `record/accumulation.py`)."""
+    return items * count
+
+
 def row_at(rows: Sequence[Any], number: int) -> Any:
     """Return one of the rows that a loop goes through (see `record/rows.py`)."""
     return rows[number]
 
 
-NEVER_RAISING = frozenset({accumulate, in_order, items_at, list_of, row_at, with_changes})
+NEVER_RAISING = frozenset({accumulate, in_order, items_at, list_of, repeat, row_at, with_changes})
 GIVING_LISTS: frozenset[Any] = frozenset(
-    {in_order, items_at, list_of, with_changes, with_item, without_item}
+    {in_order, items_at, list_of, repeat, with_changes, with_item, without_item}
 )
 
 

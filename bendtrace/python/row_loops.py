@@ -172,7 +172,9 @@ def comprehensions(code: CodeType) -> dict[int, int]:
     Since Python 3.12 they are no calls.
     """
     steps = single_steps(code)
-    if not any(type(step.value) is CodeType and step.value.co_name == LIST_COMPREHENSION for step in steps):
+    if not any(
+        type(step.value) is CodeType and step.value.co_name == LIST_COMPREHENSION for step in steps
+    ):
         return {}
     depths, found = stacks.stack_depths(code), {}
     for position, step in enumerate(steps):

@@ -24,18 +24,21 @@ from torch import Tensor, nn
 
 from bendtrace.python import stacks
 from bendtrace.python.accumulators import (
+    Accumulator,
     accumulator_slots,
     accumulators_at,
     is_comprehension,
     receiver_of_list,
 )
 from bendtrace.python.bytecode import local_in
-from bendtrace.python.computations import accumulate
-from bendtrace.python.sites import instruction_at
+from bendtrace.python.computations import accumulate, repeat
+from bendtrace.python.sites import instruction_at, outside_scalars
+from bendtrace.record.encoding import ListOperand
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import TRACED_AS, RunValues
-from bendtrace.tape.scalars import TRACED, plain
-from bendtrace.tape.tape import Op, OpKind, Ref, Tape, ref_to
+from bendtrace.tape.guards import ValueGuard
+from bendtrace.tape.scalars import TRACED, TracedInt, plain
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape, Use, ref_to
 from bendtrace.watch.writes import version_of
 
 
@@ -58,21 +61,60 @@ class ListValue:
         return len(self.items)
 
 
+class Summand(list[Any]):
+    """The list that `[y] * n` makes, where it is then added to another list.
+
+    Args:
+        items: its items.
+        value: the op that gives them.
+        named: how many of them, the first ones, need not be plain numbers.
+        counts: the traced scalars.
+        lists: the lists of the run.
+    """
+
+    def __init__(
+        self,
+        items: list[Any],
+        value: ListValue,
+        named: int,
+        counts: tuple[Any, ...],
+        lists: Accumulation,
+    ) -> None:
+        super().__init__(items)
+        self.value: ListValue = value
+        self.named: int = named
+        self.counts: tuple[Any, ...] = counts
+        self._lists = lists
+
+    def state_parts(self) -> tuple[Any, ...]:
+        """Return the values that a state consists of in which it is."""
+        return (ListOperand([*self], ref_to(self.value.index)),)
+
+    def __add__(self, other: Any) -> Any:
+        return self._lists.add(self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self._lists.add(other, self)
+
+
 def items_given(op: Op, tape: Tape) -> list[Any]:
     """Return the items of a list that an op gives, as recorded."""
-    items: list[Any] = []
-    while op.args[0] is not None:
-        items[:0] = op.args[1]
-        op = tape.ops[op.args[0].index]
-    return [*op.args[1], *items]
+    if op.target is repeat:
+        return [*op.args[0]] * tape.ops[op.args[1].index].meta
+    before, items = (
+        items_given(tape.ops[part.index], tape) if type(part) is Ref else part or []
+        for part in op.args
+    )
+    return [*before, *items]
 
 
-# A variable of a running function; "" for the list of a comprehension, which is on the stack.
+# A variable of a running function; "" for the list of a comprehension, which is on the stack, and
+# the position of an instruction, in brackets, for the list that this has made.
 _Variable: TypeAlias = tuple[int, CodeType, str]
 
 
 class _MadeList(NamedTuple):
-    """The list of a comprehension, and the variable that receives it."""
+    """A list that an expression has made, and the variable that receives it."""
 
     items: list[Any]
     receiver: _Variable
@@ -110,32 +152,39 @@ class Accumulation:
         while found is not None and found.f_code is not self._outermost:
             running[id(found)] = found
             found = found.f_back
+        for variable, made in [*self._made.items()]:
+            holder, code, name = made.receiver
+            is_held = (
+                name and holder in running and running[holder].f_code is code
+                and local_in(running[holder], name) is made.items
+            )  # fmt: skip
+            if is_held and variable in self._lists:
+                self._lists[made.receiver] = self._lists[variable]
+            if is_held or variable[0] not in running:
+                del self._made[variable]
+                self._lists.pop(variable, None)
         for variable in [one for one in self._lists if one[0] not in running]:
-            value, made = self._lists.pop(variable), self._made.pop(variable, None)
-            holder = None if made is None else running.get(made.receiver[0])
-            if made is not None and holder is not None and holder.f_code is made.receiver[1]:
-                if made.receiver[2] and local_in(holder, made.receiver[2]) is made.items:
-                    self._lists[made.receiver] = value
+            del self._lists[variable]
         for found in running.values():
             if is_comprehension(found.f_code):
                 self._follow_comprehension(found)
             for accumulator in accumulators_at(found.f_code, found.f_lasti):
+                variable = id(found), found.f_code, accumulator.name
                 items = local_in(found, accumulator.name)
+                if accumulator.is_computed and variable not in self._lists:
+                    continue
                 if type(items) is list and items and accumulator.is_private(found):
                     with torch._C.DisableTorchFunction():
-                        self._follow((id(found), found.f_code, accumulator.name), items, found)
+                        self._follow(variable, items, found)
 
     def _follow_comprehension(self, frame: FrameType) -> None:
         """Follow the list of a running comprehension."""
         caller: Any = frame.f_back
-        receiver = receiver_of_list(caller.f_code, instruction_at(caller.f_code, caller.f_lasti))
-        items = stacks.lowest_on_stack(frame)
-        if receiver is None or type(items) is not list or not items:
-            return
-        if receiver.is_private(caller):
+        receiver, items = self._receiver(caller), stacks.lowest_on_stack(frame)
+        if receiver is not None and type(items) is list and items:
             variable = id(frame), frame.f_code, ""
-            named = id(caller), caller.f_code, receiver.name
-            self._made[variable] = _MadeList(items, named)
+            holder = id(caller), caller.f_code, receiver.name
+            self._made[variable] = _MadeList(items, holder)
             with torch._C.DisableTorchFunction():
                 self._follow(variable, items, frame)
 
@@ -148,6 +197,90 @@ class Accumulation:
         if new and all(map(self._may_be_item, new)):
             refs = [self._recorded(item) for item in new]
             self._lists[variable] = self._give(items, value, refs, frame)
+
+    def repeat(self, operands: tuple[Any, ...], frame: FrameType) -> list[Any] | None:
+        """Return the list that `[y] * n` makes of a traced scalar; None if it is not followed.
+
+        Args:
+            operands: the list and the number, or the other way round.
+            frame: the code that multiplies them.
+        """
+        items, count = operands if isinstance(operands[0], list) else operands[::-1]
+        receiver = self._receiver(frame)
+        if receiver is None or type(items) is not list or type(count) is not TracedInt:
+            return None
+        if not (items and all(map(_is_plain, items)) and count > 0):
+            return None
+        times = self._values.scalar_ref(count)
+        return self._make(repeat, (items, times), items * plain(count), (), (count,), frame)
+
+    def add(self, first: Any, second: Any) -> Any:
+        """Return the sum of two lists, of which `[y] * n` has made one.
+
+        Args:
+            first: the first one.
+            second: the other one.
+        """
+        lists = first, second
+        if not all(isinstance(one, list) for one in lists):
+            return NotImplemented
+        counts = tuple(n for one in lists if type(one) is Summand for n in one.counts)
+        result, frame = [*first, *second], outside_scalars()
+        is_known = type(first) is Summand or all(map(self._may_be_item, first))
+        if not (is_known and (type(second) is Summand or all(map(_is_plain, second)))):
+            for count in counts:  # since code may see the list
+                index = self._values.scalar_ref(count).index
+                self._writer.guard(ValueGuard, index, plain(count), Use.INDEX, frame)
+            return result
+        with torch._C.DisableTorchFunction():
+            refs = [
+                ref_to(one.value.index) if type(one) is Summand else [*map(self._recorded, one)]
+                for one in lists
+            ]
+            if type(first) is Summand:
+                names = first.value.items[: first.named]
+            else:
+                names = tuple(map(self._name, refs[0]))
+            return self._make(accumulate, tuple(refs), result, names, counts, frame)
+
+    def _receiver(self, frame: FrameType) -> Accumulator | None:
+        """Return what receives the list that the instruction of a frame makes."""
+        if self._writer.is_inside or self._recorder.is_in_block:
+            return None
+        offset = instruction_at(frame.f_code, frame.f_lasti)
+        receiver = receiver_of_list(frame.f_code, offset)
+        return receiver if receiver is not None and receiver.is_private(frame) else None
+
+    def _make(
+        self, target: Any, args: tuple[Any, ...], items: list[Any], names: tuple[Any, ...],
+        counts: tuple[Any, ...], frame: FrameType,
+    ) -> list[Any]:  # fmt: skip
+        """Record the op that gives a list whose length numbers decide, and return the list.
+
+        Args:
+            target: the function of the op.
+            args: what it is given.
+            items: the items.
+            names: the names of the first ones; the others are plain numbers.
+            counts: the numbers.
+            frame: the code that makes the list.
+        """
+        op = self._emit(target, args, frame)
+        given = self._writer.handed.get(op.index)
+        if type(given) is list:
+            items = [*items[: len(names)], *given[len(names) :]]
+            for at, name in enumerate(names):
+                self._exchange(items, at, given[at], name)
+        value = ListValue(op.index, (*names, *map(self._name, items[len(names) :])))
+        offset = instruction_at(frame.f_code, frame.f_lasti)
+        receiver = receiver_of_list(frame.f_code, offset)
+        if receiver is not None and receiver.is_operand:
+            return Summand(items, value, len(names), counts, self)
+        variable = id(frame), frame.f_code, f"[{offset}]"
+        name = "" if receiver is None else receiver.name
+        self._made[variable] = _MadeList(items, (id(frame), frame.f_code, name))
+        self._lists[variable] = value
+        return items
 
     @staticmethod
     def slots(code: CodeType) -> Collection[int]:
@@ -228,9 +361,7 @@ class Accumulation:
             frame: the code that has the list.
         """
         ref = None if before is None else ref_to(before.index)
-        op = self._writer.emit(OpKind.SCALAR, accumulate, (ref, new), {}, frame)
-        self._writer.tape.counters.add(op.index)
-        self.has_begun = True
+        op = self._emit(accumulate, (ref, new), frame)
         names = () if before is None else before.items
         names += tuple(map(self._name, new))
         given = self._writer.handed.get(op.index)
@@ -238,6 +369,12 @@ class Accumulation:
             for at, item in enumerate(given[: len(items)]):
                 self._exchange(items, at, item, names[at])
         return ListValue(op.index, names)
+
+    def _emit(self, target: Any, args: tuple[Any, ...], frame: FrameType | None) -> Op:
+        op = self._writer.emit(OpKind.SCALAR, target, args, {}, frame)
+        self._writer.tape.counters.add(op.index)
+        self.has_begun = True
+        return op
 
     def _exchange(self, items: list[Any], at: int, item: Any, index: Any) -> None:
         """Put a tensor or number in the place of what stands for it in a resumed run."""
@@ -263,7 +400,7 @@ class Accumulation:
         return type(recorded), repr(recorded)
 
     def _first_name(self, item: Any) -> Any:
-        if type(item) in TRACED_AS:
+        if _is_plain(item):
             return self._name(item)
         if type(item) in TRACED:
             source: Any = item._source.index if type(item._source) is Ref else None
@@ -281,3 +418,7 @@ class Accumulation:
             return False
         known = self._values.source_of(item) is not None
         return known or self._values.environment.find(item) is not None
+
+
+def _is_plain(item: Any) -> bool:
+    return item is None or type(item) in TRACED_AS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.nn.utils import parametrize
 
-from bendtrace.python.computations import accumulate, row_at
+from bendtrace.python.computations import accumulate, repeat, row_at
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
@@ -136,13 +136,16 @@ class Recording:
         op = self.tape.ops[ref.index]
         if op.index not in self.tape.counters:
             return ref
-        return accumulation.items_given(op, self.tape) if op.target is accumulate else op.meta
+        return accumulation.items_given(op, self.tape) if op.target in _LISTS else op.meta
+
+
+_LISTS = (accumulate, repeat)  # which give lists of loops (`accumulation.py`)
 
 
 def _plain_ops(recording: Recording) -> list[Op]:
     ops = list(recording.tape.ops)
     for op in ops:
-        if op.target is not accumulate and not recording.tape.counters.isdisjoint(op.operands):
+        if op.target not in _LISTS and not recording.tape.counters.isdisjoint(op.operands):
             given = copy.copy(op)
             given.args, given.kwargs = recording.plain((op.args, op.kwargs))
             given.target = operator.getitem if op.target is row_at else op.target

@@ -355,10 +355,10 @@ class _StateWalk:
             return self._array(value)
         if isinstance(value, TorchFunctionMode) and kind.__module__.startswith("bendtrace."):
             return "recorder"
-        if kind is ListOperand:  # views of one memory, which loops go through
-            facts, known = dict.fromkeys(map(self._facts, value.numbers)), self._memories
-            memory = [known.setdefault(storage_of(one), len(known)) for one in value.numbers[:1]]
-            return self.value_of(value.ref.index), tuple(facts), memory
+        if kind is ListOperand:  # of numbers, or views of one memory, which loops go through
+            known, views = self._memories, [one for one in value.numbers if isinstance(one, Tensor)]
+            memory = [known.setdefault(storage_of(one), len(known)) for one in views[:1]]
+            return self.value_of(value.ref.index), self._facts_of_items(value.numbers), memory
         if kind.__module__.startswith("bendtrace.record.") and hasattr(kind, "state_parts"):
             return kind.__name__, self.values_of(value.state_parts())
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
@@ -557,10 +557,13 @@ class _StateWalk:
         self._seen[id(items)] = len(self._seen)
         self._alive.append(items)
         index, first, others = parts
-        facts = dict.fromkeys(
-            self._facts(item) if isinstance(item, Tensor) else type(item).__name__ for item in first
+        return "list", self.value_of(index), self._facts_of_items(first), self.values_of(others)
+
+    def _facts_of_items(self, items: list[Any]) -> tuple[Any, ...]:
+        found = (
+            self._facts(item) if isinstance(item, Tensor) else type(item).__name__ for item in items
         )
-        return "list", self.value_of(index), tuple(facts), self.values_of(others)
+        return tuple(dict.fromkeys(found))
 
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
@@ -643,6 +646,7 @@ def may_hide(stack: stacks.Stack, callee: FrameType | None, is_asking: bool) -> 
         hides = False
     elif name in _ON_VALUES:
         hides = not all(map(_is_single, operands)) or _numbers_in(operands) > 2
+        hides = hides and not _repeats(operands)
     elif name in _ON_ITEMS:
         container = operands[1] if name == "STORE_SUBSCR" and len(operands) > 1 else operands[0]
         hides = isinstance(container, (dict, set)) or _numbers_in(operands, objects=True) > 1
@@ -688,6 +692,12 @@ def _call_hides(called: Any, given: list[Any], callee: FrameType | None) -> bool
         return not (is_torchs and is_reported)
     found = next((vars(cls)["__call__"] for cls in kind.__mro__ if "__call__" in vars(cls)), None)
     return not isinstance(found, types.FunctionType)
+
+
+def _repeats(operands: list[Any]) -> bool:
+    """Return whether `[y] * n` asks for its traced scalar: no list asks one by itself."""
+    kinds = [*map(type, operands)]
+    return len(kinds) == 2 and list in kinds and not TRACED.isdisjoint(kinds)
 
 
 def _keeps_parts(called: Any, given: list[Any]) -> bool:

@@ -169,6 +169,9 @@ class Varying:
                     result = self._change(change, given, frame)
             elif function is range:
                 result = self._loop(given, frame, place)
+            elif function is operator.mul:
+                lists = self._values.accumulation
+                result = None if lists is None else lists.repeat(given, frame)
             elif type(function) is functools._lru_cache_wrapper:
                 result = self._compute_uncached(function, given)
             elif is_order:
@@ -666,7 +669,11 @@ def _call_of(
     """Return the function that a frame is calling, and its arguments; None if that is unknown."""
     places = stacks.frame_layout()
     stack = None if places is None else stacks.read_frame(frame, callee, places)
-    if stack is None or stack.name not in ASKING | COMPARING or stack.operands is None:
+    if stack is None or stack.operands is None:
+        return None
+    if stack.name == "BINARY_OP":
+        return operator.mul, tuple(stack.operands), {}  # of a list: see `number_place`
+    if stack.name not in ASKING | COMPARING:
         return None
     if stack.name == "BINARY_SUBSCR":
         return item_of, tuple(stack.operands), {}

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
+from bendtrace.python.accumulators import receiver_of_list
 from bendtrace.python.bytecode import tests_directly
 from bendtrace.python.sites import TORCH
 from bendtrace.python.stacks import instruction_name
@@ -203,5 +204,8 @@ def number_place(guard: Guard) -> Place | None:
     if not is_number or guard.use not in VARYING_USES:
         return None
     code, offset = guard.site.chain[guard.site.level if guard.use is Use.LEN else 0]
-    is_torchs = code.co_filename.startswith(TORCH)
-    return None if is_torchs or instruction_name(code, offset) not in ASKING else (code, offset)
+    if code.co_filename.startswith(TORCH):
+        return None
+    name = instruction_name(code, offset)
+    is_asked = name in ASKING or (name == "BINARY_OP" and receiver_of_list(code, offset))
+    return (code, offset) if is_asked else None
