@@ -44,12 +44,14 @@ class Accumulator(NamedTuple):
         name: the variable; "" if there is none.
         consumers: the names under which the code finds these functions: ("torch", "stack").
         is_operand: whether the list is first added to another one.
+        is_item: whether it becomes an item of the list of a comprehension.
         is_computed: whether operators give the variable its value, which may also be another one.
     """
 
     name: str
     consumers: tuple[tuple[str, ...], ...]
     is_operand: bool = False
+    is_item: bool = False
     is_computed: bool = False
 
     def is_private(self, frame: FrameType) -> bool:
@@ -107,6 +109,19 @@ def receiver_of_list(code: CodeType, offset: int) -> Accumulator | None:
 def is_comprehension(code: CodeType) -> bool:
     """Return whether code is that of a list comprehension, whose list nothing within it sees."""
     return code.co_name == LIST_COMPREHENSION and _is_readable(code)
+
+
+@functools.lru_cache(maxsize=1024)
+def appends_lists(code: CodeType) -> bool:
+    """Return whether each item of a comprehension's list is a list that nothing else sees."""
+    steps, labels = single_steps(code), jump_targets(code)
+    ends = [at for at, step in enumerate(steps) if step.name == "LIST_APPEND"]
+    makers = {**comprehensions(code), **_computed_lists(code)}
+    return all(
+        steps[at].offset not in labels
+        and (steps[at - 1].name == "BUILD_LIST" or steps[at - 1].offset in makers)
+        for at in ends
+    )
 
 
 def _lists_of(code: CodeType) -> _CodeLists:
@@ -205,7 +220,7 @@ class _ListUses:
     """
 
     def __init__(self, code: CodeType, makers: dict[int, int]) -> None:
-        self._makers = makers
+        self._makers, self._is_comprehension = makers, is_comprehension(code)
         self._comprehensions = comprehensions(code)
         self.is_computed: bool = False
         self._steps = single_steps(code)
@@ -239,8 +254,12 @@ class _ListUses:
         """
         position = self._positions[offset]
         after = self._steps[position + 1]
-        if after.name == "STORE_FAST" and after.offset not in self._labels:
+        if after.offset in self._labels:
+            return None
+        if after.name == "STORE_FAST":
             return Accumulator(after.value, ())
+        if after.name == "LIST_APPEND" and self._is_comprehension:
+            return Accumulator("", (), is_item=True)
         taker, above = self._taker(position)
         if taker is None:
             return None

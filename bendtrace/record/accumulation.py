@@ -27,6 +27,7 @@ from bendtrace.python.accumulators import (
     Accumulator,
     accumulator_slots,
     accumulators_at,
+    appends_lists,
     is_comprehension,
     receiver_of_list,
 )
@@ -105,7 +106,14 @@ def items_given(op: Op, tape: Tape) -> list[Any]:
         items_given(tape.ops[part.index], tape) if type(part) is Ref else part or []
         for part in op.args
     )
-    return [*before, *items]
+    return [
+        items_given(tape.ops[item.index], tape) if _is_list(item, tape) else item
+        for item in (*before, *items)
+    ]
+
+
+def _is_list(item: Any, tape: Tape) -> bool:
+    return type(item) is Ref and tape.ops[item.index].target in (accumulate, repeat)
 
 
 # A variable of a running function; "" for the list of a comprehension, which is on the stack, and
@@ -138,6 +146,7 @@ class Accumulation:
         self.has_begun: bool = False
         self._lists: dict[_Variable, ListValue] = {}
         self._made: dict[_Variable, _MadeList] = {}
+        self._inner: dict[int, tuple[list[Any], int]] = {}  # items that are lists, with their ops
 
     def follow(self, frame: FrameType) -> None:
         """Let ops give the lists that the loops around a question append to.
@@ -152,6 +161,9 @@ class Accumulation:
         while found is not None and found.f_code is not self._outermost:
             running[id(found)] = found
             found = found.f_back
+        for found in reversed(running.values()):  # outer ones first, which get the others' lists
+            if is_comprehension(found.f_code):
+                self._follow_comprehension(found)
         for variable, made in [*self._made.items()]:
             holder, code, name = made.receiver
             is_held = (
@@ -166,8 +178,6 @@ class Accumulation:
         for variable in [one for one in self._lists if one[0] not in running]:
             del self._lists[variable]
         for found in running.values():
-            if is_comprehension(found.f_code):
-                self._follow_comprehension(found)
             for accumulator in accumulators_at(found.f_code, found.f_lasti):
                 variable = id(found), found.f_code, accumulator.name
                 items = local_in(found, accumulator.name)
@@ -194,7 +204,10 @@ class Accumulation:
             del self._lists[variable]
             value = None
         new = items[0 if value is None else value.length :]
-        if new and all(map(self._may_be_item, new)):
+        may_be_item = self._may_be_item
+        if not variable[2] and appends_lists(frame.f_code):
+            may_be_item = self._may_be_list
+        if new and all(map(may_be_item, new)):
             refs = [self._recorded(item) for item in new]
             self._lists[variable] = self._give(items, value, refs, frame)
 
@@ -249,6 +262,10 @@ class Accumulation:
             return None
         offset = instruction_at(frame.f_code, frame.f_lasti)
         receiver = receiver_of_list(frame.f_code, offset)
+        if receiver is not None and receiver.is_item:
+            caller = frame.f_back
+            is_followed = caller is not None and self._receiver(caller) is not None
+            return receiver if is_followed and appends_lists(frame.f_code) else None
         return receiver if receiver is not None and receiver.is_private(frame) else None
 
     def _make(
@@ -265,6 +282,10 @@ class Accumulation:
             counts: the numbers.
             frame: the code that makes the list.
         """
+        offset = instruction_at(frame.f_code, frame.f_lasti)
+        receiver = receiver_of_list(frame.f_code, offset)
+        if receiver is not None and receiver.is_item:
+            self._follow_comprehension(frame)  # before what is known of the list before is lost
         op = self._emit(target, args, frame)
         given = self._writer.handed.get(op.index)
         if type(given) is list:
@@ -272,8 +293,6 @@ class Accumulation:
             for at, name in enumerate(names):
                 self._exchange(items, at, given[at], name)
         value = ListValue(op.index, (*names, *map(self._name, items[len(names) :])))
-        offset = instruction_at(frame.f_code, frame.f_lasti)
-        receiver = receiver_of_list(frame.f_code, offset)
         if receiver is not None and receiver.is_operand:
             return Summand(items, value, len(names), counts, self)
         variable = id(frame), frame.f_code, f"[{offset}]"
@@ -332,14 +351,12 @@ class Accumulation:
                 self._writer.writes.receive(tracked.ref, item, tracked.version)
         new = [encode(item, type(item))[0] for item in items[value.length :]]
         ref = ref_to((self._give(items, value, new, None) if new else value).index)
-        return ref, [*map(plain, items)]
+        return ref, _plain_items(items)
 
     def _value_of(self, items: list[Any]) -> ListValue | None:
         """Return the op that gives the first items of the list that a variable holds."""
-        for variable, made in self._made.items():
-            if made.items is items and variable in self._lists:
-                value = self._lists[variable]
-                return value if self._begins_with(items, value) else None
+        if (value := self._value_made(items)) is not None:
+            return value
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._outermost:
             for variable, value in self._lists.items():
@@ -347,6 +364,14 @@ class Accumulation:
                     if local_in(frame, variable[2]) is items and self._begins_with(items, value):
                         return value
             frame = frame.f_back
+        return None
+
+    def _value_made(self, items: list[Any]) -> ListValue | None:
+        """Return the op that gives the first items of a list that an expression has made."""
+        for variable, made in self._made.items():
+            if made.items is items and variable in self._lists:
+                value = self._lists[variable]
+                return value if self._begins_with(items, value) else None
         return None
 
     def _give(
@@ -383,6 +408,9 @@ class Accumulation:
                 items[at] = self._values.scalar(TRACED_AS[type(item)], item, ref_to(index))
             return
         items[at] = item
+        if type(item) is list:
+            self._inner[id(item)] = item, index
+            return
         tracked = self._writer.tracked.get(id(item))
         if tracked is None or tracked() is not item:
             tracked = self._writer.tracked[id(item)] = TrackedTensor(item)
@@ -390,9 +418,20 @@ class Accumulation:
             tracked.graphless = False
 
     def _recorded(self, item: Any) -> Any:
+        if type(item) is list:
+            return self._recorded_list(item)
         if type(item) in TRACED:
             return self._values.scalar_ref(item)
         return item if type(item) in TRACED_AS else self._values.ref(item)
+
+    def _recorded_list(self, items: list[Any]) -> Ref:
+        """Return the op that gives a list, which is an item of the list of a comprehension."""
+        value = self._value_made(items)
+        new = [*map(self._recorded, items[0 if value is None else value.length :])]
+        if new or value is None:
+            value = self._give(items, value, new, None)
+        self._inner[id(items)] = items, value.index
+        return ref_to(value.index)
 
     def _name(self, recorded: Any) -> Any:
         if type(recorded) is Ref:
@@ -402,11 +441,16 @@ class Accumulation:
     def _first_name(self, item: Any) -> Any:
         if _is_plain(item):
             return self._name(item)
-        if type(item) in TRACED:
+        if type(item) is list:
+            _, source = self._inner.get(id(item), (None, None))
+        elif type(item) in TRACED:
             source: Any = item._source.index if type(item._source) is Ref else None
         else:
             source = self._values.source_of(item) if isinstance(item, Tensor) else None
         return self._writer.aliases.get(source, source) if isinstance(source, int) else None
+
+    def _may_be_list(self, item: Any) -> bool:
+        return type(item) is list and all(map(self._may_be_item, item))
 
     def _may_be_item(self, item: Any) -> bool:
         """Return whether an item is a number, or a tensor of known origin without attributes."""
@@ -418,6 +462,10 @@ class Accumulation:
             return False
         known = self._values.source_of(item) is not None
         return known or self._values.environment.find(item) is not None
+
+
+def _plain_items(items: list[Any]) -> list[Any]:
+    return [_plain_items(item) if type(item) is list else plain(item) for item in items]
 
 
 def _is_plain(item: Any) -> bool:

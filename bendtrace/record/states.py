@@ -560,10 +560,12 @@ class _StateWalk:
         return "list", self.value_of(index), self._facts_of_items(first), self.values_of(others)
 
     def _facts_of_items(self, items: list[Any]) -> tuple[Any, ...]:
-        found = (
-            self._facts(item) if isinstance(item, Tensor) else type(item).__name__ for item in items
-        )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(map(self._facts_of_item, items)))
+
+    def _facts_of_item(self, item: Any) -> Any:
+        if type(item) is list:
+            return self._facts_of_items(item)
+        return self._facts(item) if isinstance(item, Tensor) else type(item).__name__
 
     def _token(self, token: contextvars.Token[Any]) -> Any:
         return self._by_identity(token.var), self.value(token.old_value)
