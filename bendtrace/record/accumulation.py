@@ -62,34 +62,44 @@ class ListValue:
         return len(self.items)
 
 
+class SumParts(NamedTuple):
+    """The parts of a list whose length numbers decide.
+
+    Attributes:
+        counts: the numbers, which are traced scalars.
+        samples: items of all kinds that there may be.
+        named: how many items, the first ones, need not be plain numbers.
+        is_filled: whether there are items whatever the numbers are.
+    """
+
+    counts: tuple[Any, ...]
+    samples: tuple[Any, ...]
+    named: int
+    is_filled: bool
+
+
 class Summand(list[Any]):
     """The list that `[y] * n` makes, where it is then added to another list.
 
     Args:
         items: its items.
         value: the op that gives them.
-        named: how many of them, the first ones, need not be plain numbers.
-        counts: the traced scalars.
+        parts: what it consists of.
         lists: the lists of the run.
     """
 
     def __init__(
-        self,
-        items: list[Any],
-        value: ListValue,
-        named: int,
-        counts: tuple[Any, ...],
-        lists: Accumulation,
+        self, items: list[Any], value: ListValue, parts: SumParts, lists: Accumulation
     ) -> None:
         super().__init__(items)
         self.value: ListValue = value
-        self.named: int = named
-        self.counts: tuple[Any, ...] = counts
+        self.parts: SumParts = parts
         self._lists = lists
 
     def state_parts(self) -> tuple[Any, ...]:
         """Return the values that a state consists of in which it is."""
-        return (ListOperand([*self], ref_to(self.value.index)),)
+        samples = ListOperand([*self.parts.samples], ref_to(self.value.index))
+        return samples, *self.parts.counts
 
     def __add__(self, other: Any) -> Any:
         return self._lists.add(self, other)
@@ -222,10 +232,13 @@ class Accumulation:
         receiver = self._receiver(frame)
         if receiver is None or type(items) is not list or type(count) is not TracedInt:
             return None
-        if not (items and all(map(_is_plain, items)) and count > 0):
+        if not (items and all(map(_is_plain, items))):
             return None
+        if not (receiver.is_operand or count > 0):
+            return None  # an empty list has items of no type
         times = self._values.scalar_ref(count)
-        return self._make(repeat, (items, times), items * plain(count), (), (count,), frame)
+        parts = SumParts((count,), tuple(items), 0, False)
+        return self._make(repeat, (items, times), items * plain(count), (), parts, frame)
 
     def add(self, first: Any, second: Any) -> Any:
         """Return the sum of two lists, of which `[y] * n` has made one.
@@ -237,24 +250,51 @@ class Accumulation:
         lists = first, second
         if not all(isinstance(one, list) for one in lists):
             return NotImplemented
-        counts = tuple(n for one in lists if type(one) is Summand for n in one.counts)
+        parts = [
+            one.parts if type(one) is Summand else SumParts((), tuple(one), len(one), bool(one))
+            for one in lists
+        ]
+        whole = SumParts(
+            parts[0].counts + parts[1].counts, parts[0].samples + parts[1].samples,
+            parts[0].named, any(one.is_filled for one in parts),
+        )  # fmt: skip
         result, frame = [*first, *second], outside_scalars()
+        receiver = self._receiver(frame)
         is_known = type(first) is Summand or all(map(self._may_be_item, first))
-        if not (is_known and (type(second) is Summand or all(map(_is_plain, second)))):
-            for count in counts:  # since code may see the list
-                index = self._values.scalar_ref(count).index
-                self._writer.guard(ValueGuard, index, plain(count), Use.INDEX, frame)
+        is_known = is_known and (type(second) is Summand or all(map(_is_plain, second)))
+        if receiver is None or not is_known:
+            for count in whole.counts:  # since code may see the list
+                self._guard(count, frame)
             return result
+        if not receiver.is_operand:
+            self._ask_kinds(whole, frame)
         with torch._C.DisableTorchFunction():
             refs = [
                 ref_to(one.value.index) if type(one) is Summand else [*map(self._recorded, one)]
                 for one in lists
             ]
             if type(first) is Summand:
-                names = first.value.items[: first.named]
+                names = first.value.items[: whole.named]
             else:
                 names = tuple(map(self._name, refs[0]))
-            return self._make(accumulate, tuple(refs), result, names, counts, frame)
+            return self._make(accumulate, tuple(refs), result, names, whole, frame)
+
+    def _ask_kinds(self, parts: SumParts, frame: FrameType) -> None:
+        """Ask for what the kind of a tensor depends on that is made of the list.
+
+        What is asked next depends on nothing that the state does not have.
+        """
+        if len({type(plain(item)) for item in parts.samples}) > 1:
+            for count in parts.counts:
+                if not count > 0:
+                    self._guard(count, frame)
+        elif not (parts.is_filled or any(count > 0 for count in parts.counts)):
+            for count in parts.counts:
+                self._guard(count, frame)
+
+    def _guard(self, count: Any, frame: FrameType) -> None:
+        index = self._values.scalar_ref(count).index
+        self._writer.guard(ValueGuard, index, plain(count), Use.INDEX, frame)
 
     def _receiver(self, frame: FrameType) -> Accumulator | None:
         """Return what receives the list that the instruction of a frame makes."""
@@ -270,7 +310,7 @@ class Accumulation:
 
     def _make(
         self, target: Any, args: tuple[Any, ...], items: list[Any], names: tuple[Any, ...],
-        counts: tuple[Any, ...], frame: FrameType,
+        parts: SumParts, frame: FrameType,
     ) -> list[Any]:  # fmt: skip
         """Record the op that gives a list whose length numbers decide, and return the list.
 
@@ -279,7 +319,7 @@ class Accumulation:
             args: what it is given.
             items: the items.
             names: the names of the first ones; the others are plain numbers.
-            counts: the numbers.
+            parts: what it consists of.
             frame: the code that makes the list.
         """
         offset = instruction_at(frame.f_code, frame.f_lasti)
@@ -294,7 +334,7 @@ class Accumulation:
                 self._exchange(items, at, given[at], name)
         value = ListValue(op.index, (*names, *map(self._name, items[len(names) :])))
         if receiver is not None and receiver.is_operand:
-            return Summand(items, value, len(names), counts, self)
+            return Summand(items, value, parts, self)
         variable = id(frame), frame.f_code, f"[{offset}]"
         name = "" if receiver is None else receiver.name
         self._made[variable] = _MadeList(items, (id(frame), frame.f_code, name))

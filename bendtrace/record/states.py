@@ -359,7 +359,7 @@ class _StateWalk:
             known, views = self._memories, [one for one in value.numbers if isinstance(one, Tensor)]
             memory = [known.setdefault(storage_of(one), len(known)) for one in views[:1]]
             return self.value_of(value.ref.index), self._facts_of_items(value.numbers), memory
-        if kind.__module__.startswith("bendtrace.record.") and hasattr(kind, "state_parts"):
+        if kind.__module__.startswith(_RECORD) and hasattr(kind, "state_parts"):
             return kind.__name__, self.values_of(value.state_parts())
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
             raise _Unreadable(f"a {kind.__qualname__} cannot be read")
@@ -587,6 +587,7 @@ def _plain_key(value: Any, kind: type) -> Any:
 
 
 _DEEPEST = 16
+_RECORD = "bendtrace.record."
 _LASTING = (type, enum.Enum, *OPERATORS)
 _FIXED = frozenset(
     {
@@ -697,9 +698,10 @@ def _call_hides(called: Any, given: list[Any], callee: FrameType | None) -> bool
 
 
 def _repeats(operands: list[Any]) -> bool:
-    """Return whether `[y] * n` asks for its traced scalar: no list asks one by itself."""
+    """Return whether `[y] * n` asks for its traced scalar, or the sum of such lists for those."""
     kinds = [*map(type, operands)]
-    return len(kinds) == 2 and list in kinds and not TRACED.isdisjoint(kinds)
+    is_ours = any(kind in TRACED or kind.__module__.startswith(_RECORD) for kind in kinds)
+    return len(kinds) == 2 and is_ours and any(issubclass(kind, list) for kind in kinds)
 
 
 def _keeps_parts(called: Any, given: list[Any]) -> bool:
