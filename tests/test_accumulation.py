@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn, stack
 
 import bendtrace as bt
-from bendtrace.python.accumulators import accumulators_at
+from bendtrace.python.accumulators import accumulators_at, receiver_of_list
 from bendtrace.python.results import can_exchange
 
 needs_lists = pytest.mark.skipif(
@@ -172,6 +172,113 @@ def test_lists_that_only_such_code_sees_are_found(body: str, end: str) -> None:
 )
 def test_lists_that_other_code_may_see_are_not_followed(body: str, end: str, begin: str) -> None:
     assert _names(_loop(body, end, begin)) == set()
+
+
+def _receivers(body: str) -> set[str]:
+    space: dict[str, Any] = {"torch": torch, "stack": stack}
+    exec("def code(x, y, n, c):\n    " + "\n    ".join(body.split("; ")), space)
+    code = space["code"].__code__
+    found = (receiver_of_list(code, at) for at in range(0, len(code.co_code), 2))
+    return {
+        f"{one.name}({'.'.join(one.consumers[0]) if one.consumers else ''})" for one in found if one
+    }
+
+
+@needs_lists
+@pytest.mark.parametrize(
+    ("body", "receivers"),
+    [
+        ("torch.stack([y * n for y in x], dim=1)", {"(torch.stack)"}),
+        ("rows = [y for y in x]; c(n); return stack(rows)", {"rows(stack)"}),
+        ("torch.tensor([0] * n)", {"(torch.tensor)"}),
+        ("torch.tensor(c + [0] * (n - 1) + [1])", {"(torch.tensor)"}),
+        ("rows = [0] * n + [1, 2] * c; torch.tensor(rows, dtype=c)", {"rows(torch.tensor)"}),
+        ("torch.tensor([[0] * y for y in x])", {"(torch.tensor)"}),
+    ],
+)
+def test_lists_that_expressions_make_are_found(body: str, receivers: set[str]) -> None:
+    assert _receivers(body) == receivers
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return [y for y in x]",
+        "c([y for y in x])",
+        "x.new_tensor([0] * n)",
+        "torch.stack(c([y for y in x]))",
+        "torch.stack([y for y in x] + [n])",
+        "torch.stack([y for y in x] if c else [0] * n)",
+        "torch.stack({y for y in x})",
+        "rows = [y for y in x]; rows[0] = n; torch.stack(rows)",
+        "rows = [0] * n; others = rows; torch.tensor(rows)",
+        "rows = c; rows = [0] * n; torch.tensor(rows)",
+        "rows = [0] * n; torch.tensor(rows); rows.pop()",
+        "x * n + torch.tensor(n * c)",
+        "rows = [0] * n; torch.tensor(rows); locals()",
+    ],
+)
+def test_lists_of_expressions_that_other_code_may_see_are_not_followed(body: str) -> None:
+    assert not any("torch" in one or "stack" in one for one in _receivers(body))
+
+
+class Padded(nn.Module):
+    """Masks of two lengths, and a list of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        n, k = len(x), int(x.abs().sum()) % 5
+        mask = torch.tensor([1] * k + [0] * (n - k))
+        rows = torch.stack([self.cell(row) if row.sum() > 0 else row for row in x])
+        ones = [1.0] * n + [True] * (k - 1)
+        if rows.sum() > 0:
+            ones.append(5)
+        return rows, mask, torch.tensor(ones)
+
+
+@needs_lists
+@pytest.mark.parametrize("changes", [False, True])
+def test_lists_whose_length_numbers_decide_are_values(changes: bool) -> None:
+    torch.manual_seed(0)
+    model = Padded()
+    bended = bt.BendedModule(copy.deepcopy(model))
+    if changes:
+        bended.interject("cell", lambda value: value * 1.1)
+        model.cell.register_forward_hook(lambda module, args, value: value * 1.1)
+    for x in inputs(200):
+        for one, other in zip(bended(x), model(x), strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+    assert bended.stats.live == 0
+    assert bended.stats.traces < 30
+
+
+def test_a_sum_of_lists_of_two_kinds_has_the_kind_of_those_that_have_items() -> None:
+    def code(x: Tensor, n: int) -> Tensor:
+        return torch.tensor([1.5] * (n - 2) + [True] * n + [0] * (3 - n))
+
+    bended = bt.BendedModule(code)
+    x = torch.ones(1)
+    for n in [5, 2, 4, 1, 3, 0, 6, -1, 9, 2, 0, 7, 1, 5, 3] * 2:
+        found, expected = bended(x, n), code(x, n)
+        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+
+
+@needs_lists
+def test_people_see_the_items_of_lists_that_are_made_at_once() -> None:
+    torch.manual_seed(0)
+    bended = bt.BendedModule(Padded())
+    for x in inputs(60):
+        recorded = bended.stats.traces
+        bended(x)
+        if bended.stats.traces > recorded and len(x) > 3:
+            latest, given = bended.latest_trace, x
+    assert len([*latest.graph.predecessors("stack")]) == len(given)
+    node = next(name for name in latest.graph if name.startswith("tensor"))
+    assert f"[{', '.join(['1'] * (int(given.abs().sum()) % 5))}" in str(latest.graph.nodes[node])
 
 
 def test_a_function_of_the_users_is_no_function_of_torch() -> None:

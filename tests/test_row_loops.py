@@ -195,7 +195,8 @@ def _from_five(rows: Any) -> Any:
 
 def _loops(source: str) -> list[RowLoop]:
     space: dict[str, Any] = {"torch": torch}
-    exec(f"def code(x, y, c):\n    {source}\n        pass", space)
+    body = source if source.startswith("[") else f"{source}\n        pass"
+    exec(f"def code(x, y, c):\n    {body}", space)
     code = space["code"].__code__
     found = (row_loop_at(code, at) for at in range(0, len(code.co_code), 2))
     return [one for one in found if one is not None]
@@ -223,11 +224,14 @@ def _loops(source: str) -> list[RowLoop]:
         ("for a in x.unbind(0) if c else y:", {((), True)}),
         ("for a in zip(*x.unbind(0)):", {((), True)}),
         ("for a in enumerate(x.unbind(0), c=1):", {((), True)}),
+        ("[a for a in x]", {((), True)}),
+        ("[a for a, b in zip(x, y.unbind(0))]", {((), True), (("zip",), True), (("zip",), False)}),
+        ("[[a for a in x.unbind(0)], {a for a in y}]", {((), True), ((), False)}),
         ("if x.unbind(0):", set()),
     ],
 )  # fmt: skip
 def test_loops_are_found(source: str, ways: set[tuple[tuple[str, ...], bool]]) -> None:
-    assert {tuple(one) for one in _loops(source)} == ways
+    assert {(one.way, one.iterates) for one in _loops(source)} == ways
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def receiver_of_list(code: CodeType, offset: int) -> Accumulator | None:
 
 
 def is_comprehension(code: CodeType) -> bool:
-    """Return whether code is that of a list comprehension, whose list nothing within it sees."""
+    """Return whether code is a list comprehension, and nothing within it sees its list."""
     return code.co_name == LIST_COMPREHENSION and _is_readable(code)
 
 

@@ -28,7 +28,7 @@ class RowLoop(NamedTuple):
         way: the builtins that pass the items on to the loop, innermost first: `enumerate`.
         iterates: whether the instruction asks its operands for their iterators, as `for row in x`
             and `zip(x, y)` do. Otherwise it calls what gives the items.
-        is_list: whether the loop is that of a list comprehension, which has a frame for itself.
+        is_list: whether a list comprehension goes through them, in a frame for itself.
     """
 
     way: tuple[str, ...]

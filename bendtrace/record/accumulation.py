@@ -342,6 +342,11 @@ class Accumulation:
         return items
 
     @staticmethod
+    def is_comprehension(code: CodeType) -> bool:
+        """Return whether code makes such a list, which lies lowest on its stack."""
+        return is_comprehension(code)
+
+    @staticmethod
     def slots(code: CodeType) -> Collection[int]:
         """Return the variables of code that may hold such lists."""
         return accumulator_slots(code)

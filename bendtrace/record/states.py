@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bendtrace.python import stacks
-from bendtrace.python.accumulators import is_comprehension
 from bendtrace.python.bytecode import read_later
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import MACHINERY, PACKAGE
@@ -290,7 +289,7 @@ class _StateWalk:
             for slot, value in enumerate(stack.slots)
         )
         below = stack.below
-        if lists is not None and below and is_comprehension(stack.code):
+        if lists is not None and below and lists.is_comprehension(stack.code):
             slots += (self._list(below[0], stack.code, None),)
         operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
         below = tuple(map(self.value, below))

@@ -53,7 +53,6 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
 from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
-from bendtrace.record.accumulation import Accumulation
 from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
@@ -80,11 +79,12 @@ from bendtrace.watch.provenance import is_finished_function
 
 if TYPE_CHECKING:
     from bendtrace.python import key_functions
-    from bendtrace.record import rows
+    from bendtrace.record import accumulation, rows
     from bendtrace.record.numbers import NumberRecorder
     from bendtrace.record.rows import LoopRows, RowLoops
 else:
     key_functions = LazyModule("bendtrace.python.key_functions")
+    accumulation = LazyModule("bendtrace.record.accumulation")
     rows = LazyModule("bendtrace.record.rows")
 
 _OF_TENSORS = frozenset({bool, int, float, len, operator.index})
@@ -878,13 +878,13 @@ class Lifting:
         if self.counts or self.places:
             writer.before_question = self._lift
             if self._lists:
-                values.accumulation = Accumulation(writer, values, outermost)
+                values.accumulation = accumulation.Accumulation(writer, values, outermost)
 
     @property
     def has_lifted(self) -> bool:
         """Return whether there were counters of loops, or lists that loops append to."""
-        accumulation = self._values.accumulation
-        return bool(self.lifted) or (accumulation is not None and accumulation.has_begun)
+        lists = self._values.accumulation
+        return bool(self.lifted) or (lists is not None and lists.has_begun)
 
     def place(self) -> None:
         """Replace the numbers in the state by traced scalars."""

@@ -10,15 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 
-from bendtrace.python.accumulators import receiver_of_list
 from bendtrace.python.bytecode import tests_directly
+from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import TORCH
 from bendtrace.python.stacks import instruction_name
 from bendtrace.tape.tape import Guard, Literals, Raised, Use
+
+if TYPE_CHECKING:
+    from bendtrace.python import accumulators
+else:
+    accumulators = LazyModule("bendtrace.python.accumulators")
 
 
 def type_name_of(value: Any) -> str:
@@ -207,5 +212,5 @@ def number_place(guard: Guard) -> Place | None:
     if code.co_filename.startswith(TORCH):
         return None
     name = instruction_name(code, offset)
-    is_asked = name in ASKING or (name == "BINARY_OP" and receiver_of_list(code, offset))
+    is_asked = name in ASKING or (name == "BINARY_OP" and accumulators.receiver_of_list(code, offset))
     return (code, offset) if is_asked else None

@@ -135,3 +135,59 @@ def numbers_and_tensors(x: Tensor) -> Tensor:
             both += [x[i, 0].item()]
     both.append(True)
     return torch.tensor(both)
+
+
+@followed(12)
+def of_a_comprehension(x: Tensor) -> Tensor:
+    outputs = [row * 2 if row.sum() > 0 else row - 1 for row in x]
+    if x.sum() > 0:
+        outputs.append(x[0])
+    return torch.stack(outputs, dim=1)
+
+
+@followed(16)
+def of_chosen_rows(x: Tensor) -> Tensor:
+    chosen = [x[i] * i for i in range(len(x)) if x[i].sum() > -9]
+    return x.sum(0) + torch.cat(chosen).sum()
+
+
+@followed(16)
+def of_comprehensions_in_each_other(x: Tensor) -> Tensor:
+    rows = [torch.stack([x[i] * x[j] for j in range(i + 1)]).sum(0) for i in range(len(x))]
+    causal = torch.tensor([[1.0 if j <= i else 0.0 for j in range(len(x))] for i in range(len(x))])
+    return torch.stack(rows) + causal @ x
+
+
+@followed(10)
+def numbers_of_a_comprehension(x: Tensor) -> Tensor:
+    return x[torch.tensor([int(row.argmax()) % len(x) for row in x])]
+
+
+@followed(14)
+def one_number_again_and_again(x: Tensor) -> tuple[Tensor, Tensor]:
+    counts = [0] * len(x)
+    if x.sum() > 0:
+        counts.append(1)
+    return x.sum() + torch.tensor(counts).float().sum(), torch.as_tensor([1.5] * x.size(0))
+
+
+@followed(16)
+def padded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = len(x), int(x.abs().sum()) % 4
+    mask = torch.tensor([1.0] * k + [0.0] * (n - k) + [2.0])
+    return x.sum(), mask, torch.tensor([0] * n + [True] * (k - 1))
+
+
+@followed(24)
+def padded_rows(x: Tensor) -> Tensor:
+    lengths = (x[:2].abs().sum(1) * 2).long().tolist()
+    most = max(lengths)
+    return torch.tensor([[1] * n + [0] * (most - n) for n in lengths])
+
+
+@followed(40)
+def comprehensions_that_others_see(x: Tensor) -> Any:
+    rows = [row * 2 for row in x]
+    counts = [0] * len(x)
+    counts[-1] = 1
+    return torch.stack(rows), rows, counts, len([i for i in range(len(x))]), sum([1.5] * len(x))
