@@ -25,7 +25,6 @@ from torch import Tensor
 
 from bendtrace.python import stacks
 from bendtrace.python.bytecode import (
-    CONSTANTS,
     LOOKS_AT_VARIABLES,
     assign,
     code_compares_identity,
@@ -55,7 +54,7 @@ from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.values import TRACED_AS, RunValues
+from bendtrace.record.values import LARGEST_FLOAT, TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
     ASKING,
@@ -135,6 +134,13 @@ class Varying:
                 self._places, writer, values, self._lift, _call_of, inserter
             )
 
+    def number_for_c(self, use: Use | FunctionUse, scalar: TracedScalar) -> Any:
+        """Return the number that C receives for a result which is exchanged.
+
+        While a run follows a script, a number need not be among those that it is found in.
+        """
+        return True if self.searches or _is_large(scalar, use) else scalar._value
+
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
 
@@ -200,6 +206,20 @@ class Varying:
         if change is not None:
             return bool(result)
         return result is not None and exchange(frame, result, self._end_exchange)
+
+    def has_logarithm(self, scalar: TracedScalar, use: Use | FunctionUse) -> bool:
+        """Return whether C asks for a number that no float is as large as to take its logarithm.
+
+        It takes that of a whole number as it is, and the code receives that.
+
+        Args:
+            scalar: the number, which is guarded.
+            use: how it is asked.
+        """
+        called = _call_of(*_asking_frames()) if _is_large(scalar, use) else None
+        if called is None or not any(called[0] is one for one in _LOGARITHMS):
+            return False
+        return exchange(_asking_frames()[0], called[0](*map(plain, called[1])), self._end_exchange)
 
     def is_answered(self, frame: FrameType) -> bool:
         """Return whether what code asks is for a result that is traced already."""
@@ -623,6 +643,10 @@ class Rounds:
         raise StopIteration
 
 
+def _is_large(scalar: TracedScalar, use: Use | FunctionUse) -> bool:
+    return use is Use.FLOAT and abs(scalar._value) >= LARGEST_FLOAT
+
+
 def _rounds(tape: Tape, index: int) -> bool:
     """Return whether an op makes whole numbers of floats."""
     op = tape.ops[index]
@@ -632,6 +656,7 @@ def _rounds(tape: Tape, index: int) -> bool:
 _ROUNDING = frozenset({int, round, math.floor, math.ceil, math.trunc})
 _NUMBERS = TRACED | {int, float}
 _FEW_ROUNDS = 4
+_LOGARITHMS = (math.log, math.log2, math.log10)
 _PLAIN_NUMBERS = frozenset({bool, int, float})
 _COMPARED = frozenset({bool, int})
 _CHANGES: tuple[tuple[Any, Any], ...] = ((set_item, with_item), (list.remove, without_item))
@@ -908,17 +933,16 @@ class Lifting:
             code = found.f_code
             loops = None if self._excluded is not None else self._loops
             is_own = code.co_filename.startswith(PACKAGE)
-            whole, numbers = frozenset[str](), frozenset[str]()
+            counted, carried = frozenset[str](), frozenset[str]()
             if not is_own:
-                whole = counters_at(code, found.f_lasti, loops)
-                whole |= carried_at(code, found.f_lasti, self._iterating, True)
-                numbers = carried_at(code, found.f_lasti, self._iterating, False)
-            if (whole or numbers) and not (
+                counted = counters_at(code, found.f_lasti, loops)
+                carried = carried_at(code, found.f_lasti, self._iterating)
+            if (counted or carried) and not (
                 needs_plain_numbers(code, found.f_globals) or code_compares_identity(code)
             ):
-                for name in sorted(whole):
+                for name in sorted(counted | carried):
                     self._lift_one(found, name, int)
-                for name in sorted(numbers):
+                for name in sorted(carried):
                     self._lift_one(found, name, float)
             found = found.f_back
 
@@ -1058,9 +1082,8 @@ def counters_at(
     )
 
 
-# The numbers that loops over ranges and rows carry from round to round: `weight *= 0.9`. Whole
-# numbers only where constants are added: others grow beyond those that can be traced.
-_carried: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str], frozenset[str]]]]] = {}
+# The numbers that loops over ranges and rows carry from round to round: `weight *= 0.9`.
+_carried: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
 
 
 def loop_beginning(code: CodeType, offset: int) -> int | None:
@@ -1075,16 +1098,13 @@ def loop_beginning(code: CodeType, offset: int) -> int | None:
     return next((step.offset for step in after if step.name == "FOR_ITER"), None)
 
 
-def carried_at(
-    code: CodeType, offset: int, loops: Set[tuple[int, int]], is_whole: bool
-) -> frozenset[str]:
+def carried_at(code: CodeType, offset: int, loops: Set[tuple[int, int]]) -> frozenset[str]:
     """Return the local variables in which loops around an instruction carry numbers on.
 
     Args:
         code: the code.
         offset: the instruction.
         loops: the loops that are looked at, as identities of code and beginnings.
-        is_whole: whether the numbers are whole ones.
     """
     if not loops:
         return frozenset()
@@ -1093,34 +1113,31 @@ def carried_at(
         cached = _carried[id(code)] = code, _carrying_loops(code)
     return frozenset().union(
         *(
-            counted if is_whole else computed
-            for begin, end, computed, counted in cached[1]
+            computed
+            for begin, end, computed in cached[1]
             if begin <= offset <= end and (id(code), begin) in loops
         )
     )
 
 
-def _carrying_loops(code: CodeType) -> list[tuple[int, int, frozenset[str], frozenset[str]]]:
-    """Return the loops of code, with their ends, and what they compute and count in variables."""
+def _carrying_loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
+    """Return the loops of code, with their ends, and the variables that they compute."""
     if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
         return []
     steps = single_steps(code)
     ends = {step.value: step.offset for step in steps if "JUMP_BACKWARD" in step.name}
-    constants = {offset for offset, _ in _counted(code)}
     loops = []
     for step in steps:
         if step.name == "FOR_ITER" and step.offset in ends:
             end = ends[step.offset]
             inside = [one for one in steps if step.offset <= one.offset <= end]
-            computed, others = set(), set()
-            for before, after in itertools.pairwise(inside):
-                if after.name == "STORE_FAST":
-                    if before.name in ("BINARY_OP", "UNARY_NEGATIVE"):
-                        computed.add(after.value)
-                    if after.offset not in constants and before.name not in CONSTANTS:
-                        others.add(after.value)
+            computed = {
+                after.value
+                for before, after in itertools.pairwise(inside)
+                if after.name == "STORE_FAST" and before.name in ("BINARY_OP", "UNARY_NEGATIVE")
+            }
             computed &= {one.value for one in inside if one.name == "LOAD_FAST"}
-            loops.append((step.offset, end, frozenset(computed), frozenset(computed - others)))
+            loops.append((step.offset, end, frozenset(computed)))
     return loops
 
 

@@ -212,5 +212,7 @@ def number_place(guard: Guard) -> Place | None:
     if code.co_filename.startswith(TORCH):
         return None
     name = instruction_name(code, offset)
-    is_asked = name in ASKING or (name == "BINARY_OP" and accumulators.receiver_of_list(code, offset))
+    is_asked = name in ASKING or (
+        name == "BINARY_OP" and accumulators.receiver_of_list(code, offset)
+    )
     return (code, offset) if is_asked else None
