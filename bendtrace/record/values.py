@@ -16,7 +16,6 @@ from torch import Tensor
 from bendtrace.python.bytecode import code_compares_identity, only_tests
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import place_at, user_place, users_code
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.tape.captured import (
@@ -376,18 +375,14 @@ class RunValues:
             depth: the number of nested lists around it.
         """
         scalar = self.scalar(kind, value, source)
-        if kind is TracedInt and abs(value) >= LARGEST_FLOAT and not self._follows_large():
-            return self.origin.consume(scalar, Use.TYPE)
+        if kind is TracedInt and not -_LARGEST <= value < _LARGEST:
+            return self.origin.consume(scalar, Use.TYPE)  # torch has none, and C asks it otherwise
         if kind is TracedBool:
             if code_compares_identity(frame.f_code):
                 return self.origin.consume(scalar, Use.TYPE)
             if not only_tests(frame, depth):
                 return self.origin.consume(scalar, Use.BOOL)
         return self.origin.consume(scalar, Use.TYPE) if self._needs_plain(frame) else scalar
-
-    def _follows_large(self) -> bool:
-        recorder: Any = self.origin
-        return recorder.varying is not None and can_exchange()
 
     def _needs_plain(self, frame: FrameType) -> bool:
         """Return whether code may pass a number that it receives to code not known to ask it."""
@@ -617,9 +612,7 @@ class RunValues:
         )
 
 
-# From where on no float is as large. `math.log` takes such a number as it is, where other functions
-# in C ask it for a float.
-LARGEST_FLOAT = 1 << 1023
+_LARGEST = 1 << 63
 
 
 def outline_of(value: Any) -> Any:
