@@ -62,13 +62,14 @@ class NumberRecorder:
             return self._elsewhere(scalar._value)
         varying = self._recorder.varying_asked(use)
         if varying is not None and varying.answers(use, scalar):
-            # While a run follows a script, a number need not be among those that it is found in.
-            return True if varying.searches else scalar._value
+            return varying.number_for_c(use, scalar)
         index, value = self._values.scalar_ref(scalar).index, scalar._value
         if use is Use.BOOL:
             self._writer.guard(TruthGuard, index, bool(value), use, outside_scalars())
         else:
             self._writer.guard(ValueGuard, index, value, use, outside_scalars())
+        if varying is not None and varying.has_logarithm(scalar, use):
+            return 1.0
         return self.answer(value)
 
     def _elsewhere(self, value: Any) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 from bendtrace.python.bytecode import code_compares_identity, only_tests
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
+from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import place_at, user_place, users_code
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.tape.captured import (
@@ -385,14 +386,17 @@ class RunValues:
         return self.origin.consume(scalar, Use.TYPE) if self._needs_plain(frame) else scalar
 
     def _is_too_large(self, scalar: Any) -> bool:
-        """Return whether a number is plain since torch has none like it, and C asks it otherwise.
+        """Return whether a number is plain since no float is as large, and C asks it otherwise.
 
         A run that follows a script has the numbers of another call, and asks for what this asked
         for.
         """
+        recorder: Any = self.origin
+        if recorder.varying is not None and can_exchange():
+            return False  # see `Varying.has_logarithm`
         script = self._writer.script
         if script is None or not script.is_active:
-            return not -_LARGEST <= scalar._value < _LARGEST
+            return bool(abs(scalar._value) >= LARGEST_FLOAT)
         return script.asks_next(Use.TYPE, lambda: self.scalar_ref(scalar).index)
 
     def _needs_plain(self, frame: FrameType) -> bool:
@@ -623,7 +627,9 @@ class RunValues:
         )
 
 
-_LARGEST = 1 << 63
+# From where on no float is as large. `math.log` takes such a number as it is, where other functions
+# in C ask it for a float.
+LARGEST_FLOAT = 1 << 1023
 
 
 def outline_of(value: Any) -> Any:

@@ -54,7 +54,7 @@ from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.record.encoding import ListOperand, without_traced
 from bendtrace.record.tape_writer import TapeWriter
-from bendtrace.record.values import TRACED_AS, RunValues
+from bendtrace.record.values import LARGEST_FLOAT, TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
     ASKING,
@@ -134,6 +134,13 @@ class Varying:
                 self._places, writer, values, self._lift, _call_of, inserter
             )
 
+    def number_for_c(self, use: Use | FunctionUse, scalar: TracedScalar) -> Any:
+        """Return the number that C receives for a result which is exchanged.
+
+        While a run follows a script, a number need not be among those that it is found in.
+        """
+        return True if self.searches or _is_large(scalar, use) else scalar._value
+
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
 
@@ -199,6 +206,20 @@ class Varying:
         if change is not None:
             return bool(result)
         return result is not None and exchange(frame, result, self._end_exchange)
+
+    def has_logarithm(self, scalar: TracedScalar, use: Use | FunctionUse) -> bool:
+        """Return whether C asks for a number that no float is as large as to take its logarithm.
+
+        It takes that of a whole number as it is, and the code receives that.
+
+        Args:
+            scalar: the number, which is guarded.
+            use: how it is asked.
+        """
+        called = _call_of(*_asking_frames()) if _is_large(scalar, use) else None
+        if called is None or not any(called[0] is one for one in _LOGARITHMS):
+            return False
+        return exchange(_asking_frames()[0], called[0](*map(plain, called[1])), self._end_exchange)
 
     def is_answered(self, frame: FrameType) -> bool:
         """Return whether what code asks is for a result that is traced already."""
@@ -622,6 +643,10 @@ class Rounds:
         raise StopIteration
 
 
+def _is_large(scalar: TracedScalar, use: Use | FunctionUse) -> bool:
+    return use is Use.FLOAT and abs(scalar._value) >= LARGEST_FLOAT
+
+
 def _rounds(tape: Tape, index: int) -> bool:
     """Return whether an op makes whole numbers of floats."""
     op = tape.ops[index]
@@ -631,6 +656,7 @@ def _rounds(tape: Tape, index: int) -> bool:
 _ROUNDING = frozenset({int, round, math.floor, math.ceil, math.trunc})
 _NUMBERS = TRACED | {int, float}
 _FEW_ROUNDS = 4
+_LOGARITHMS = (math.log, math.log2, math.log10)
 _PLAIN_NUMBERS = frozenset({bool, int, float})
 _COMPARED = frozenset({bool, int})
 _CHANGES: tuple[tuple[Any, Any], ...] = ((set_item, with_item), (list.remove, without_item))
