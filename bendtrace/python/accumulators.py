@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class Accumulator(NamedTuple):
 
     - `outputs.append(y)`, `outputs.extend(ys)`, `outputs.clear()`;
     - `outputs += [y]`, and `outputs = outputs + [y]`;
-    - as the first argument of a function of torch: `torch.stack(outputs, dim=1)`.
+    - as the first argument of a function of torch: `torch.stack(outputs, dim=1)`;
+    - for its length: `len(outputs)`, `if outputs`.
 
     The lists that comprehensions, `[y] * n` and `[y] * n + [z]` make may be given to such a
     function with no variable in between.
@@ -45,6 +47,7 @@ class Accumulator(NamedTuple):
         consumers: the names under which the code finds these functions: ("torch", "stack").
         is_operand: whether the list is first added to another one.
         is_item: whether it becomes an item of the list of a comprehension.
+        is_asked: whether code asks for its length.
         is_computed: whether operators give the variable its value, which may also be another one.
     """
 
@@ -52,6 +55,7 @@ class Accumulator(NamedTuple):
     consumers: tuple[tuple[str, ...], ...]
     is_operand: bool = False
     is_item: bool = False
+    is_asked: bool = False
     is_computed: bool = False
 
     def is_private(self, frame: FrameType) -> bool:
@@ -60,15 +64,19 @@ class Accumulator(NamedTuple):
 
 
 # They make a new tensor of a list, whose dtype and number of dimensions follow from those (or from
-# the types of numbers) that occur among the items.
+# the types of numbers) that occur among the items. `len` asks the list itself.
 _CONSUMERS = frozenset(
     {
         torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack,
-        torch.dstack, torch.row_stack, torch.column_stack, torch.tensor, torch.as_tensor,
+        torch.dstack, torch.row_stack, torch.column_stack, torch.tensor, torch.as_tensor, len,
     }
 )  # fmt: skip
 _GENERATORS = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 _METHODS = frozenset({"append", "extend", "clear"})
+_TESTS = frozenset(
+    {"UNARY_NOT", "TO_BOOL"}
+    | {name for name in dis.opmap if name.startswith("POP_JUMP") and "NONE" not in name}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +162,7 @@ def _find_lists(code: CodeType) -> _CodeLists:
     for name in sorted(names):
         uses = _ListUses(code, makers)
         if uses.is_private(name):
-            found = Accumulator(name, tuple(uses.consumers), is_computed=uses.is_computed)
-            private[name] = found, uses.growth
+            private[name] = uses.accumulator(name), uses.growth
     loops = []
     for end in ends:
         growing = [
@@ -216,20 +223,20 @@ class _ListUses:
     Attributes:
         consumers: the functions that receive it.
         growth: the instructions that make it longer.
-        is_computed: whether an operator makes it.
     """
 
     def __init__(self, code: CodeType, makers: dict[int, int]) -> None:
         self._makers, self._is_comprehension = makers, is_comprehension(code)
         self._comprehensions = comprehensions(code)
-        self.is_computed: bool = False
+        self._is_computed = self._is_tested = False
         self._steps = single_steps(code)
         self._positions = {step.offset: number for number, step in enumerate(self._steps)}
         self._labels = jump_targets(code)
         self._name = ""
         self.consumers: list[tuple[str, ...]] = []
         self.growth: list[int] = []
-        self._stores: set[int] = set()  # those of `outputs = outputs + [y]`
+        self._stores: set[int] = set()  # those of `outputs = outputs + [y]` and `outputs += [y]`
+        self._sums = 0  # how often `+` makes another list
 
     def is_private(self, name: str) -> bool:
         """Return whether nothing but `consumers` can see what a variable holds."""
@@ -245,6 +252,17 @@ class _ListUses:
             and {step.name for _, step in uses} <= {"LOAD_FAST", "STORE_FAST", "DELETE_FAST"}
             and all(map(self._may_load, loads))
             and all(self._may_store(at) for at, step in uses if step.name == "STORE_FAST")
+            # A sum would be another list, which the length is not asked of in the same way.
+            and not (self._sums and self.accumulator(name).is_asked)
+        )
+
+    def accumulator(self, name: str) -> Accumulator:
+        """Return a variable whose uses have been looked at, or the receiver of an expression."""
+        return Accumulator(
+            name,
+            tuple(self.consumers),
+            is_asked=self._is_tested or ("len",) in self.consumers,
+            is_computed=self._is_computed,
         )
 
     def receiver(self, offset: int) -> Accumulator | None:
@@ -268,7 +286,7 @@ class _ListUses:
             return None if found is None else found._replace(is_operand=True)
         if not self._is_passed(taker, above, self._positions[self._makers[offset]]):
             return None
-        return Accumulator("", tuple(self.consumers))
+        return self.accumulator("")
 
     def _may_store(self, position: int) -> bool:
         """Return whether the variable is given a list that nothing else refers to."""
@@ -276,7 +294,7 @@ class _ListUses:
             return True
         before = self._steps[position - 1].offset
         if before in self._makers and self._is_before_no_label(position):
-            self.is_computed |= before not in self._comprehensions
+            self._is_computed |= before not in self._comprehensions
             return True
         stores = 0
         while self._is_before_no_label(position) and self._steps[position].name == "STORE_FAST":
@@ -299,6 +317,9 @@ class _ListUses:
         following = self._steps[position + 1]
         if loads_method(following) and following.value in _METHODS:
             self.growth.append(following.offset)
+            return True
+        if following.name in _TESTS and following.offset not in self._labels:
+            self._is_tested = True
             return True
         taker, above = self._taker(position)
         if taker is None:
@@ -345,6 +366,7 @@ class _ListUses:
         )
         if is_extended:
             self._stores.add(at + 1)
+            self._sums += step.shown == "+"
             self.growth.append(step.offset)
         return is_extended
 

@@ -147,11 +147,23 @@ def address_of_result(frame: FrameType, places: FrameLayout) -> int | None:
 
 def lowest_on_stack(frame: FrameType) -> Any:
     """Return what lies lowest on the stack of a running frame; None if it cannot be read."""
+    address = _lowest(frame)
+    return None if address is None else object_at(word_at(address))
+
+
+def put_lowest_on_stack(frame: FrameType, value: Any) -> None:
+    """Let an object take the place of what lies lowest on the stack of a running frame."""
+    address = _lowest(frame)
+    if address is not None:
+        put_on_stack(address, value)
+
+
+def _lowest(frame: FrameType) -> int | None:
     places = frame_layout()
     if places is None or not frame.f_code.co_flags & _OPTIMIZED:
         return None
     first = word_at(id(frame) + places.inner) + places.slots
-    return object_at(word_at(first + _WORD * variables(frame.f_code)))
+    return first + _WORD * variables(frame.f_code)
 
 
 def is_called_by_c(frame: FrameType, caller: FrameType, places: FrameLayout) -> bool:

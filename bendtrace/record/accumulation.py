@@ -31,9 +31,10 @@ from bendtrace.python.accumulators import (
     is_comprehension,
     receiver_of_list,
 )
-from bendtrace.python.bytecode import local_in
+from bendtrace.python.bytecode import assign, local_in
 from bendtrace.python.computations import accumulate, repeat
-from bendtrace.python.sites import instruction_at, outside_scalars
+from bendtrace.python.results import exchange
+from bendtrace.python.sites import TRACER, instruction_at, outside_scalars
 from bendtrace.record.encoding import ListOperand
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.record.values import TRACED_AS, RunValues
@@ -60,6 +61,35 @@ class ListValue:
     def length(self) -> int:
         """The number of items."""
         return len(self.items)
+
+
+class LoopList(list[Any]):
+    """A list whose length code asks for.
+
+    It is in the place of the list that the code made.
+
+    Args:
+        items: its items.
+        lists: the lists of the run.
+    """
+
+    def __init__(self, items: list[Any], lists: Accumulation) -> None:
+        super().__init__(items)
+        self._lists = lists
+
+    def state_parts(self) -> tuple[Any, ...]:
+        """Return the values that a state consists of in which it is."""
+        return tuple(self)
+
+    def __len__(self) -> int:
+        length, frame = super().__len__(), sys._getframe(1)
+        is_own = frame.f_code.co_filename.startswith(TRACER)
+        return length if is_own else self._lists.length(self, length, frame)
+
+    def __bool__(self) -> bool:
+        length, frame = super().__len__(), sys._getframe(1)
+        is_own = frame.f_code.co_filename.startswith(TRACER)
+        return bool(length if is_own else self._lists.traced_length(self, length))
 
 
 class SumParts(NamedTuple):
@@ -117,12 +147,12 @@ def items_given(op: Op, tape: Tape) -> list[Any]:
         for part in op.args
     )
     return [
-        items_given(tape.ops[item.index], tape) if _is_list(item, tape) else item
+        items_given(tape.ops[item.index], tape) if _is_given_list(item, tape) else item
         for item in (*before, *items)
     ]
 
 
-def _is_list(item: Any, tape: Tape) -> bool:
+def _is_given_list(item: Any, tape: Tape) -> bool:
     return type(item) is Ref and tape.ops[item.index].target in (accumulate, repeat)
 
 
@@ -193,7 +223,12 @@ class Accumulation:
                 items = local_in(found, accumulator.name)
                 if accumulator.is_computed and variable not in self._lists:
                     continue
-                if type(items) is list and items and accumulator.is_private(found):
+                if _is_list(items) and items and accumulator.is_private(found):
+                    if accumulator.is_asked and type(items) is list:
+                        if sys.getrefcount(items) != _HELD_ONCE:
+                            continue  # an instruction holds it
+                        items = LoopList(items, self)
+                        assign(found, accumulator.name, items)
                     with torch._C.DisableTorchFunction():
                         self._follow(variable, items, found)
 
@@ -201,7 +236,10 @@ class Accumulation:
         """Follow the list of a running comprehension."""
         caller: Any = frame.f_back
         receiver, items = self._receiver(caller), stacks.lowest_on_stack(frame)
-        if receiver is not None and type(items) is list and items:
+        if receiver is not None and _is_list(items) and items:
+            if receiver.is_asked and type(items) is list:
+                items = LoopList(items, self)
+                stacks.put_lowest_on_stack(frame, items)
             variable = id(frame), frame.f_code, ""
             holder = id(caller), caller.f_code, receiver.name
             self._made[variable] = _MadeList(items, holder)
@@ -335,11 +373,18 @@ class Accumulation:
         value = ListValue(op.index, (*names, *map(self._name, items[len(names) :])))
         if receiver is not None and receiver.is_operand:
             return Summand(items, value, parts, self)
+        if receiver is not None and receiver.is_asked:
+            items = LoopList(items, self)
         variable = id(frame), frame.f_code, f"[{offset}]"
         name = "" if receiver is None else receiver.name
         self._made[variable] = _MadeList(items, (id(frame), frame.f_code, name))
         self._lists[variable] = value
         return items
+
+    @staticmethod
+    def is_own(items: list[Any]) -> bool:
+        """Return whether a list is in the place of one that the code made."""
+        return type(items) is LoopList
 
     @staticmethod
     def is_comprehension(code: CodeType) -> bool:
@@ -365,7 +410,7 @@ class Accumulation:
         """
         held = "" if slot is None else code.co_varnames[slot]
         for (_, owner, name), value in self._lists.items():
-            if owner is code and name == held and type(items) is list:
+            if owner is code and name == held and _is_list(items):
                 if self._begins_with(items, value):
                     return value.index, items[: value.length], items[value.length :]
         return None
@@ -410,6 +455,38 @@ class Accumulation:
                         return value
             frame = frame.f_back
         return None
+
+    def traced_length(self, items: list[Any], length: int) -> Any:
+        """Return the length of a list as a traced scalar; the length itself if none gives it.
+
+        Args:
+            items: the list.
+            length: how many items it has.
+        """
+        value = self._value_of(items)
+        if value is None or not all(map(self._may_be_item, items[value.length :])):
+            return length
+        with torch._C.DisableTorchFunction():
+            new = [*map(self._recorded, items[value.length :])]
+            value = self._give(items, value, new, None) if new else value
+            return self._recorder.arithmetic(len, (ListOperand([*items], ref_to(value.index)),))
+
+    def length(self, items: list[Any], length: int, frame: FrameType) -> int:
+        """Return what C returns for the length of a list; the code receives a traced scalar.
+
+        Args:
+            items: the list.
+            length: how many items it has.
+            frame: the code that asks.
+        """
+        scalar = self.traced_length(items, length)
+        if type(scalar) is TracedInt and not exchange(frame, scalar, self._end_exchange):
+            self._guard(scalar, frame)
+        return length
+
+    def _end_exchange(self, gave: bool) -> None:
+        if not gave:
+            self._writer.tape.block("code failed where it computed with a number that varies")
 
     def _value_made(self, items: list[Any]) -> ListValue | None:
         """Return the op that gives the first items of a list that an expression has made."""
@@ -507,6 +584,15 @@ class Accumulation:
             return False
         known = self._values.source_of(item) is not None
         return known or self._values.environment.find(item) is not None
+
+
+# The references to a list that a variable holds while it is followed: the variable, that of the
+# tracer, and the argument of `sys.getrefcount`.
+_HELD_ONCE = 3
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list or type(value) is LoopList
 
 
 def _plain_items(items: list[Any]) -> list[Any]:

@@ -142,9 +142,11 @@ class Encoder:
             return self._values.scalar_ref(value), value._value
         if kind is ListOperand:
             return value.ref, value.numbers
-        if kind is list and (lists := self._values.accumulation) is not None:
+        if issubclass(kind, list) and (lists := self._values.accumulation) is not None:
             if (found := lists.operand(value, self.argument)) is not None:
                 return found
+            if lists.is_own(value):
+                value, kind = [*value], list
         if kind is tuple or kind is list or kind is torch.Size:
             recorded, use = self.arguments(value)
             if use is not value:
