@@ -16,7 +16,6 @@ from torch import Tensor
 from bendtrace.python.bytecode import code_compares_identity, only_tests
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
-from bendtrace.python.results import can_exchange
 from bendtrace.python.sites import place_at, user_place, users_code
 from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
 from bendtrace.tape.captured import (
@@ -392,7 +391,7 @@ class RunValues:
         for.
         """
         recorder: Any = self.origin
-        if recorder.varying is not None and can_exchange():
+        if recorder.varying is not None and recorder.varying.exchanges:
             return False  # see `Varying.has_logarithm`
         script = self._writer.script
         if script is None or not script.is_active:

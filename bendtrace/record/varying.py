@@ -101,6 +101,7 @@ class Varying:
 
     Attributes:
         places: as given.
+        exchanges: whether code can receive other results than those of C.
         searches: whether the call whose result is awaited fails if no comparison is true.
         keyed: the labels of lists and dicts in the state whose items are assigned by such numbers.
     """
@@ -121,7 +122,8 @@ class Varying:
         self._writer, self._values = writer, values
         self._arithmetic, self._list_op = numbers.arithmetic, numbers.list_op
         self._recorder: Any = values.origin
-        self._is_busy = not can_exchange()
+        self.exchanges: bool = can_exchange()
+        self._is_busy = not self.exchanges
         self._rounds: list[tuple[Place, list[int]]] = []  # the questions of each loop
         self._cached: list[tuple[Any, Any, list[int], Any]] = []
         self._results: list[tuple[Place, int, int]] = []  # the ops that give each
@@ -139,7 +141,7 @@ class Varying:
 
         While a run follows a script, a number need not be among those that it is found in.
         """
-        return True if self.searches or _is_large(scalar, use) else scalar._value
+        return True if self.searches or _exceeds_floats(scalar, use) else scalar._value
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
@@ -210,13 +212,13 @@ class Varying:
     def has_logarithm(self, scalar: TracedScalar, use: Use | FunctionUse) -> bool:
         """Return whether C asks for a number that no float is as large as to take its logarithm.
 
-        It takes that of a whole number as it is, and the code receives that.
+        It takes a whole number as it is. The code receives its logarithm.
 
         Args:
             scalar: the number, which is guarded.
             use: how it is asked.
         """
-        called = _call_of(*_asking_frames()) if _is_large(scalar, use) else None
+        called = _call_of(*_asking_frames()) if _exceeds_floats(scalar, use) else None
         if called is None or not any(called[0] is one for one in _LOGARITHMS):
             return False
         return exchange(_asking_frames()[0], called[0](*map(plain, called[1])), self._end_exchange)
@@ -643,7 +645,7 @@ class Rounds:
         raise StopIteration
 
 
-def _is_large(scalar: TracedScalar, use: Use | FunctionUse) -> bool:
+def _exceeds_floats(scalar: TracedScalar, use: Use | FunctionUse) -> bool:
     return use is Use.FLOAT and abs(scalar._value) >= LARGEST_FLOAT
 
 
