@@ -45,13 +45,7 @@ from bendtrace.record.array_functions import (
     shares_unseen,
 )
 from bendtrace.record.states import OperandProxy
-from bendtrace.tape.captured import (
-    PLAIN_TYPES,
-    Captured,
-    CaptureKind,
-    is_ndarray,
-    module_name_of,
-)
+from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind, is_ndarray, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
 from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import build_instance

@@ -68,13 +68,7 @@ from bendtrace.tape.guards import (
     number_place,
 )
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
-from bendtrace.tape.scalars import (
-    TRACED,
-    TracedInt,
-    TracedScalar,
-    plain,
-    plain_for_numpy,
-)
+from bendtrace.tape.scalars import TRACED, TracedInt, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.provenance import is_finished_function
 

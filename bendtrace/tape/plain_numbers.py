@@ -75,13 +75,7 @@ _NOT_ASKING = frozenset(
 )  # fmt: skip
 # Types of objects whose methods ask, though the type itself does not.
 _OBJECTS: frozenset[Any] = frozenset(
-    {
-        collections.deque,
-        itertools.count,
-        weakref.ref,
-        *weakref.ProxyTypes,
-        *random.Random.__mro__,
-    }
+    {collections.deque, itertools.count, weakref.ref, *weakref.ProxyTypes, *random.Random.__mro__}
 )
 _CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})
 ASKING: frozenset[Any] = frozenset(

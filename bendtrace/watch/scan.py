@@ -60,14 +60,7 @@ from bendtrace.tape.structure import (
 from bendtrace.watch.code_facts import ASKING, facts_in, names_in, other_names_in, undetectable_in
 from bendtrace.watch.draws import is_host_generator
 from bendtrace.watch.executed import functions_of_runs, is_steady_type
-from bendtrace.watch.findings import (
-    MOST,
-    PYTHONS,
-    WHOLE,
-    Route,
-    ScanResult,
-    WatchedContent,
-)
+from bendtrace.watch.findings import MOST, PYTHONS, WHOLE, Route, ScanResult, WatchedContent
 from bendtrace.watch.functions import LEGACY, ScriptModule
 from bendtrace.watch.kinds import (
     container_kind,
