@@ -17,7 +17,7 @@ from bendtrace.python import stacks
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
-from bendtrace.record.encoding import Encoder, ListOperand, scalars_in
+from bendtrace.record.encoding import Encoder, ListOperand, plain_copy, scalars_in
 from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.guards import TruthGuard, ValueGuard
@@ -141,7 +141,7 @@ class NumberRecorder:
             found = script.result_of(function, [ref.index for ref in refs_in(encoded)])
             if found is not None:
                 return found[0]
-        return function(*map(_usable, operands))
+        return function(*map(plain_copy, operands))
 
     def list_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> ListOperand:
         """Record a computation that gives a list of numbers, each of which is an element of it.
@@ -152,7 +152,7 @@ class NumberRecorder:
         is_asked = self._ask_error(function, operands)
         if script is None or not script.is_active:
             try:
-                numbers = function(*map(_usable, operands))
+                numbers = function(*map(plain_copy, operands))
             except Exception:
                 if not is_asked:
                     self._consume_all(function, operands)
@@ -163,7 +163,7 @@ class NumberRecorder:
         if numbers is None:
             numbers = self._writer.handed.get(op.index)
         if numbers is None:  # in a script that carries out again what it has no values of
-            numbers = function(*map(_usable, operands))
+            numbers = function(*map(plain_copy, operands))
         op.meta, self._writer.tape.outlines[op.index] = tuple(numbers), [*numbers]
         return ListOperand([*numbers], Ref(op.index))
 
@@ -184,7 +184,7 @@ class NumberRecorder:
         found = None
         if script is not None and script.is_active:
             found = script.result_of(error_of, [ref.index for ref in refs_in(encoded)])
-        raised = error_of(function, *map(_usable, operands)) if found is None else found[0]
+        raised = error_of(function, *map(plain_copy, operands)) if found is None else found[0]
         op = self._writer.emit(OpKind.SCALAR, error_of, (function, *encoded), {}, frame)
         op.meta = raised
         self._writer.guard(ValueGuard, op.index, raised, Use.RESULT, frame)
@@ -237,18 +237,6 @@ class NumberRecorder:
         op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
         op.meta = text
         return run.mark(op.index, text)
-
-
-def _usable(operand: Any) -> Any:
-    """Return an operand with plain numbers in it, without guards."""
-    kind = type(operand)
-    if kind is ListOperand:
-        return operand.numbers
-    if kind is list or kind is tuple:
-        return kind(map(_usable, operand))
-    if kind is dict:
-        return {key: _usable(item) for key, item in operand.items()}
-    return plain(operand)
 
 
 def error_of(function: Callable[..., Any], *operands: Any) -> Raised | None:

@@ -753,10 +753,7 @@ class Recorder(RecordingMode):
     def contents(self) -> Arrays:
         """The arrays of the run whose content comes from tensors; most runs have none."""
         if self._contents is None:
-            block, ref = self.tape.block, self._values.ref
-            self._contents = arrays.Arrays(
-                self, self.environment, block, ref, self._writer.go_astray, self._numpys_errors
-            )
+            self._contents = arrays.Arrays(self._writer, self._values, self._numpys_errors)
             self._values.tensor_of_array = self._contents.tensor_of
         return self._contents
 

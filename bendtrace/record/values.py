@@ -196,8 +196,13 @@ class RunValues:
             return kind(sizes)
         if isinstance(out, (tuple, list, dict)):
             self.tape.outlines[op.index] = outline_of(out)
-        if isinstance(out, (tuple, list)):
-            if kind is tuple or kind is list:
+        is_flat = kind is dict and not any(isinstance(item, dict) for item in out.values())
+        if is_flat or isinstance(out, (tuple, list)):
+            if is_flat:
+                keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
+                keys.meta = tuple(out)
+                self._writer.guard(ValueGuard, keys.index, keys.meta, Use.METADATA, frame)
+            elif kind is tuple or kind is list:
                 use = Use.ITER if frame.f_code is _ITER_CODE else Use.LENGTH
                 if row_loops.goes_through(op.target, frame):
                     varying, use = getattr(self.origin, "varying", None), Use.ROWS
@@ -206,15 +211,8 @@ class RunValues:
                 self._writer.guard(LengthGuard, op.index, len(out), use, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
-            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, is_gate(op))
-            return bound
-        if kind is dict and not any(isinstance(item, dict) for item in out.values()):
-            keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
-            keys.meta = tuple(out)
-            self._writer.guard(ValueGuard, keys.index, keys.meta, Use.METADATA, frame)
-            if self._varies_inside(op):
-                self._guard_structure(out, op, frame)
-            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
+            at_once = is_gate(op) and not is_flat
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, at_once)
             return bound
         op.meta = out
         if out is torch.default_generator:  # what seeding returns

@@ -250,9 +250,9 @@ _SEQUENCES = (list, tuple, str, bytes, bytearray)
 
 def _arithmetic(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     for operand in operands:
-        if type(operand) in TRACED and operand._origin.active:
-            operand._origin.turns += 1
-            return operand._origin.arithmetic(function, operands)
+        if type(operand) in TRACED and (origin := operand._origin).active:
+            origin.turns += 1
+            return origin.arithmetic(function, operands)
     return function(*map(plain, operands))  # all of them outlived their run
 
 
@@ -390,19 +390,9 @@ RETIRED: frozenset[type] = frozenset(_RETIRED.values())
 
 
 class _NoOrigin:
-    """The origin of scalars whose run is over."""
+    """The origin of scalars whose run is over: nobody reports to it."""
 
     active = False
-    turns = 0
-
-    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
-        return scalar._value
-
-    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        return function(*map(plain, operands))
-
-    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        return function(scalar._value, *args)
 
 
 _OVER = _NoOrigin()

@@ -115,6 +115,7 @@ def _meta_of(tensor: torch.Tensor) -> TensorMeta:
     return tuple.__new__(TensorMeta, (shape, tensor.dtype, tensor.device))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ModuleCall:
     """One call of an `nn.Module`'s forward during the run: a scope that ops belong to.
 
@@ -136,45 +137,20 @@ class ModuleCall:
         context: the grad mode and so on when it ended.
     """
 
-    __slots__ = (
-        "args",
-        "called",
-        "context",
-        "is_sole",
-        "kwargs",
-        "module",
-        "number",
-        "output",
-        "parent",
-        "path",
-        "site",
-        "start",
-        "stop",
-        "training",
-    )
-
-    def __init__(
-        self,
-        path: str,
-        module: torch.nn.Module | None,
-        number: int,
-        parent: ModuleCall | None,
-        start: int,
-    ) -> None:
-        self.path: str = path
-        self.module: nn.Module | None = module
-        self.number: int = number
-        self.called: str = ""
-        self.parent: ModuleCall | None = parent
-        self.start: int = start
-        self.stop: int = start
-        self.args: Any = ()
-        self.kwargs: dict[str, Any] = {}
-        self.output: Any = None
-        self.site: Site | None = None
-        self.training: bool = False
-        self.is_sole: bool = False
-        self.context: Context | None = None
+    path: str
+    module: nn.Module | None
+    number: int
+    parent: ModuleCall | None
+    start: int
+    stop: int = 0
+    called: str = ""
+    args: Any = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+    site: Site | None = None
+    training: bool = False
+    is_sole: bool = False
+    context: Context | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.number + 1} of {self.path or 'the root'}>"
@@ -199,6 +175,7 @@ NOTHING: dict[int, int] = {}
 _PLAIN = frozenset({type(None), bool, int, float, str})  # arguments in which there is no value
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Op:
     """One recorded call: of a torch function, or of Python arithmetic on a traced scalar.
 
@@ -217,44 +194,18 @@ class Op:
         reads: for arguments that were written to after their op returned them, the op that wrote.
     """
 
-    __slots__ = (
-        "args",
-        "context",
-        "index",
-        "kind",
-        "kwargs",
-        "meta",
-        "raised",
-        "reads",
-        "scope",
-        "site",
-        "target",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        kind: OpKind,
-        target: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        scope: ModuleCall,
-        site: Site | None,
-        context: Context,
-    ) -> None:
-        self.index: int = index
-        self.kind: OpKind = kind
-        self.target: Any = target
-        self.args: Any = args
-        self.kwargs: dict[str, Any] = kwargs
-        self.scope: ModuleCall = scope
-        self.site: Site | None = site
-        self.context: Context = context
-        self.meta: Any = None
-        self.raised: Raised | None = None
-        self.writes: tuple[int, ...] = ()
-        self.reads: dict[int, int] = NOTHING
+    index: int
+    kind: OpKind
+    target: Any
+    args: Any
+    kwargs: dict[str, Any]
+    scope: ModuleCall
+    site: Site | None
+    context: Context
+    meta: Any = None
+    raised: Raised | None = None
+    writes: tuple[int, ...] = ()
+    reads: dict[int, int] = field(default_factory=lambda: NOTHING)
 
     def __repr__(self) -> str:
         return f"%{self.index} = {self.kind.value} {self.target}{self.args}"
