@@ -30,6 +30,7 @@ from bendtrace.python.bytecode import (
     assign,
     code_compares_identity,
     constant_of,
+    kept_by_code,
     local_in,
     only_tests,
     single_steps,
@@ -1048,7 +1049,7 @@ def counters_at(
     return frozenset().union(
         *(
             loop.counters
-            for loop in _loops_around(code, offset)
+            for loop in _loops_at(code, offset)
             if not loop.is_walk and (loops is None or (id(code), loop.begin) in loops)
         )
     )
@@ -1076,7 +1077,7 @@ def carried_at(
     return frozenset().union(
         *(
             loop.counters if is_whole else loop.carried
-            for loop in (_loops_around(code, offset) if loops else ())
+            for loop in (_loops_at(code, offset) if loops else ())
             if loop.is_walk and (id(code), loop.begin) in loops
         )
     )
@@ -1084,7 +1085,7 @@ def carried_at(
 
 def loop_at(code: CodeType, offset: int) -> Place | None:
     """Return the innermost `while` loop with counters around an instruction, as its beginning."""
-    around = (loop for loop in _loops_around(code, offset) if loop.counters and not loop.is_walk)
+    around = (loop for loop in _loops_at(code, offset) if loop.counters and not loop.is_walk)
     innermost = min(around, key=lambda loop: loop.end - loop.begin, default=None)
     return None if innermost is None else (code, innermost.begin)
 
@@ -1104,19 +1105,15 @@ def is_loop(place: Place) -> bool:
     return loop_at(*place) == place
 
 
-def _loops_around(code: CodeType, offset: int) -> Iterator[CodeLoop]:
-    cached = _loops.get(id(code))
-    if cached is None:
-        cached = _loops[id(code)] = code, [*_loops_of(code)]
-    return (loop for loop in cached[1] if loop.begin <= offset <= loop.end)
+def _loops_at(code: CodeType, offset: int) -> Iterator[CodeLoop]:
+    return (loop for loop in _code_loops(code) if loop.begin <= offset <= loop.end)
 
 
-_loops: dict[int, tuple[CodeType, list[CodeLoop]]] = {}  # by identity, which is fast
-
-
-def _loops_of(code: CodeType) -> Iterator[CodeLoop]:
+@kept_by_code
+def _code_loops(code: CodeType) -> list[CodeLoop]:
+    loops: list[CodeLoop] = []
     if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
-        return  # it could see that `assign` was there
+        return loops  # it could see that `assign` was there
     steps, counted = single_steps(code), dict(_counted(code))
     names = {step.offset: step.name for step in steps}
     ends = {step.value: step.offset for step in steps if "JUMP_BACKWARD" in step.name}
@@ -1124,7 +1121,7 @@ def _loops_of(code: CodeType) -> Iterator[CodeLoop]:
         inside = [step for step in steps if begin <= step.offset <= end]
         if names.get(begin) != "FOR_ITER":
             counters = frozenset(counted[one.offset] for one in inside if one.offset in counted)
-            yield CodeLoop(begin, end, False, counters, frozenset())
+            loops.append(CodeLoop(begin, end, False, counters, frozenset()))
             continue
         computed, others = set(), set()
         for before, after in itertools.pairwise(inside):
@@ -1134,7 +1131,9 @@ def _loops_of(code: CodeType) -> Iterator[CodeLoop]:
                 if after.offset not in counted and before.name not in CONSTANTS:
                     others.add(after.value)
         computed &= {one.value for one in inside if one.name == "LOAD_FAST"}
-        yield CodeLoop(begin, end, True, frozenset(computed - others), frozenset(computed))
+        carried = frozenset(computed)
+        loops.append(CodeLoop(begin, end, True, carried - others, carried))
+    return loops
 
 
 def _counted(code: CodeType) -> Iterator[tuple[int, str]]:
