@@ -309,6 +309,13 @@ def _variable_bits(code: CodeType, names: tuple[str, ...]) -> int:
     return sum(1 << k for k, name in enumerate(code.co_varnames) if name in names)
 
 
+def argument_names(code: CodeType) -> tuple[str, ...]:
+    """Return the variables that have the arguments of code; those that gather others are last."""
+    gathering = code.co_flags & inspect.CO_VARARGS, code.co_flags & inspect.CO_VARKEYWORDS
+    count = code.co_argcount + code.co_kwonlyargcount + sum(map(bool, gathering))
+    return code.co_varnames[:count]
+
+
 def local_in(frame: FrameType, name: str) -> Any:
     """Return the value of a local variable of a running frame; None if it has none."""
     variables = frame.f_locals

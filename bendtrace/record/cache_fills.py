@@ -19,13 +19,14 @@ import copy
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace.python.bytecode import argument_names
 from bendtrace.python.computations import is_computation
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
@@ -108,7 +109,9 @@ class CacheFills:
         self._misses = {cache: cache.cache_info().misses for cache in before}
         if all(before[cache] == self._misses[cache] for cache in self._caches[frame.f_code]):
             return False  # something else has called it
-        given = [*_arguments(frame)]
+        given = [frame.f_locals[name] for name in argument_names(frame.f_code)]
+        if frame.f_code.co_flags & inspect.CO_VARKEYWORDS:
+            given[-1:] = given[-1].values()
         if not all(map(self._can_be_repeated, given)):
             return False
         if len(given) == 1 and type(given[0]) in TRACED:  # another key than the number
@@ -265,20 +268,6 @@ def noted_on(tape: Tape) -> tuple[int, ...]:
 def _noted_in(part: Any) -> dict[str, Any]:
     names = getattr(type(part), "__slots__", None) or vars(part)
     return {name: getattr(part, name) for name in names}
-
-
-def _arguments(frame: FrameType) -> Iterator[Any]:
-    """Yield what a function has received that has just begun."""
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount
-    names = code.co_varnames[count:]
-    for name in code.co_varnames[:count]:
-        yield frame.f_locals[name]
-    if code.co_flags & inspect.CO_VARARGS:
-        yield frame.f_locals[names[0]]
-        names = names[1:]
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        yield from frame.f_locals[names[0]].values()
 
 
 def _runs_within(frame: FrameType | None, caller: FrameType) -> bool:

@@ -10,7 +10,6 @@ import copy
 import ctypes
 import functools
 import gc
-import inspect
 import math
 import sys
 import types
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from bendtrace.python import lazy
-from bendtrace.python.bytecode import assign, only_tests
+from bendtrace.python.bytecode import argument_names, assign, only_tests
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
 from bendtrace.record.effects import ReachableContainers
@@ -1037,12 +1036,8 @@ class NumberConverter:
 
     def _pass_plain(self, frame: FrameType) -> None:
         """Make the arguments of a function plain that has just begun."""
-        code = frame.f_code
-        count = code.co_argcount + code.co_kwonlyargcount
-        count += bool(code.co_flags & inspect.CO_VARARGS)
-        count += bool(code.co_flags & inspect.CO_VARKEYWORDS)
         variables = frame.f_locals
-        for name in code.co_varnames[:count]:
+        for name in argument_names(frame.f_code):
             value = variables.get(name)
             plain = self._plain(value)
             if plain is not value:
