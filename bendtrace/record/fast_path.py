@@ -48,7 +48,7 @@ from bendtrace.watch.functions import (
 from bendtrace.watch.monkeypatches import may_be_patched
 
 if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Observer
+    from bendtrace.log.capture import ValueCapture
 
 FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 
@@ -81,7 +81,7 @@ def fast_path_for(
     values: RunValues,
     writer: TapeWriter,
     encoder: Encoder,
-    observer: Observer | None,
+    observer: ValueCapture | None,
     show: Callable[[Op, Any, Any], None],
 ) -> FastPath:
     """Return a function that records usual ops like `Recorder`, and returns their results.

@@ -22,9 +22,10 @@ from bendtrace.watch.owners import states_of
 from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
+    from bendtrace.log.capture import ValueCapture
     from bendtrace.record.script import Script
     from bendtrace.record.varying import Lifting
-    from bendtrace.tape.protocols import Inserter, Observer
+    from bendtrace.tape.protocols import Inserter
 
 
 class Signature:
@@ -138,7 +139,7 @@ def record(
     kwargs: dict[str, Any],
     signature: Signature,
     script: Script | None = None,
-    observer: Observer | None = None,
+    observer: ValueCapture | None = None,
     inserter: Inserter | None = None,
     reads_states: bool = False,
     keeps_errors: bool = False,

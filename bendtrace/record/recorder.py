@@ -90,6 +90,7 @@ from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.watch.writes import may_share
 
 if TYPE_CHECKING:
+    from bendtrace.log.capture import ValueCapture
     from bendtrace.record import (
         array_functions,
         arrays,
@@ -105,7 +106,7 @@ if TYPE_CHECKING:
     from bendtrace.record.texts import Texts
     from bendtrace.record.varying import Lifting, Varying
     from bendtrace.tape.guards import Place
-    from bendtrace.tape.protocols import Inserter, Observer
+    from bendtrace.tape.protocols import Inserter
 else:
     array_functions = LazyModule("bendtrace.record.array_functions")
     arrays = LazyModule("bendtrace.record.arrays")
@@ -140,7 +141,7 @@ class Recorder(RecordingMode):
         function: Callable[..., Any],
         environment: Environment,
         script: Script | None = None,
-        observer: Observer | None = None,
+        observer: ValueCapture | None = None,
         inserter: Inserter | None = None,
         reads_states: bool = False,
         keeps_errors: bool = False,
@@ -190,7 +191,7 @@ class Recorder(RecordingMode):
             observer,
             inserter,
         )
-        # These parts of `Origin` and `Watcher` are called directly, without a call in between.
+        # These are called directly, without a call in between.
         self.consume: Callable[..., Any] = self._numbers.consume
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
@@ -619,7 +620,7 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType | None = None,
     ) -> Any:
-        """Run a function as one op (see `protocols.Watcher`)."""
+        """Run a function as one op."""
         frame = frame or sys._getframe(2)
         if self._inserter is not None:
             with self._code_monitor.pause():
@@ -633,7 +634,7 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:
-        """Draw random numbers (see `protocols.Watcher`)."""
+        """Draw random numbers of Python or numpy as one op."""
         if draws.numpys_generator(function, args) is not None and self.contents.draws_array(
             function, args, kwargs, frame
         ):
@@ -641,7 +642,7 @@ class Recorder(RecordingMode):
         return self.opaque_call(function, args, kwargs, frame)
 
     def holds(self, thing: Any) -> bool:
-        """Return whether the environment has an object (see `protocols.Watcher`)."""
+        """Return whether the model holds an object, or is given it."""
         return self.environment.find(thing) is not None
 
     def _opaque(
@@ -674,7 +675,7 @@ class Recorder(RecordingMode):
                 )
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Query something of a tensor other than its values (see `protocols.Watcher`)."""
+        """Query something of a tensor other than its values, and guard the answer."""
         with torch._C.DisableTorchFunction():
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
@@ -728,15 +729,15 @@ class Recorder(RecordingMode):
     def printed(
         self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
     ) -> None:
-        """Print to the screen (see `protocols.Watcher`)."""
+        """Print values to the screen, which each replay repeats."""
         self.texts.printed(function, args, kwargs, frame)
 
     def guard_text(self, text: str) -> str:
-        """Guard the values in a text (see `protocols.Watcher`)."""
+        """Return a text that is used after all, and guard the values in it."""
         return self.texts.guard_text(text)
 
     def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
-        """Return a generator that follows a block (see `protocols.Watcher`)."""
+        """Return a generator that follows a block that the backward pass runs again, or None."""
         if self._checkpoints is None:
             inserter = self._inserter
             self._checkpoints = checkpoints.Checkpoints(
@@ -908,7 +909,7 @@ class Recorder(RecordingMode):
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
-        """Record that autocast clears its cache (see `protocols.Watcher`)."""
+        """Record that autocast clears its cache."""
         self._writer.forgot_casts()
 
     def forget(self, *tensors: Tensor) -> None:
@@ -924,25 +925,25 @@ class Recorder(RecordingMode):
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
-        """Tell the inserter of a module without gates (see `protocols.Watcher`)."""
+        """Tell the inserter of a module that a function called as one op has called."""
         self.tape.is_closed = True
         if self._inserter is not None:
             with self._code_monitor.pause():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
-        """Tell the inserter of a checkpointed block (see `protocols.Watcher`)."""
+        """Tell the inserter that a block begins or ends that the backward pass runs again."""
         if self._inserter is not None:
             self._inserter.recomputed(entering)
 
     def identified(self, tensor: Tensor) -> None:
-        """Record that code tells a tensor by its identity (see `protocols.Watcher`)."""
+        """Record that code tells a tensor by its identity."""
         index = self._values.producer_of(tensor)
         if index is None or self.tape.ops[index].target in GIVES_BACK:
             self.unseen("a lookup of a tensor by its identity, in a dict, a set or a cache,")
 
     def unseen(self, what: str) -> None:
-        """Record something that a replay could not repeat (see `protocols.Watcher`)."""
+        """Record something that a replay could not repeat."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
         # The run is live in any case; unwatched code may compile.
         self._code_monitor.leave(answers=True)

@@ -23,8 +23,9 @@ from bendtrace.watch.executed import CodeMonitor
 from bendtrace.watch.rank_sync import has_joint_hooks
 
 if TYPE_CHECKING:
+    from bendtrace.log.capture import ValueCapture
     from bendtrace.python import statements
-    from bendtrace.tape.protocols import Inserter, Observer
+    from bendtrace.tape.protocols import Inserter
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
@@ -65,7 +66,7 @@ class Scopes:
         encoder: Encoder,
         environment: Environment,
         code_monitor: CodeMonitor,
-        observer: Observer | None,
+        observer: ValueCapture | None,
         inserter: Inserter | None,
     ) -> None:
         self._writer = writer
@@ -80,7 +81,7 @@ class Scopes:
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's call as a scope (see `protocols.Watcher`)."""
+        """Run a module's call as a scope."""
         path = self._environment.module_paths.get(id(module))
         if path is None:
             path = self._substitute_path(module)

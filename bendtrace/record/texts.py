@@ -66,7 +66,7 @@ class Texts:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> None:  # fmt: skip
-        """Print to the screen (see `protocols.Watcher`)."""
+        """Print to the screen."""
         stream = self._stream_of(kwargs.get("file"))
         if stream is None:
             arguments = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
@@ -110,7 +110,7 @@ class Texts:
             self.printing = outer
 
     def guard_text(self, text: str) -> str:
-        """Guard the values in a text, and return it without marks (see `protocols.Watcher`)."""
+        """Guard the values in a text, and return it without marks."""
         parts, frame = [], outside_scalars()
         for part in self.parts(text):
             if not isinstance(part, str):

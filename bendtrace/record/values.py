@@ -76,9 +76,9 @@ from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
 
 if TYPE_CHECKING:
+    from bendtrace.log.capture import ValueCapture
     from bendtrace.python import row_loops, statements
     from bendtrace.record.accumulation import Accumulation
-    from bendtrace.tape.protocols import Observer
 else:
     statements = LazyModule("bendtrace.python.statements")
     row_loops = LazyModule("bendtrace.python.row_loops")
@@ -112,7 +112,7 @@ class RunValues:
         environment: Environment,
         origin: Origin,
         start: str,
-        observer: Observer | None = None,
+        observer: ValueCapture | None = None,
     ) -> None:
         self._observer = observer
         self.tape: Tape = writer.tape

@@ -1,126 +1,19 @@
-"""The interfaces between a recorder and those who follow a run: watcher, observer, inserter.
+"""The interfaces between a recorder and an inserter.
 
-A *watcher* receives what the calling thread reaches: its recorder, while it is recording. An
-*observer* sees the values of a run while they exist: it keeps activations, for example. An
-*inserter* may add its own ops to a run, such as interjections; the recorder offers it a *stage*.
+An *inserter* may add its own ops to a run, such as interjections; the recorder offers it a *stage*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from bendtrace.python.sites import Site
 from bendtrace.tape.captured import Captured
-from bendtrace.tape.tape import ModuleCall, Op
-
-
-class Watcher(Protocol):
-    """The interface that intercepts report to."""
-
-    def module_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module's call as a scope."""
-
-    def opaque_call(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType | None = None
-    ) -> Any:
-        """Run `function(*args, **kwargs)` as one op, called in `frame` if given."""
-
-    def draw(self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType) -> Any:
-        """Draw random numbers of Python or numpy as one op, for code in `frame`."""
-
-    def follow_classes(self, frame: FrameType) -> None:
-        """Record calls of the classes of old that code has taken under other names."""
-
-    def holds(self, thing: Any) -> bool:
-        """Return whether the model holds an object, or is given it."""
-
-    def printed(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
-    ) -> Any:
-        """Print values to the screen, which each replay repeats."""
-
-    def guard_text(self, text: str) -> str:
-        """Return a text that is used after all, and guard the values in it."""
-
-    def read(self, function: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-        """Query a fact of a tensor other than its values, and guard the answer."""
-
-    def identified(self, tensor: torch.Tensor) -> None:
-        """Record that code tells a tensor by its identity."""
-
-    def unseen(self, what: str) -> None:
-        """Record that the run does something that a replay could not repeat."""
-
-    def recomputed(self, entering: bool) -> None:
-        """Record that a block begins or ends that the backward pass runs again."""
-
-    def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
-        """Return a generator that follows a block that the backward pass runs again, or None."""
-
-    def forgot_casts(self) -> None:
-        """Record that autocast clears its cache of cast weights."""
-
-    def called_inside(self, module: nn.Module) -> None:
-        """Record that a module is called by a function that is recorded as one op."""
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing is noted of the code that runs: it is the tracer's."""
-
-    def forget(self, *tensors: torch.Tensor) -> None:
-        """Keep nothing that refers to these tensors."""
-
-
-class Observer(Protocol):
-    """Sees the values of a run. Its own torch operations are not recorded."""
-
-    ended: str  # where the run was ended early; "" if it was not
-    times: dict[int, int]  # nanoseconds that each op took; filled in by who carries them out
-
-    def argument(self, op: Op, tensor: Tensor) -> None:
-        """Called for each tensor among the arguments of the run."""
-
-    def state(self, op: Op, tensor: Tensor) -> None:
-        """Called at the first use of each tensor that existed before the run."""
-
-    def reads(self, position: int, index: int, tensor: Tensor) -> None:
-        """Called before a tensor is read that was written to after op `index` returned it.
-
-        The reader is the op at a position of the tape, or the caller of the run, at its end.
-        """
-
-    def heeds(self, function: Any) -> bool:
-        """Return whether it has to be notified before each call of a function without `out`."""
-
-    def begins(self, op: Op, args: Any, kwargs: dict[str, Any]) -> None:
-        """Called before an op runs, with the arguments of the function."""
-
-    def gave(self, op: Op, out: Any) -> None:
-        """Called with the result of an op."""
-
-    def wrote(self, op: Op, tensor: Tensor) -> None:
-        """Called with the tensor that an op has written to, if it returned none."""
-
-    def module_starts(
-        self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
-    ) -> None:
-        """Called before a module's call begins, with its arguments.
-
-        `rewritten` returns the op of a tensor that was written to since the op returned it.
-        """
-
-    def module_ends(
-        self, call: ModuleCall, output: Any, rewritten: Callable[[Tensor], int | None]
-    ) -> None:
-        """Called when a module's call has ended; see `module_starts`."""
-
-    def escaped(self, value: Any) -> None:
-        """Called with a value that is passed to code that may keep a pointer to its memory."""
+from bendtrace.tape.tape import ModuleCall
 
 
 class Stage(Protocol):

@@ -41,7 +41,7 @@ from bendtrace.watch.rank_sync import is_running
 from bendtrace.watch.transforms import as_one_op, entries_of_transforms
 
 if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Watcher
+    from bendtrace.record.recorder import Recorder
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
@@ -669,7 +669,7 @@ _before: list[Any] = []
 
 
 @contextmanager
-def reporting_to(watcher: Watcher | None) -> Iterator[None]:
+def reporting_to(watcher: Recorder | None) -> Iterator[None]:
     """Report the calling thread's module calls and opaque calls to `watcher`.
 
     An interrupt may come at any point; everything entered until then is left again.
