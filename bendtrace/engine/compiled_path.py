@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, Code, GeneratedSource, dependencies_of
-from bendtrace.engine.splices import GateSplice, PathSplices, differs
+from bendtrace.engine.splices import GateSplice, differs
 from bendtrace.engine.stretches import Stretch
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import Context
@@ -56,6 +56,9 @@ from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, Use, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, VALUES, display_name, name_of
 from bendtrace.watch.host_io import environ
 from bendtrace.watch.writes import storage_of
+
+if TYPE_CHECKING:
+    from bendtrace.insert.compiling import SplicedTurns
 
 # The path that a call took, and the key of its splices.
 PathKey = tuple[Stretch | None, Hashable]
@@ -107,7 +110,7 @@ class CompiledPath(CompiledFunction):
         home: Program,
         stretch: Stretch,
         settings: CompileSettings,
-        spliced: PathSplices | None = None,
+        spliced: SplicedTurns | None = None,
     ) -> None:
         super().__init__(settings)
         self.home = home
@@ -119,7 +122,7 @@ class CompiledPath(CompiledFunction):
         # calls before.
         self.silent: frozenset[int] = frozenset()
         self.lacking: int = 0  # how many insertions could not use it, as they have to know that
-        self.lacked_by: PathSplices | None = None  # the latest of these
+        self.lacked_by: SplicedTurns | None = None  # the latest of these
         self.state = CompileState.REFUSED
         # For the latest calls that it was tried on, whether it served them.
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
@@ -140,7 +143,7 @@ class CompiledPath(CompiledFunction):
         self,
         arguments: tuple[Any, ...],
         output: Any,
-        spliced: PathSplices | None = None,
+        spliced: SplicedTurns | None = None,
         may_be_silent: bool = True,
     ) -> None:
         """Write, compile and confirm the function after a replay of the call, with its output.
@@ -159,7 +162,7 @@ class CompiledPath(CompiledFunction):
         self.seconds: float = time.perf_counter() - begun
         self.settings.warn()
 
-    def _make(self, arguments: tuple[Any, ...], output: Any, spliced: PathSplices | None) -> None:
+    def _make(self, arguments: tuple[Any, ...], output: Any, spliced: SplicedTurns | None) -> None:
         recording, global_state = self.recording, self.home.global_state
         splices = {} if spliced is None else spliced.splices
         reason = obstacle_to_compiling(recording, global_state, splices)
@@ -186,7 +189,7 @@ class CompiledPath(CompiledFunction):
                 ) from None
 
     def _compile(
-        self, arguments: tuple[Any, ...], output: Any, spliced: PathSplices | None, exactly: bool
+        self, arguments: tuple[Any, ...], output: Any, spliced: SplicedTurns | None, exactly: bool
     ) -> None:
         """Compile, or raise `Unknown` if not even the sizes that are picked by values can vary."""
         recording, findings = self.recording, self._findings
@@ -284,7 +287,7 @@ class CompiledPath(CompiledFunction):
         return self._admitting.admits(arguments)
 
     def attempt(
-        self, arguments: tuple[Any, ...], spliced: PathSplices | None = None, raises: bool = False
+        self, arguments: tuple[Any, ...], spliced: SplicedTurns | None = None, raises: bool = False
     ) -> Any:
         """Run it, for arguments for which the input guards hold.
 
@@ -378,7 +381,7 @@ class CompiledPath(CompiledFunction):
         return FAILED
 
     def _knows_sizes(
-        self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: PathSplices | None
+        self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: SplicedTurns | None
     ) -> bool:
         sizes = self._sizes_of(gathered)
         verdict = self._sizes.get(sizes)

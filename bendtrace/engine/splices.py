@@ -8,14 +8,12 @@ inputs of the graph, and the observed values are outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from bendtrace.record.recorder import Recording
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,56 +50,6 @@ class GateSplice:
         if self.in_place is not None:
             return (*given, self.in_place)
         return given[0] if len(given) == 1 else tuple(given)
-
-
-class PathSplices(Protocol):
-    """The splices of one path for the insertions of one call."""
-
-    @property
-    def key(self) -> Hashable:
-        """A key that is equal for calls that the same graph can serve."""
-
-    @property
-    def splices(self) -> dict[int, GateSplice]:
-        """The splices, by the numbers of the gates' ops."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The other tensors that their functions need, in order."""
-
-    @property
-    def identities(self) -> frozenset[int]:
-        """The identities of these tensors."""
-
-    def changing(self, calls: int) -> frozenset[int]:
-        """Return the numbers of functions that changed their value in so many calls, or in more."""
-
-    def served(
-        self,
-        kept: Sequence[Any],
-        changed: Tensor | None,
-        unchanged: frozenset[int],
-        silent: frozenset[int],
-        alone: Sequence[Tensor],
-    ) -> None:
-        """Let the insertions record what a graph did in their place.
-
-        It has kept the observed values, in order. `changed` says for each function but the silent
-        ones whether it has changed its value; the unchanged ones return their argument itself. The
-        graph does not say so of the silent ones. Nobody else has the values in `alone`, nor their
-        memory.
-        """
-
-
-class CallInsertions(Protocol):
-    """The insertions of a call."""
-
-    @property
-    def places(self) -> Hashable:
-        """A key that is equal for calls that can take the same paths."""
-
-    def along(self, recording: Recording) -> PathSplices | str:
-        """Return the splices of a path, or why one of its gates cannot be compiled."""
 
 
 def apply_step(

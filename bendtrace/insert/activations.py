@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from bendtrace.insert.bend_catalogue import NamedActivations, compile_pattern, l
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers, takes
 from bendtrace.insert.leaves import assemble, describe, take_apart
-from bendtrace.insert.registry import Bended, InsertionRegistry
+from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import flat
 from bendtrace.insert.where import Where
 from bendtrace.log.capture import aligned_copy
@@ -28,6 +28,9 @@ from bendtrace.log.path_views import Node, NodePath
 from bendtrace.python.checks import required_arguments
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.mode_queries import unseen
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 _SHOWN = 20
 # Characters that occur in regular expressions, but not in node paths.
@@ -172,7 +175,7 @@ def _copy_of_output(value: Any) -> Any:
 
 
 def get_activations(
-    model: Bended,
+    model: BendedModule,
     where: Where | Sequence[Where],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -216,7 +219,7 @@ def get_activations(
 
 
 def inputs_of(
-    model: Bended, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any]
+    model: BendedModule, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the model's keyword arguments, some of which were passed like options.
 

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -460,7 +460,7 @@ class Bending:
         tensor([0.7616])
     """
 
-    def __init__(self, owner: BendableModel, knowledge: Knowledge) -> None:
+    def __init__(self, owner: BendedModule, knowledge: Knowledge) -> None:
         self._owner = owner
         self._catalogue = Catalogue(knowledge)
         self.versions: Versions = Versions(knowledge.model)
@@ -848,27 +848,13 @@ def written(text: Text, out: Out) -> Text:
 # The insertions of the bends of a model, in the order in which the bends were made.
 
 
-class BendableModel(Protocol):
-    """A model that accepts insertions."""
-
-    @property
-    def insertions(self) -> tuple[Insertion, ...]:
-        """All active insertions."""
-
-    def interject(self, where: Any, what: Any, *, allow_none: bool = False) -> Insertion:
-        """Insert something."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-
-
 class Sources:
     """The bends of one model, and their insertions.
 
     A version of the weights comes first, so that bends apply to the weights of any version.
     """
 
-    def __init__(self, owner: BendableModel, catalogue: Catalogue, versions: Versions) -> None:
+    def __init__(self, owner: BendedModule, catalogue: Catalogue, versions: Versions) -> None:
         self._owner = owner
         self._catalogue = catalogue
         self._versions = versions
@@ -936,7 +922,8 @@ class Sources:
             self._version.remove()
         needed, self._version = self._versions.needed, None
         if needed:
-            self._version = self._owner.interject(list(map(StateTensor, needed)), self._versions)
+            tensors: Any = [*map(StateTensor, needed)]
+            self._version = self._owner.interject(tensors, self._versions)
         self._needed = needed
         for source in self._sources:
             self._place(source)

@@ -1,6 +1,6 @@
 """The uses of the traced scalars of a run: code tests them, computes with them, formats them.
 
-Traced scalars report this to the recorder (`scalars.Origin`), which calls the methods in this file.
+Traced scalars report this to the recorder, which calls the methods in this file.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NumberRecorder:
         self.compared: frozenset[int] = frozenset()  # identities of those compared last
 
     def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
-        """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
+        """Guard the value of a traced scalar that Python needs."""
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
         varying = self._recorder.varying_asked(use)
@@ -88,7 +88,7 @@ class NumberRecorder:
         return value if self.answers is None else self.answers(self._writer.tape.guards[-1], value)
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
+        """Record Python arithmetic on traced scalars."""
         if get_ident() != self._thread:
             return self._elsewhere(function(*map(plain, operands)))
         if self.compares:
@@ -212,7 +212,7 @@ class NumberRecorder:
     def numpy(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function of numpy on traced scalars (see `scalars.Origin`)."""
+        """Call a function of numpy on traced scalars."""
         frame = outside_scalars()
         is_seen = get_ident() == self._thread and current_watcher() is self._recorder
         if is_seen and (varying := self._recorder.varying) is not None:
@@ -224,7 +224,7 @@ class NumberRecorder:
         return function(*plain_for_numpy(args), **plain_for_numpy(kwargs))
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        """Return the text of a traced scalar (see `scalars.Origin`)."""
+        """Return the text of a traced scalar."""
         if get_ident() != self._thread:
             return str(self._elsewhere(function(scalar._value, *args)))
         frame = outside_scalars()

@@ -36,7 +36,6 @@ from bendtrace.tape.guards import (
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
-    Origin,
     TracedBool,
     TracedFloat,
     TracedInt,
@@ -79,6 +78,7 @@ if TYPE_CHECKING:
     from bendtrace.log.capture import ValueCapture
     from bendtrace.python import row_loops, statements
     from bendtrace.record.accumulation import Accumulation
+    from bendtrace.record.recorder import Recorder
 else:
     statements = LazyModule("bendtrace.python.statements")
     row_loops = LazyModule("bendtrace.python.row_loops")
@@ -110,7 +110,7 @@ class RunValues:
         self,
         writer: TapeWriter,
         environment: Environment,
-        origin: Origin,
+        origin: Recorder,
         start: str,
         observer: ValueCapture | None = None,
     ) -> None:

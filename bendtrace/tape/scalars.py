@@ -12,32 +12,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bendtrace.tape.tape import FunctionUse, Use, use_by
 
-
-class Origin(Protocol):
-    """The interface that a traced scalar reports to: the recorder of its run."""
-
-    active: bool
-    turns: int  # how often code has asked it for something
-
-    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
-        """Record that Python needed the value of `scalar`, and return it."""
-
-    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        """Record Python arithmetic and return its traced result."""
-
-    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        """Return the text of a function for the value of `scalar`."""
-
-    def numpy(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a function of numpy on traced scalars."""
+if TYPE_CHECKING:
+    from bendtrace.record.recorder import Recorder
 
 
 class _Node:
@@ -107,10 +89,10 @@ class TracedScalar:
 
     # The slots are in the three classes: of two bases only one may have any.
     _value: Any
-    _origin: Origin
+    _origin: Recorder
     _source: Any
 
-    def __init__(self, value: Any, origin: Origin, source: Any) -> None:
+    def __init__(self, value: Any, origin: Recorder, source: Any) -> None:
         _put(self, "_value", value)
         _put(self, "_origin", origin)
         _put(self, "_source", source)
