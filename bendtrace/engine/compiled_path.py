@@ -28,8 +28,10 @@ from bendtrace.engine.compile_attempts import (
 from bendtrace.engine.compile_probing import (
     CompileRefusal,
     Extents,
+    GateSplice,
     ProbeFindings,
     Unknown,
+    differs,
     obstacle_to_compiling,
     probe,
     with_place,
@@ -39,7 +41,6 @@ from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, Code, GeneratedSource, dependencies_of
-from bendtrace.engine.splices import GateSplice, differs
 from bendtrace.engine.stretches import Stretch
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import Context

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bendtrace.engine.splices import GateSplice, SpliceStep
+from bendtrace.engine.compile_probing import GateSplice, SpliceStep
 from bendtrace.insert.gates import (
     AfterGate,
     BeforeGate,

@@ -26,8 +26,8 @@ from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Raised, Ref, Use
 from bendtrace.tape.watchers import current_watcher
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.record import texts
-    from bendtrace.tape.protocols import Inserter
 else:
     texts = LazyModule("bendtrace.record.texts")
 

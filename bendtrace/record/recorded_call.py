@@ -22,10 +22,10 @@ from bendtrace.watch.owners import states_of
 from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.log.capture import ValueCapture
     from bendtrace.record.script import Script
     from bendtrace.record.varying import Lifting
-    from bendtrace.tape.protocols import Inserter
 
 
 class Signature:

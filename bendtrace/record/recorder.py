@@ -90,6 +90,7 @@ from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.watch.writes import may_share
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.log.capture import ValueCapture
     from bendtrace.record import (
         array_functions,
@@ -106,7 +107,6 @@ if TYPE_CHECKING:
     from bendtrace.record.texts import Texts
     from bendtrace.record.varying import Lifting, Varying
     from bendtrace.tape.guards import Place
-    from bendtrace.tape.protocols import Inserter
 else:
     array_functions = LazyModule("bendtrace.record.array_functions")
     arrays = LazyModule("bendtrace.record.arrays")
@@ -814,11 +814,11 @@ class Recorder(RecordingMode):
         return self._writer.scope
 
     def site(self, frame: FrameType) -> Site | None:
-        """Return the site of `frame` (see `protocols.Stage`)."""
+        """Return the site of `frame` (see `Stage`)."""
         return self._writer.site(frame)
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Record a call on the tape that is not the model's own (see `protocols.Stage`)."""
+        """Record a call on the tape that is not the model's own (see `Stage`)."""
         if self._checkpoints is not None:
             self._checkpoints.note_gate()
         with torch._C.DisableTorchFunction():
@@ -836,19 +836,19 @@ class Recorder(RecordingMode):
 
     @property
     def is_in_block(self) -> bool:
-        """Return whether the run is in a block that is run again (see `protocols.Stage`)."""
+        """Return whether the run is in a block that is run again (see `Stage`)."""
         return self._checkpoints is not None and self._checkpoints.current is not None
 
     @property
     def follows_script(self) -> bool:
-        """Return whether the run follows a script (see `protocols.Stage`)."""
+        """Return whether the run follows a script (see `Stage`)."""
         script = self._writer.script
         return script is not None and script.is_active
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
     ) -> Any:
-        """Let a function replace a result of a node (see `protocols.Stage`)."""
+        """Let a function replace a result of a node (see `Stage`)."""
         outer, self._within = self._within, True
         try:
             with torch._C.DisableTorchFunction():
@@ -873,21 +873,21 @@ class Recorder(RecordingMode):
             return given if self._values.exchange(value, given, ref) else None
 
     def note_replacement(self, gate: Callable[[Any], Any]) -> None:
-        """Note the gate that has let a function replace a result (see `protocols.Stage`)."""
+        """Note the gate that has let a function replace a result (see `Stage`)."""
         if self._checkpoints is not None:
             self._checkpoints.note_replacement(gate)
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
-        """Guard that the model holds no tensor like this (see `protocols.Stage`)."""
+        """Guard that the model holds no tensor like this (see `Stage`)."""
         with torch._C.DisableTorchFunction():
             self._values.guard_ownership(tensor, frame)
 
     def block(self, reason: str) -> None:
-        """Have the recording never be replayed (see `protocols.Stage`)."""
+        """Have the recording never be replayed (see `Stage`)."""
         self.tape.block(reason)
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Guard a truth value that a gate has returned (see `protocols.Stage`)."""
+        """Guard a truth value that a gate has returned (see `Stage`)."""
         if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
@@ -904,7 +904,7 @@ class Recorder(RecordingMode):
         self._writer.handed = values
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the captured value for a tensor (see `protocols.Stage`)."""
+        """Return the captured value for a tensor (see `Stage`)."""
         part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 

@@ -23,9 +23,9 @@ from bendtrace.watch.executed import CodeMonitor
 from bendtrace.watch.rank_sync import has_joint_hooks
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.log.capture import ValueCapture
     from bendtrace.python import statements
-    from bendtrace.tape.protocols import Inserter
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")

@@ -57,8 +57,8 @@ from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.record import array_functions
-    from bendtrace.tape.protocols import Inserter
 else:
     array_functions = LazyModule("bendtrace.record.array_functions")
 
