@@ -237,13 +237,15 @@ class Dispatcher:
                 names, arguments = self.named_arguments(args, kwargs, plan)
                 tree = self._trees.of(plan)
                 # Names that no run has shown yet are looked up in this one.
-                return self._traced(_Request(args, kwargs, names, arguments, plan, tree)).result
+                return self._traced(
+                    _DispatchedCall(args, kwargs, names, arguments, plan, tree)
+                ).result
         names, arguments = self.named_arguments(args, kwargs, plan)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found
             if plain_program is None and self._signature.notice_changes():
                 return self.call(args, kwargs, plan, auditor)
-            call = _Request(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
+            call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
                 return self._spliced(call, plain_program)
             except Unfit:
@@ -282,7 +284,7 @@ class Dispatcher:
         if program is None:
             floor.count_path()
             try:
-                return self._record_new(_Request(args, kwargs, names, arguments, plan, tree))
+                return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
             except errors.Uninitialized as error:  # of modules that are not registered in the model
                 if plan is not None or error.function is not self._model:
                     raise
@@ -290,19 +292,23 @@ class Dispatcher:
         if program.live_only:
             if tree.looks_again(program):
                 floor.count_path()
-                call = _Request(args, kwargs, names, arguments, plan, tree)
+                call = _DispatchedCall(args, kwargs, names, arguments, plan, tree)
                 return self._look_again(call, program)
             tree.ran_live(program)
             floor.count_live()
-            return self._run_live(_Request(args, kwargs, names, arguments, plan, tree), program)
+            return self._run_live(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         if plan is not None and plan.looks_at_changes(
             program.recordings(), state_access.read_and_changed
         ):
             floor.count_live()
-            return self._run_live(_Request(args, kwargs, names, arguments, plan, tree), program)
+            return self._run_live(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
+            )
         if program.wants_lifting and tree.lifts:
             return self._record_lifted(
-                _Request(args, kwargs, names, arguments, plan, tree), program
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), program
             )
         auditor = auditor or self._auditor
         audit = None
@@ -320,7 +326,9 @@ class Dispatcher:
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
             return result.output
-        return self._resume(_Request(args, kwargs, names, arguments, plan, tree), program, result)
+        return self._resume(
+            _DispatchedCall(args, kwargs, names, arguments, plan, tree), program, result
+        )
 
     def _splicer(
         self, plan: InsertionPlan, names: tuple[str, ...], arguments: tuple[Any, ...]
@@ -356,7 +364,7 @@ class Dispatcher:
             return self._trees.plain
         return self._trees.of(plan)
 
-    def _spliced(self, call: _Request, program: Program | None) -> Any:
+    def _spliced(self, call: _DispatchedCall, program: Program | None) -> Any:
         """Serve a call with insertions along the paths without them."""
         assert call.splicer is not None
         assert call.plan is not None
@@ -388,7 +396,7 @@ class Dispatcher:
 
     # By the model's own Python, without the tracer where that is possible
 
-    def _run_live(self, call: _Request, program: Program) -> Any:
+    def _run_live(self, call: _DispatchedCall, program: Program) -> Any:
         self.stats.live += 1
         if call.plan is None:
             with self.calls:
@@ -409,7 +417,7 @@ class Dispatcher:
             return runner.call(args, kwargs, self.latest_run)
         names, arguments = self.named_arguments(args, kwargs, plan)
         recording = self._recorded(
-            _Request(args, kwargs, names, arguments, plan, self._trees.of(plan))
+            _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
         )
         output, recording.result = recording.result, None
         return output
@@ -443,7 +451,7 @@ class Dispatcher:
         """Run the model under the tracer, keep the path, and return the output."""
         self._signature.notice_changes()
         names, arguments = self.named_arguments(args, kwargs, plan)
-        call = _Request(args, kwargs, names, arguments, plan, self._trees.of(plan))
+        call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.of(plan))
         with nullcontext() if plan is None else gates.applying(plan):
             return self._record_new(call)
 
@@ -499,7 +507,7 @@ class Dispatcher:
 
     # By the model's own Python, under the tracer
 
-    def _record_new(self, call: _Request) -> Any:
+    def _record_new(self, call: _DispatchedCall) -> Any:
         global_state = GlobalState.current()
         call.tree.compare_numbers(call.names, call.arguments)
         evolving = call.tree.outdated(call.names, call.arguments)
@@ -528,7 +536,7 @@ class Dispatcher:
             self._floor_of(call.plan).count_vain()
         return self._remember(recording, program)
 
-    def _passes(self, call: _Request, recording: Recording) -> bool:
+    def _passes(self, call: _DispatchedCall, recording: Recording) -> bool:
         """Return whether a run could not be repeated, although later ones may; note why."""
         is_misused = bool(
             recording.environment.misused_containers()
@@ -541,7 +549,7 @@ class Dispatcher:
         self.passing.update(dict.fromkeys(reasons))
         return True
 
-    def _look_again(self, call: _Request, live: Program) -> Any:
+    def _look_again(self, call: _DispatchedCall, live: Program) -> Any:
         """Record a call whose like could only be run live: it may go another way."""
         global_state = GlobalState.current()
         recording = self._traced(call, lifting=call.tree.lifting())
@@ -558,7 +566,7 @@ class Dispatcher:
             self._mismatch = functools.partial(explain.explain_guard, before, leaves[0], now)
         return self._remember(recording, program)
 
-    def _record_lifted(self, call: _Request, program: Program) -> Any:
+    def _record_lifted(self, call: _DispatchedCall, program: Program) -> Any:
         """Record a call whose path may be known, with the counters of its loops lifted."""
         lifting = program.lifting(counters=True, lists=call.tree.is_plain)
         assert lifting is not None
@@ -574,7 +582,7 @@ class Dispatcher:
 
     def _traced(
         self,
-        call: _Request,
+        call: _DispatchedCall,
         divergence: Divergence | None = None,
         script: Script | None = None,
         lifting: Lifting | None = None,
@@ -593,7 +601,7 @@ class Dispatcher:
 
     def _recorded(
         self,
-        call: _Request,
+        call: _DispatchedCall,
         script: Script | None = None,
         reads_states: bool = False,
         lifting: Lifting | None = None,
@@ -628,7 +636,7 @@ class Dispatcher:
         self._latest = _parts_of_trace(recording, program)
         return output
 
-    def _resume(self, call: _Request, program: Program, divergence: Divergence) -> Any:
+    def _resume(self, call: _DispatchedCall, program: Program, divergence: Divergence) -> Any:
         was_live = divergence.continues_live
         stays_live = was_live and not call.tree.looks_again_after(divergence)
         if stays_live and call.plan is None and not divergence.has_acted:
@@ -672,7 +680,7 @@ def _reason_of_mode(mode: Any) -> str:
     return f"{type(mode).__qualname__}{place}, a function mode around the call, sees the model"
 
 
-class _Request(NamedTuple):
+class _DispatchedCall(NamedTuple):
     """One call: its inputs, the insertions, and the known paths with these.
 
     With a splicer, these are the paths without what is inserted.

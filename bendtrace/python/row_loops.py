@@ -10,7 +10,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from bendtrace.python.bytecode import CONSTANTS, InstructionStep, loads_method, single_steps
+from bendtrace.python.bytecode import (
+    CONSTANTS,
+    InstructionStep,
+    loads_method,
+    single_steps,
+)
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import TORCH, instruction_at
 
