@@ -46,7 +46,6 @@ from bendtrace.record.array_functions import (
 )
 from bendtrace.record.encoding import plain_copy
 from bendtrace.record.states import OperandProxy
-from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind, is_ndarray, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
@@ -85,8 +84,8 @@ class Arrays:
         has_lost: whether code that cannot be followed has received one of them.
     """
 
-    def __init__(self, writer: TapeWriter, values: RunValues, errors: dict[str, Any]) -> None:
-        self._writer, self._values = writer, values
+    def __init__(self, values: RunValues, errors: dict[str, Any]) -> None:
+        self._writer, self._values = values.writer, values
         self._recorder: Any = values.origin
         self._environment = values.environment
         self._known: dict[int, tuple[Any, Any]] = {}  # without a tensor: an open array

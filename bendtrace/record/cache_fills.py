@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from bendtrace.record.tape_writer import TapeWriter
     from bendtrace.record.values import RunValues
     from bendtrace.watch import containers
-    from bendtrace.watch.environment import Environment
 
     Cache = functools._lru_cache_wrapper[Any]
 else:
@@ -57,8 +56,6 @@ class CacheFills:
     """Takes what fills caches off the tape of a run.
 
     Args:
-        environment: what the run can read.
-        writer: writes the tape.
         values: the values of the run.
         parts: returns the objects that note something of the run.
         settings: returns the modes and settings of torch, and how many counters are lifted.
@@ -70,15 +67,13 @@ class CacheFills:
 
     def __init__(
         self,
-        environment: Environment,
-        writer: TapeWriter,
         values: RunValues,
         parts: Callable[[], Iterable[Any]],
         settings: Callable[[], Any],
         notes_more: Callable[[], Any],
     ) -> None:
-        self._environment = environment
-        self._writer, self._values = writer, values
+        self._environment = environment = values.environment
+        self._writer, self._values = values.writer, values
         self._parts, self._settings, self._notes_more = parts, settings, notes_more
         self._misses: dict[Cache, int] = {}
         self._caches: dict[types.CodeType, list[Cache]] = {}

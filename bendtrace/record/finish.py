@@ -20,7 +20,7 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
 from bendtrace.record.effects import assigned_in
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.record.tape_writer import TapeWriter
+from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.guards import Place, TruthGuard
@@ -139,16 +139,15 @@ class Finish:
 
     def __init__(
         self,
-        writer: TapeWriter,
-        environment: Environment,
+        values: RunValues,
         encoder: Encoder,
         start: str,
         function: Callable[..., Any],
     ) -> None:
         self._function = function
-        self.tape: Tape = writer.tape
-        self.environment = environment
-        self._writer = writer
+        self.tape: Tape = values.tape
+        self.environment = environment = values.environment
+        self._writer = values.writer
         self._encoder = encoder
         self._start = start
         self.draws: Draws = Draws([part.value for part in environment.host_generators])

@@ -18,7 +18,6 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
 from bendtrace.record.encoding import Encoder, ListOperand, plain_copy, scalars_in
-from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
@@ -38,10 +37,8 @@ class NumberRecorder:
     The inserter is called before arithmetic is recorded.
     """
 
-    def __init__(
-        self, writer: TapeWriter, values: RunValues, encoder: Encoder, inserter: Inserter | None
-    ) -> None:
-        self._writer = writer
+    def __init__(self, values: RunValues, encoder: Encoder, inserter: Inserter | None) -> None:
+        self._writer = values.writer
         self._values = values
         self._recorder: Any = values.origin  # which is the watcher of the run as well
         self._encoder = encoder

@@ -167,30 +167,20 @@ class Recorder(RecordingMode):
         self._within = False  # in one op, during which the mode stays switched on
         outermost = Recorder._outcome.__code__
         reads_states = reads_states or has_other_ranks()  # which cannot begin again by itself
-        self._states = StateReader(
-            self._writer, self._values, environment, outermost, reads_states, inserter
-        )
+        self._states = StateReader(self._values, outermost, reads_states, inserter)
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
-        self._numbers = NumberRecorder(self._writer, self._values, self._encoder, inserter)
+        self._numbers = NumberRecorder(self._values, self._encoder, inserter)
         self.varying: Varying | None = None
         if lifting is not None:
             if lifting.places:
                 self._keep_varying(lifting.places)
-            lifting.begin(self._writer, self._values, self._call_paused, outermost)
+            lifting.begin(self._values, self._call_paused, outermost)
         self._lifting = lifting
         own = (self, self._values, self._values.scalars, self.tape, environment)
         self._number_converter = NumberConverter(self._code_monitor, self._values, own, outermost)
         self._compares = self._numbers.compares
-        self._scopes = Scopes(
-            self._writer,
-            self._values,
-            self._encoder,
-            environment,
-            self._code_monitor,
-            observer,
-            inserter,
-        )
+        self._scopes = Scopes(self._values, self._encoder, self._code_monitor, inserter)
         # These are called directly, without a call in between.
         self.consume: Callable[..., Any] = self._numbers.consume
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
@@ -228,7 +218,7 @@ class Recorder(RecordingMode):
         Raises:
             Exception: whatever the function raises, unchanged.
         """
-        finish = Finish(self._writer, self.environment, self._encoder, self._start, self._function)
+        finish = Finish(self._values, self._encoder, self._start, self._function)
         self._draws = finish.draws
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
@@ -236,9 +226,7 @@ class Recorder(RecordingMode):
         scalar_holds = holds(self._values.scalars)
         self.active = True
         if self._inserter is None and not hooks_around() and not self.around:
-            self._fast_path = fast_path_for(
-                self._values, self._writer, self._encoder, self._observer, self._show
-            )
+            self._fast_path = fast_path_for(self._values, self._encoder, self._show)
         if self.environment.caches and self._observer is None and self._inserter is None:
             self._follow_fills(finish)
         try:
@@ -297,7 +285,7 @@ class Recorder(RecordingMode):
             self._numbers, self._states, self._states.effects, self._scopes,
         )  # fmt: skip
         self._code_monitor.fills = cache_fills.CacheFills(
-            self.environment, self._writer, self._values,
+            self._values,
             lambda: (*parts, *filter(None, (self.varying, self._values.accumulation))),
             lambda: (finish.modes(), self._lifting and len(self._lifting.lifted)),
             lambda: self._arrays or self._contents or self._checkpoints or "texts" in vars(self),
@@ -715,9 +703,7 @@ class Recorder(RecordingMode):
         return self.varying
 
     def _keep_varying(self, places: frozenset[Place]) -> None:
-        self.varying = varying.Varying(
-            places, self._writer, self._values, self._numbers, self._inserter
-        )
+        self.varying = varying.Varying(places, self._values, self._numbers, self._inserter)
 
     # Texts, and blocks that the backward pass runs again: most runs have none
 
@@ -753,7 +739,7 @@ class Recorder(RecordingMode):
     def contents(self) -> Arrays:
         """The arrays of the run whose content comes from tensors; most runs have none."""
         if self._contents is None:
-            self._contents = arrays.Arrays(self._writer, self._values, self._numpys_errors)
+            self._contents = arrays.Arrays(self._values, self._numpys_errors)
             self._values.tensor_of_array = self._contents.tensor_of
         return self._contents
 

@@ -34,7 +34,6 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import ListOperand, scalars_in
-from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import LOOKS, MARK, RunValues
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -82,16 +81,14 @@ class StateReader:
 
     def __init__(
         self,
-        writer: TapeWriter,
         values: RunValues,
-        environment: Environment,
         outermost: CodeType,
         reads_all: bool,
         inserter: Inserter | None,
     ) -> None:
-        self._writer = writer
+        self._writer = writer = values.writer
         self._values = values
-        self._environment = environment
+        self._environment = values.environment
         self._outermost = outermost
         self._reads_all = reads_all
         self._inserter = inserter

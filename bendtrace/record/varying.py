@@ -56,7 +56,6 @@ from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
 from bendtrace.record.accumulation import Accumulation
 from bendtrace.record.encoding import ListOperand, plain_copy, without_traced
-from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
@@ -90,7 +89,6 @@ class Varying:
 
     Args:
         places: where they do.
-        writer: records ops.
         values: makes traced scalars.
         numbers: records what is computed with traced scalars.
         inserter: puts its own ops into the run, if something does.
@@ -104,7 +102,6 @@ class Varying:
     def __init__(
         self,
         places: frozenset[Place],
-        writer: TapeWriter,
         values: RunValues,
         numbers: NumberRecorder,
         inserter: Any,
@@ -114,7 +111,7 @@ class Varying:
         self.keyed: set[str] = set()
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
-        self._writer, self._values = writer, values
+        self._writer, self._values = values.writer, values
         self._arithmetic, self._list_op = numbers.arithmetic, numbers.list_op
         self._recorder: Any = values.origin
         self._is_busy = not can_exchange()
@@ -126,9 +123,7 @@ class Varying:
         self._key_code: CodeType | None = None  # of the key function of the call that is awaited
         self._row_loops: RowLoops | None = None
         if any(row_loop_at(*place) for place in places):
-            self._row_loops = rows.RowLoops(
-                self._places, writer, values, self._lift, _call_of, inserter
-            )
+            self._row_loops = rows.RowLoops(self._places, values, self._lift, _call_of, inserter)
 
     def answers(self, use: Use | FunctionUse, scalar: TracedScalar) -> bool:
         """Return whether the number of a traced scalar is asked for something that stays traced.
@@ -840,23 +835,20 @@ class Lifting:
         self._derived: set[int] = set()  # from counters that inputs give
         self._followed = 0  # so many ops
 
-    def begin(
-        self, writer: TapeWriter, values: RunValues, call: Callable[..., Any], outermost: CodeType
-    ) -> None:
+    def begin(self, values: RunValues, call: Callable[..., Any], outermost: CodeType) -> None:
         """Take part in a run.
 
         Args:
-            writer: says when something is asked.
             values: makes traced scalars.
             call: records a call of a torch function: function, arguments, options, frame.
             outermost: the code that called the model.
         """
-        self._writer, self._values = writer, values
+        self._writer, self._values = values.writer, values
         self._call, self._outermost = call, outermost
         if self.counts or self.places:
-            writer.before_question = self._lift
+            self._writer.before_question = self._lift
             if self._lists:
-                values.accumulation = Accumulation(writer, values, outermost)
+                values.accumulation = Accumulation(self._writer, values, outermost)
 
     @property
     def has_lifted(self) -> bool:
