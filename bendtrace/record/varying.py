@@ -843,12 +843,13 @@ class Lifting:
             call: records a call of a torch function: function, arguments, options, frame.
             outermost: the code that called the model.
         """
-        self._writer, self._values = values.writer, values
+        self._writer = writer = values.writer
+        self._values = values
         self._call, self._outermost = call, outermost
         if self.counts or self.places:
-            self._writer.before_question = self._lift
+            writer.before_question = self._lift
             if self._lists:
-                values.accumulation = Accumulation(self._writer, values, outermost)
+                values.accumulation = Accumulation(writer, values, outermost)
 
     @property
     def has_lifted(self) -> bool:
