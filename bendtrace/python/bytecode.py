@@ -106,10 +106,7 @@ def names_used_whole(code: CodeType) -> frozenset[str]:
         if name:
             found.add(name)
         name = step.value if step.name == "LOAD_GLOBAL" else ""
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= names_used_whole(constant)
-    return frozenset(found)
+    return frozenset(found).union(*map(names_used_whole, nested_codes(code)))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -127,10 +124,7 @@ def put_on_globals(code: CodeType) -> frozenset[str]:
                 updated.add(step.value)
             is_copied = is_outside and step.name == "COPY"
             is_outside = step.name in _FROM_OUTSIDE or (is_outside and is_attribute)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= put_on_globals(constant)
-    return frozenset(found)
+    return frozenset(found).union(*map(put_on_globals, nested_codes(code)))
 
 
 _FROM_OUTSIDE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
@@ -366,7 +360,7 @@ def _compares_identity(code: CodeType) -> bool:
             for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
         )
     )
-    return asks or any(map(_compares_identity, _nested_codes(code)))
+    return asks or any(map(_compares_identity, nested_codes(code)))
 
 
 def asks_for_ids(code: CodeType) -> int | None:
@@ -401,7 +395,8 @@ def _line_of_ids(code: CodeType) -> int | None:
     return None
 
 
-def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """Return the code of the functions that stand in code itself, not in these."""
     return (inner for inner in code.co_consts if isinstance(inner, CodeType))
 
 
@@ -412,7 +407,7 @@ def stores_outside(code: CodeType) -> bool:
         for step in dis.get_instructions(code)
     ):
         return True
-    return any(map(stores_outside, _nested_codes(code)))
+    return any(map(stores_outside, nested_codes(code)))
 
 
 class _Truths(NamedTuple):

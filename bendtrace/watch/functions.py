@@ -19,7 +19,7 @@ from bendtrace.python.bytecode import branches, global_uses
 from bendtrace.python.internals import Never, internal
 from bendtrace.tape.tape import Op, Use
 from bendtrace.tape.watchers import current_watcher
-from bendtrace.watch.transforms import REGISTERS
+from bendtrace.watch.transforms import REGISTERS, as_one_op
 
 # Constructors of tensors that bypass the function mode: legacy ones, parameters, numpy's memory.
 #
@@ -32,16 +32,14 @@ GONE: Any = object()
 
 _variable: Any = internal("torch.autograd.Variable", Never)
 _base_new: Any = torch.Tensor.__new__
-_parameter_new: Any = nn.Parameter.__new__
-_from_numpy = torch.from_numpy
 
 
 def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements during recording: owner, attribute and replacement."""
     if _variable is not Never:
-        yield type(_variable), "__call__", _makes_variable
+        yield type(_variable), "__call__", _maker(_variable, type.__call__)
     yield torch.Tensor, "__new__", _New()
-    yield nn.Parameter, "__new__", staticmethod(_makes_parameter)
+    yield nn.Parameter, "__new__", staticmethod(_maker(nn.Parameter, nn.Parameter.__new__))
     yield torch, "from_numpy", _takes_array
     # The classes of old are C's, and cannot be changed. They are taken out of their modules, which
     # are asked for what they do not have by way of `__getattr__`.
@@ -60,11 +58,16 @@ def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
 LEGACY: Any = type(internal("torch.FloatTensor", None))
 
 
-def _makes_variable(cls: type, *args: Any, **kwargs: Any) -> Any:
-    watcher = current_watcher() if cls is _variable else None
-    if watcher is None:
-        return type.__call__(cls, *args, **kwargs)
-    return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
+def _maker(made: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes objects of a class, and of the classes that inherit it: these as usual."""
+
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher() if cls is made else None
+        if watcher is None:
+            return make(cls, *args, **kwargs)
+        return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
+
+    return call
 
 
 class _New:
@@ -80,25 +83,9 @@ class _New:
         return _makes_tensor
 
 
-def _makes_tensor(cls: type, *args: Any, **kwargs: Any) -> Any:
-    watcher = current_watcher() if cls is torch.Tensor else None
-    if watcher is None:
-        return _base_new(cls, *args, **kwargs)
-    return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
-
-
-def _makes_parameter(cls: type, *args: Any, **kwargs: Any) -> Any:
-    watcher = current_watcher() if cls is nn.Parameter else None
-    if watcher is None:
-        return _parameter_new(cls, *args, **kwargs)
-    return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
-
-
-def _takes_array(array: Any) -> Any:
-    watcher = current_watcher()
-    if watcher is None:
-        return _from_numpy(array)
-    return watcher.opaque_call(_from_numpy, (array,), {}, sys._getframe(1))
+_makes_tensor = _maker(torch.Tensor, _base_new)
+_from_numpy = torch.from_numpy
+_takes_array = as_one_op(_from_numpy)
 
 
 def _attribute_of(owner: ModuleType, classes: dict[str, Any]) -> Callable[[str], Any]:
