@@ -53,7 +53,7 @@ from bendtrace.tape.guards import (
     ValueGuard,
 )
 from bendtrace.tape.structure import Instance
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, Use, refs_in
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, Use, has_tensors, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, VALUES, display_name, name_of
 from bendtrace.watch.host_io import environ
 from bendtrace.watch.writes import storage_of
@@ -598,7 +598,7 @@ class StraightFunction(Expressions):
         self.is_dynamic: bool = bool(findings.dynamic)  # with sizes that depend on values
         for op in self._tape.ops:
             self._sort(op)
-            if _is_tensor(op) and (op.kind is OpKind.INPUT or self._computes_from_call(op)):
+            if has_tensors(op.meta) and (op.kind is OpKind.INPUT or self._computes_from_call(op)):
                 self._from_call.add(op.index)
         guards: dict[int, Guard] = {}
         tested: set[Any] = set()
@@ -647,7 +647,7 @@ class StraightFunction(Expressions):
             self._kinds[op.index] = (
                 _NumberOrigin.STATIC
             )  # whether containers were changed themselves
-        elif op.kind is OpKind.SCALAR and not _is_tensor(op):
+        elif op.kind is OpKind.SCALAR and not has_tensors(op.meta):
             kinds = [self._kinds[index] for index in refs if index in self._kinds]
             if len(kinds) == len(refs):
                 # A counter begins with a constant.
@@ -961,9 +961,8 @@ class StraightFunction(Expressions):
         if name_of(op.target) == "allclose":
             return f"torch.isclose({', '.join(given)}).all()"
         if op.target is Tensor.__contains__:
-            if any(
-                type(arg) is Ref and not _is_tensor(self._tape.ops[arg.index]) for arg in op.args
-            ):
+            ops = (self._tape.ops[arg.index] for arg in op.args if type(arg) is Ref)
+            if not all(has_tensors(one.meta) for one in ops):
                 raise CompileRefusal("a number out of a tensor is looked for in another one")
             return f"({given[1]} == {given[0]}).any()"
         metas = [self._tape.ops[index].meta for index in op.operands]
@@ -1027,13 +1026,6 @@ class StraightFunction(Expressions):
                 number = self._lift(argument)  # (not by `abs`, which the smallest has none of)
                 within = f"({number} < {_SMALL}).logical_and({number} > -{_SMALL})"
                 self._conditions.append(self._new(within))
-
-
-def _is_tensor(op: Op) -> bool:
-    """Return whether an op returns a tensor, or several."""
-    return isinstance(op.meta, TensorMeta) or (
-        isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
-    )
 
 
 _serials = itertools.count()

@@ -47,8 +47,8 @@ from bendtrace.python.lazy import tabulate
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import dispatch_modes
-from bendtrace.tape.tape import Op, OpKind, TensorMeta, refs_in
-from bendtrace.watch.functions import METADATA, SHAPES, name_of
+from bendtrace.tape.tape import Op, OpKind, TensorMeta
+from bendtrace.watch.functions import METADATA, SHAPES, is_sized_by_values, name_of
 from bendtrace.watch.writes import works_in_place
 
 if TYPE_CHECKING:
@@ -734,7 +734,7 @@ class CompiledWriter(SegmentWriter):
         if why_not_op(op, op.context) is not None or not op.context.is_usual:
             return False
         ops = self.tape.ops
-        if op.writes or works_in_place(op) or gives_nothing(op) or _has_sizes_of_values(op, ops):
+        if op.writes or works_in_place(op) or gives_nothing(op) or is_sized_by_values(op, ops):
             return False
         if not (_gives_tensors(op) or _is_of_sizes(op, ops)):
             return False
@@ -827,22 +827,3 @@ def _is_of_sizes(op: Op, ops: list[Op]) -> bool:
     if op.kind is not OpKind.SCALAR or _gives_tensors(op):
         return False
     return all(_is_of_sizes(ops[index], ops) for index in op.operands)
-
-
-def _has_sizes_of_values(op: Op, ops: list[Op]) -> bool:
-    """Return whether the size of the result depends on the values of tensors."""
-    name = name_of(op.target)
-    if name == "where":
-        return len(op.args) + len(op.kwargs) == 1
-    if name == "__getitem__":
-        keys = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
-        return any(getattr(key, "dtype", None) in (torch.bool, torch.uint8) for key in keys)
-    return name in _SIZED_BY_VALUES
-
-
-_SIZED_BY_VALUES = frozenset(
-    {
-        "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "tensor_split",
-        "unique", "unique_consecutive", "vander",
-    }
-)  # fmt: skip

@@ -38,12 +38,23 @@ from bendtrace.tape.guards import (
     ValueGuard,
     number_place,
 )
-from bendtrace.tape.tape import Container, Guard, Op, OpKind, Tape, TensorMeta, Use, refs_in
+from bendtrace.tape.tape import (
+    Container,
+    Guard,
+    Op,
+    OpKind,
+    Tape,
+    TensorMeta,
+    Use,
+    has_tensors,
+    refs_in,
+)
 from bendtrace.watch.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
     SHAPES,
     VALUES,
+    is_sized_by_values,
     name_of,
     table_name,
 )
@@ -184,9 +195,7 @@ def gives_tensors(op: Op) -> bool:
     """Return whether an op returns a tensor, or several."""
     if op.kind is OpKind.SCALAR and op.target is not operator.getitem:
         return False
-    return isinstance(op.meta, TensorMeta) or (
-        isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
-    )
+    return has_tensors(op.meta)
 
 
 def gives_rows(op: Op) -> bool:
@@ -196,29 +205,18 @@ def gives_rows(op: Op) -> bool:
 
 
 def _is_sized_by_values(op: Op, ops: list[Op], kinds: dict[int, Kind]) -> bool:
-    """Return whether the size of the result depends on the values of tensors."""
+    """Return whether the size of the result depends on the values of tensors, or on numbers."""
+    if is_sized_by_values(op, ops):
+        return True
     name = name_of(op.target)
-    if name == "where":
-        return len(op.args) + len(op.kwargs) == 1
     if name == "__getitem__":
-        metas = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
-        if any(getattr(meta, "dtype", None) in (torch.bool, torch.uint8) for meta in metas):
-            return True
         keys = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
         bounds = [ref for key in keys if isinstance(key, slice) for ref in refs_in(key)]
         return any(kinds.get(ref.index, Kind.STATIC) is not Kind.STATIC for ref in bounds)
-    if name in _SIZED_BY_VALUES:
-        return True
     numbers = [kinds[index] for index in op.operands if index in kinds]
     return name in _SIZED_BY_NUMBERS and any(kind is not Kind.STATIC for kind in numbers)
 
 
-_SIZED_BY_VALUES = frozenset(
-    {
-        "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "tensor_split",
-        "unique", "unique_consecutive", "vander",
-    }
-)  # fmt: skip
 _TAKING_APART = frozenset({"unbind", "split", "chunk", "tensor_split", "split_with_sizes"})
 _SIZED_BY_NUMBERS = frozenset(
     {

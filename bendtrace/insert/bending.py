@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeAlias
 
@@ -560,13 +560,7 @@ class Bending:
         Raises:
             InputError: one of them does not capture values of this model.
         """
-        found = [c for callback in self.callbacks for c in _captures(callback)]
-        for callback in callbacks:
-            if all(callback is not other for other in found):
-                raise InputError(f"{callback!r} does not capture anything of this model")
-        with ExitStack() as stack:
-            for callback in callbacks or found:
-                stack.enter_context(callback.capture())
+        with capturing(callbacks, [c for one in self.callbacks for c in _captures(one)]):
             yield
 
     def _keys(self, source: CallbackInsertions) -> list[str]:
@@ -831,6 +825,18 @@ def _captures(callback: Bend) -> Iterator[Capture]:
     for inner in getattr(callback, "callbacks", (callback,)):
         if isinstance(inner, Capture):
             yield inner
+
+
+@contextmanager
+def capturing(chosen: Sequence[Capture], found: Sequence[Capture]) -> Iterator[None]:
+    """Make the chosen ones of the callbacks that capture keep the values they see, or all."""
+    for callback in chosen:
+        if all(callback is not other for other in found):
+            raise InputError(f"{callback!r} does not capture anything of this model")
+    with ExitStack() as stack:
+        for callback in chosen or found:
+            stack.enter_context(callback.capture())
+        yield
 
 
 def written(text: Text, out: Out) -> Text:

@@ -96,6 +96,12 @@ def stands_for_number(tensor: torch.Tensor) -> bool:
     return array is not None and not is_ndarray(array)
 
 
+def has_tensors(meta: Any) -> bool:
+    """Return whether the result of an op, described by its metadata, is a tensor or several."""
+    metas = meta if isinstance(meta, tuple) else (meta,)
+    return any(isinstance(one, TensorMeta) for one in metas)
+
+
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Describe a tensor; the dimensions along which a nested one is ragged are -1."""
     if type(tensor) in PLAIN_TENSORS:

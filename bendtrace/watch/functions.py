@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from bendtrace.python.bytecode import branches, global_uses
 from bendtrace.python.internals import Never, internal
-from bendtrace.tape.tape import Op, Use
+from bendtrace.tape.tape import Op, Use, refs_in
 from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch.transforms import REGISTERS, as_one_op
 
@@ -607,6 +607,23 @@ def may_lack_dimension(op: Op) -> bool:
     )
 
 
+def is_sized_by_values(op: Op, ops: list[Op]) -> bool:
+    """Return whether the size of the result depends on the values of tensors."""
+    name = name_of(op.target)
+    if name == "where":
+        return len(op.args) + len(op.kwargs) == 1
+    if name == "__getitem__":
+        keys = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
+        return any(getattr(key, "dtype", None) in (torch.bool, torch.uint8) for key in keys)
+    return name in _SIZED_BY_VALUES
+
+
+_SIZED_BY_VALUES = frozenset(
+    {
+        "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "tensor_split",
+        "unique", "unique_consecutive", "vander",
+    }
+)  # fmt: skip
 _BY_DIMENSION: frozenset[Any] = frozenset({Tensor.size, Tensor.stride})
 
 
