@@ -41,7 +41,6 @@ from bendtrace.watch.rank_sync import has_other_ranks
 if TYPE_CHECKING:
     import functools
 
-    from bendtrace.record.encoding import Encoder
     from bendtrace.record.finish import Recording
     from bendtrace.record.tape_writer import TapeWriter
     from bendtrace.record.values import RunValues
@@ -280,13 +279,13 @@ _CONTAINERS = (*_LISTS, dict, set)
 
 
 def look_at_caches(
-    recording: Recording, encoder: Encoder, block: Callable[..., None], cleared: list[Any]
+    recording: Recording, values: RunValues, block: Callable[..., None], cleared: list[Any]
 ) -> None:
     """Record what a run put into each `functools.lru_cache`.
 
     Args:
         recording: the run.
-        encoder: encodes its values.
+        values: the values of the run.
         block: notes why it must not be replayed, and where.
         cleared: the caches that it has cleared.
     """
@@ -305,7 +304,7 @@ def look_at_caches(
             environment.filled_caches[cache] = entries_of(cache)
     for reason, cache, was_empty in environment.misses():
         entries = entries_of(cache)
-        lasting = [entry for entry in entries if not _ends_with_run(entry[0], outlive, encoder)]
+        lasting = [entry for entry in entries if not _ends_with_run(entry[0], outlive, values)]
         # A result computed by a function in pure Python is the same when it comes from the
         # cache. Where no call can find an entry again, the cache is as good as empty.
         if (lasting or not was_empty) and (
@@ -323,11 +322,11 @@ def look_at_caches(
             environment.filled_caches[cache] = lasting
 
 
-def _ends_with_run(key: Any, outlive: set[int], encoder: Encoder) -> bool:
+def _ends_with_run(key: Any, outlive: set[int], values: RunValues) -> bool:
     """Return whether a key contains a tensor that the run has made, and does not leave."""
     if type(key) is not tuple:
         return False
-    found = (encoder.producer_of(item) for item in key if type(item) is Tensor)
+    found = (values.producer_of(item) for item in key if type(item) is Tensor)
     return any(index is not None and index not in outlive for index in found)
 
 

@@ -86,14 +86,6 @@ class Encoder:
     def _tells_sizes(self) -> bool:
         return self.called is not None and tells_sizes_from_tuples(self.called)
 
-    def writes_outside(self) -> bool:
-        """Return whether the run has written to tensors that existed before it."""
-        return self._values.writes_outside()
-
-    def producer_of(self, tensor: Tensor) -> int | None:
-        """Return the op that made a tensor (see `RunValues.producer_of`)."""
-        return self._values.producer_of(tensor)
-
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """Return arguments as recorded, and as the function has to receive them."""
         encoded: list[Any] = []

@@ -147,7 +147,7 @@ class Finish:
         self._function = function
         self.tape: Tape = values.tape
         self.environment = environment = values.environment
-        self._writer = values.writer
+        self._writer, self._values = values.writer, values
         self._encoder = encoder
         self._start = start
         self.draws: Draws = Draws([part.value for part in environment.host_generators])
@@ -230,13 +230,13 @@ class Finish:
             self.block(reason)
         if self.environment.caches:
             cleared = [] if code_monitor is None else code_monitor.cleared
-            cache_fills.look_at_caches(recording, self._encoder, self.block, cleared)
+            cache_fills.look_at_caches(recording, self._values, self.block, cleared)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
         self._check_addresses()
         drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
         recording.draws = any(drew)
-        recording.writes_outside = self._encoder.writes_outside()
+        recording.writes_outside = self._values.writes_outside()
         self._check_arrays()
         root.stop = len(self.tape.ops)
         self._writer.require_end()

@@ -686,10 +686,6 @@ class Recorder(RecordingMode):
                 self._show(op, args, out)
             return bound
 
-    def follow_classes(self, frame: FrameType) -> None:
-        """Record calls of the classes of old that code has taken under other names."""
-        self.contents.follow_classes(frame)
-
     # Numbers that differ between runs (see `varying.py`)
 
     def varying_asked(self, use: Use | FunctionUse) -> Varying | None:
@@ -711,16 +707,6 @@ class Recorder(RecordingMode):
     def texts(self) -> Texts:
         """The texts of values that the run formats."""
         return texts.Texts(self._writer, self._as_one, self._streams)
-
-    def printed(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
-    ) -> None:
-        """Print values to the screen, which each replay repeats."""
-        self.texts.printed(function, args, kwargs, frame)
-
-    def guard_text(self, text: str) -> str:
-        """Return a text that is used after all, and guard the values in it."""
-        return self.texts.guard_text(text)
 
     def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
         """Return a generator that follows a block that the backward pass runs again, or None."""

@@ -98,7 +98,7 @@ def _attribute_of(owner: ModuleType, classes: dict[str, Any]) -> Callable[[str],
             frame = sys._getframe(1)
             if _is_called(frame):
                 return ClassCall(cls)
-            watcher.follow_classes(frame)
+            watcher.contents.follow_classes(frame)
         if cls is not None:
             return cls
         if before is not None:

@@ -150,7 +150,7 @@ def _prints(*args: Any, **kwargs: Any) -> Any:
     function = _prints.__wrapped__
     if watcher is None or not isinstance(function, BuiltinFunctionType):
         return function(*args, **kwargs)
-    return watcher.printed(function, args, kwargs, frame)
+    return watcher.texts.printed(function, args, kwargs, frame)
 
 
 def _hashes(tensor: torch.Tensor) -> int:

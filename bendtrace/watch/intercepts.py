@@ -358,7 +358,7 @@ def _asserts(condition: Any, message: Any = "") -> None:
         watcher = current_watcher()
         if watcher is None or type(message) is not str or error.args != (message,):
             raise
-        raise AssertionError(watcher.guard_text(message)).with_traceback(
+        raise AssertionError(watcher.texts.guard_text(message)).with_traceback(
             error.__traceback__
         ) from None
 
