@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 import torch
@@ -10,16 +10,18 @@ from torch import Tensor
 
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.guards import ErrorGuard, LengthGuard
-from bendtrace.tape.tape import Guard, Op, OpKind, Tape, TensorMeta
+from bendtrace.tape.tape import Guard, Op, OpKind, Tape, TensorMeta, has_tensors
 from bendtrace.watch.functions import (
     FLEETING,
     INHERITED,
+    METADATA,
     RANK_DEPENDS_ON_NUMBERS,
     RANK_DEPENDS_ON_SIZES,
     RANKS,
     RESHAPES_IN_PLACE,
     SETTERS,
     SHAPES,
+    VALUES,
     is_foreign,
     is_torchs_function,
     may_lack_dimension,
@@ -35,6 +37,41 @@ class GuardKind(Enum):
     INPUT = "input"  # before the run, from sizes and other metadata of arguments and state
     DATA = "data"  # in the run, once the value is there
     IMPLIED = "implied"  # never: it follows from metadata that is tested before the run
+
+
+class NumberOrigin(Enum):
+    """Where a number comes from."""
+
+    STATIC = 0  # from sizes and arguments: known while a function is compiled
+    SIZE = 1  # from a size that depends on values
+    VALUE = 2  # out of a tensor
+
+
+def number_origin(op: Op, known: Mapping[int, NumberOrigin], varies: bool) -> NumberOrigin | None:
+    """Return where the number that an op returns comes from, if it returns one, or several.
+
+    Args:
+        op: the op.
+        known: the same for the ops before it that return numbers.
+        varies: whether it is given tensors whose sizes depend on values.
+    """
+    target = op.target
+    if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
+        return NumberOrigin.STATIC
+    if op.kind is OpKind.CALL:
+        if target in SHAPES or target is Tensor.__len__:
+            return NumberOrigin.SIZE if varies else NumberOrigin.STATIC
+        if target in METADATA:
+            return NumberOrigin.STATIC
+        is_value = target in VALUES or target is Tensor.tolist  # or of `item`, `equal`, ...
+        return NumberOrigin.VALUE if is_value or type(op.meta) in (bool, int, float) else None
+    if op.kind is not OpKind.SCALAR or has_tensors(op.meta):
+        return None
+    found = [known[index] for index in op.operands if index in known]
+    if len(found) != len(op.operands):
+        return None
+    # A counter begins with a constant.
+    return max(found, key=lambda kind: kind.value, default=NumberOrigin.STATIC)
 
 
 class Analysis:
