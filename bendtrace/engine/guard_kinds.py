@@ -94,7 +94,8 @@ class Analysis:
         # Per op, as bits: the state tensors that its value came from.
         self._sources: list[int] = []
         self._steady_type: list[bool] = []
-        self._steady_rank: list[bool] = []
+        # Per op, whether it gives as many dimensions whatever the sizes and values are.
+        self.steady_rank: list[bool] = []
         self.computable: set[int] = set()  # ops whose value needs no tensor op to be carried out
         for op in tape.ops:
             self._follow(op)
@@ -119,10 +120,6 @@ class Analysis:
         """Return whether there are guards that only the run itself can test."""
         return GuardKind.DATA in self.kinds
 
-    def has_steady_rank(self, index: int) -> bool:
-        """Return whether an op gives as many dimensions whatever the sizes and values are."""
-        return self._steady_rank[index]
-
     def _parts(self, bits: int) -> Iterable[Captured]:
         return (part for i, part in enumerate(self._state) if bits >> i & 1)
 
@@ -131,7 +128,7 @@ class Analysis:
         for index in op.operands:
             sources |= self._sources[index]
             steady_type = steady_type and self._steady_type[index]
-            steady_rank = steady_rank and self._steady_rank[index]
+            steady_rank = steady_rank and self.steady_rank[index]
         if op.kind is OpKind.STATE:
             sources = 1 << len(self._state)
             self._state.append(op.target)
@@ -151,7 +148,7 @@ class Analysis:
                 self._counted.add(op.index)
         self._sources.append(sources)
         self._steady_type.append(steady_type)
-        self._steady_rank.append(steady_rank)
+        self.steady_rank.append(steady_rank)
         if self._is_computable(op):
             self.computable.add(op.index)
 
@@ -182,7 +179,7 @@ class Analysis:
         if isinstance(guard, ErrorGuard):
             if op.raised is None and may_lack_dimension(op) and len(op.operands) == 1:
                 index = op.operands[0]
-                if self._steady_rank[index]:
+                if self.steady_rank[index]:
                     return GuardKind.IMPLIED, 0, self._sources[index]
             return GuardKind.DATA, 0, 0
         if guard.index in self.computable and guard.other is None:
@@ -199,12 +196,12 @@ class Analysis:
             for index in refs:
                 sources |= self._sources[index]
             name = table_name(op.target)
-            steady = all(self._steady_type[index] and self._steady_rank[index] for index in refs)
+            steady = all(self._steady_type[index] and self.steady_rank[index] for index in refs)
             if name in INHERITED and steady:
                 # Which dtype a sum has depends on whether one of the two is a scalar tensor.
                 return GuardKind.IMPLIED, sources, sources
             is_rank = name in RANKS or (op.target in SHAPES and isinstance(guard, LengthGuard))
-            if is_rank and all(self._steady_rank[index] for index in refs):
+            if is_rank and all(self.steady_rank[index] for index in refs):
                 return GuardKind.IMPLIED, 0, sources
         return GuardKind.DATA, 0, 0
 

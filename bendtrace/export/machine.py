@@ -263,7 +263,7 @@ class AnalysedRun:
         waiting = [*op.operands] if is_asked else []
         while waiting:
             index = waiting.pop()
-            if index in seen or self.analysis.has_steady_rank(index):
+            if index in seen or self.analysis.steady_rank[index]:
                 continue
             seen.add(index)
             op = ops[index]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
@@ -26,6 +24,7 @@ from bendtrace.log.capture import aligned_copy
 from bendtrace.log.entries import counted
 from bendtrace.log.path_views import Node, NodePath
 from bendtrace.python.checks import required_arguments
+from bendtrace.python.sites import users_level
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.mode_queries import unseen
 
@@ -38,7 +37,6 @@ _PATTERN = re.compile(r"[\\^$*+?(){}]")
 _OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
 )
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Activations(dict[str, Any]):
@@ -213,7 +211,7 @@ def get_activations(
         registry.remove(*insertions)
     if not allow_none:
         for insertion in insertions:
-            insertion.warn_if_never_fired(_users_level())
+            insertion.warn_if_never_fired(users_level() + 1)
     found = _gather_activations(made)
     return (found, output) if return_output else found
 
@@ -237,14 +235,6 @@ def inputs_of(
     if twice:
         raise InputError(f"{min(twice)!r} is given twice, also in kwargs=")
     return {**kwargs, **inputs}
-
-
-def _users_level() -> int:
-    """The `stacklevel` with which a warning from here shows the user's line."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _gather_activations(made: Iterable[tuple[Any, _OutputObserver, Insertion]]) -> Activations:

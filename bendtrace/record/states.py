@@ -192,12 +192,7 @@ class StateReader:
         return () if self.instruction is None else self._value_ops_from(self.instruction[1])
 
     def _value_ops_from(self, position: int) -> tuple[int, ...]:
-        return tuple(
-            op.index
-            for op in self._writer.tape.ops[position:]
-            if op.kind is OpKind.SCALAR
-            or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
-        )
+        return tuple(op.index for op in self._writer.tape.ops[position:] if op.gives_value)
 
 
 # Without `reads_all`, a run reads at most so many states, and only those with fewer frames below

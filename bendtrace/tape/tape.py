@@ -240,6 +240,11 @@ class Op:
         return self.kind is OpKind.CALL or self.kind is OpKind.SCALAR
 
     @property
+    def gives_value(self) -> bool:
+        """Return whether code gets a value from it: it is work, but assigns no item."""
+        return self.is_work and self.target is not torch.Tensor.__setitem__
+
+    @property
     def is_element(self) -> bool:
         """Return whether it names an element of a result: `getitem(%1, 0)`."""
         return self.kind is OpKind.SCALAR and self.target is getitem
