@@ -802,17 +802,22 @@ def run_logged(
     seed: int | None,
 ) -> Trace:
     """Trace a model whose arguments are a value or a list, from a seed if there is one."""
-    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
-        raise InputError(
-            "input_kwargs has to be a dict of the model's keyword arguments, not a "
-            f"{type(input_kwargs).__name__}: layers_to_save comes after it"
-        )
-    args, kwargs = positional(model, input_args), dict(input_kwargs or {})
+    args, kwargs = positional(model, input_args), named(input_kwargs)
     if seed is None:
         return run_trace(model, args, kwargs, options)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return run_trace(model, args, kwargs, options)
+
+
+def named(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the keyword arguments."""
+    if given is not None and not isinstance(given, Mapping):
+        raise InputError(
+            "input_kwargs has to be a dict of the model's keyword arguments, not a "
+            f"{type(given).__name__}: layers_to_save comes after it"
+        )
+    return dict(given or {})
 
 
 def positional(model: Callable[..., Any], given: Any) -> tuple[Any, ...]:

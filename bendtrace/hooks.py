@@ -546,7 +546,7 @@ class HookManager:
             handle.remove()
         self._functions = [one for one in self._functions if one is not hook]
 
-    # What handles ask for (see `insert.hooks.HookStore`)
+    # What handles ask for
 
     def place(self, handle: HookHandle) -> Insertion | AttachedInterjection:
         """Make the module call a hook."""

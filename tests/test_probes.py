@@ -86,7 +86,8 @@ def test_a_reader_of_instructions_that_errs_is_found(
     owner, name, instead, feature = READERS[reader]
     if reader == "truths of comparisons" and not bytecode._HAS_ASKING:
         pytest.skip("with this Python, comparisons do not ask for truths themselves")
-    monkeypatch.setattr(bytecode, "_identity", {})
+    compares: Any = bytecode._compares_identity  # of which nothing is known from before
+    monkeypatch.setattr(bytecode, "_compares_identity", bytecode.kept_by_code(compares.__wrapped__))
     monkeypatch.setattr(plain_numbers, "_plain", {})
     monkeypatch.setattr(owner, name, instead)
     failed = self_test.probe_python() + self_test.probe_flow()
@@ -209,7 +210,6 @@ def test_probes_of_torch_wait_until_no_mode_is_active(monkeypatch: pytest.Monkey
 
 def test_places_that_are_off_have_a_line_only() -> None:
     internals.switch_off("places", "a reason")
-    sites._positions.clear()
     code = counts.__code__
     place = sites._place_of_code(code, len(code.co_code) - 2)
     assert (place.span.column, place.span.end_column) == (0, 0)

@@ -60,7 +60,7 @@ from bendtrace.insert.bend_catalogue import (
     activation_table,
     compile_pattern,
 )
-from bendtrace.insert.bending import ORIGINAL, Bending, written
+from bendtrace.insert.bending import ORIGINAL, Bending, capturing, written
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.resolver import Knowledge, flat
 from bendtrace.insert.where import Where, near_misses
@@ -716,13 +716,7 @@ class BendedModule(core.BendedModule):
     def capture(self, *callbacks: bends.Capture) -> Iterator[None]:
         """Make capturing callbacks keep the values they see, within a `with` statement."""
         every = [c for one in self.bending_callbacks for c in flat_callbacks(one)]
-        found = [c for c in every if isinstance(c, bends.Capture)]
-        for callback in callbacks:
-            if all(callback is not other for other in found):
-                raise InputError(f"{callback!r} does not capture anything of this model")
-        with ExitStack() as stack:
-            for callback in callbacks or found:
-                stack.enter_context(callback.capture())
+        with capturing(callbacks, [c for c in every if isinstance(c, bends.Capture)]):
             yield
 
     # Configurations

@@ -39,7 +39,7 @@ from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeAlias, Type
 import torch
 from torch import Tensor
 
-from bendtrace._trace import ModelHistory, positional, run_logged
+from bendtrace._trace import ModelHistory, named, positional, run_logged
 from bendtrace._trace import load as load_log
 from bendtrace.compat import _torchlens_logs
 from bendtrace.compat._torchlens_logs import Accessor, Log, Op, TraceLog, with_names
@@ -442,12 +442,7 @@ def trace(
     given = {name: value for name, value in locals().items() if name not in (*others, "others")}
     if capture:
         return trace(model, input_args, **(given | dict(capture)))
-    if input_kwargs is not None and not isinstance(input_kwargs, Mapping):
-        raise InputError(
-            "input_kwargs has to be a dict of the model's keyword arguments, not a "
-            f"{type(input_kwargs).__name__}: layers_to_save comes after it"
-        )
-    args, kwargs = positional(model, input_args), dict(input_kwargs or {})
+    args, kwargs = positional(model, input_args), named(input_kwargs)
     wanted = layers_to_save if save is None else save
     if isinstance(wanted, str):
         wanted = wanted.lower() if wanted.lower() in ("all", "none") else [wanted]

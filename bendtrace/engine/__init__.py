@@ -124,10 +124,10 @@ generation of ops (`compiled_path.py`) and one class, `CompiledFunction` (`compi
 which compiles, calls, compares and measures. `compile_settings.py` holds the user's settings, and
 keeps what inductor compiles for other processes.
 
-Insertions take part by *splices* (`splices.py`): functions of tensors in place of the gates of a
-path, and values that the graph returns. `insert/compiling.py` makes them. It asks each insertion of
-a path for its *effect* (`insert/interjection.py`), and `insert/purity.py` finds the effects of the
-user's functions. What was read for that is kept as `IdentityFacts` (`insert/purity.py`): as long as
-they hold, no insertion is asked again. Observers are called after the run; `insert/interjection.py`
-says which values they may keep without copying them.
+Insertions take part by *splices* (`compile_probing.py`): functions of tensors in place of the gates
+of a path, and values that the graph returns. `insert/compiling.py` makes them. It asks each
+insertion of a path for its *effect* (`insert/interjection.py`), and `insert/purity.py` finds the
+effects of the user's functions. What was read for that is kept as `IdentityFacts`
+(`insert/purity.py`): as long as they hold, no insertion is asked again. Observers are called after
+the run; `insert/interjection.py` says which values they may keep without copying them.
 """

@@ -18,13 +18,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from bendtrace.record.effects import makes_anew, sets_nothing
+from bendtrace.record.effects import makes_anew, sets_nothing, written_by
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import Access, Captured, CaptureKind, EnvironmentChange, TensorFacts
 from bendtrace.tape.structure import existing_in
-from bendtrace.tape.tape import Op, OpKind, Ref, Tape, refs_in
-from bendtrace.watch.functions import table_name
-from bendtrace.watch.writes import works_in_place
+from bendtrace.tape.tape import Op, OpKind, Ref, Tape
 
 if TYPE_CHECKING:
     from bendtrace.engine.stretches import Holes
@@ -188,10 +186,7 @@ def may_write_to(tape: Tape, values: set[int]) -> bool:
     names = set(values)
     for op in tape.ops:
         if op.kind is OpKind.CALL and not sets_nothing(op):
-            written = set(op.writes)
-            if works_in_place(op) or table_name(op.target) == "__setitem__":
-                written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
-            if not names.isdisjoint(written):
+            if not names.isdisjoint(written_by(op)):
                 return True
             if makes_anew(op.target):
                 continue

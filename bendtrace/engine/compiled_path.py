@@ -12,8 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +27,19 @@ from bendtrace.engine.compile_attempts import (
 from bendtrace.engine.compile_probing import (
     CompileRefusal,
     Extents,
+    GateSplice,
     ProbeFindings,
     Unknown,
+    differs,
     obstacle_to_compiling,
     probe,
     with_place,
 )
 from bendtrace.engine.compile_settings import CompileSettings, dynamo
-from bendtrace.engine.guard_kinds import Analysis, GuardKind
+from bendtrace.engine.guard_kinds import Analysis, GuardKind, NumberOrigin, number_origin
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, Code, GeneratedSource, dependencies_of
-from bendtrace.engine.splices import GateSplice, PathSplices, differs
 from bendtrace.engine.stretches import Stretch
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import Context
@@ -52,10 +52,13 @@ from bendtrace.tape.guards import (
     ValueGuard,
 )
 from bendtrace.tape.structure import Instance
-from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, Use, refs_in
-from bendtrace.watch.functions import METADATA, SHAPES, VALUES, display_name, name_of
+from bendtrace.tape.tape import Guard, Op, OpKind, Ref, TensorMeta, Use, has_tensors, refs_in
+from bendtrace.watch.functions import display_name, name_of
 from bendtrace.watch.host_io import environ
 from bendtrace.watch.writes import storage_of
+
+if TYPE_CHECKING:
+    from bendtrace.insert.compiling import SplicedTurns
 
 # The path that a call took, and the key of its splices.
 PathKey = tuple[Stretch | None, Hashable]
@@ -107,7 +110,7 @@ class CompiledPath(CompiledFunction):
         home: Program,
         stretch: Stretch,
         settings: CompileSettings,
-        spliced: PathSplices | None = None,
+        spliced: SplicedTurns | None = None,
     ) -> None:
         super().__init__(settings)
         self.home = home
@@ -119,7 +122,7 @@ class CompiledPath(CompiledFunction):
         # calls before.
         self.silent: frozenset[int] = frozenset()
         self.lacking: int = 0  # how many insertions could not use it, as they have to know that
-        self.lacked_by: PathSplices | None = None  # the latest of these
+        self.lacked_by: SplicedTurns | None = None  # the latest of these
         self.state = CompileState.REFUSED
         # For the latest calls that it was tried on, whether it served them.
         self.recent: deque[bool] = deque(maxlen=_WINDOW)
@@ -140,7 +143,7 @@ class CompiledPath(CompiledFunction):
         self,
         arguments: tuple[Any, ...],
         output: Any,
-        spliced: PathSplices | None = None,
+        spliced: SplicedTurns | None = None,
         may_be_silent: bool = True,
     ) -> None:
         """Write, compile and confirm the function after a replay of the call, with its output.
@@ -159,7 +162,7 @@ class CompiledPath(CompiledFunction):
         self.seconds: float = time.perf_counter() - begun
         self.settings.warn()
 
-    def _make(self, arguments: tuple[Any, ...], output: Any, spliced: PathSplices | None) -> None:
+    def _make(self, arguments: tuple[Any, ...], output: Any, spliced: SplicedTurns | None) -> None:
         recording, global_state = self.recording, self.home.global_state
         splices = {} if spliced is None else spliced.splices
         reason = obstacle_to_compiling(recording, global_state, splices)
@@ -186,7 +189,7 @@ class CompiledPath(CompiledFunction):
                 ) from None
 
     def _compile(
-        self, arguments: tuple[Any, ...], output: Any, spliced: PathSplices | None, exactly: bool
+        self, arguments: tuple[Any, ...], output: Any, spliced: SplicedTurns | None, exactly: bool
     ) -> None:
         """Compile, or raise `Unknown` if not even the sizes that are picked by values can vary."""
         recording, findings = self.recording, self._findings
@@ -284,7 +287,7 @@ class CompiledPath(CompiledFunction):
         return self._admitting.admits(arguments)
 
     def attempt(
-        self, arguments: tuple[Any, ...], spliced: PathSplices | None = None, raises: bool = False
+        self, arguments: tuple[Any, ...], spliced: SplicedTurns | None = None, raises: bool = False
     ) -> Any:
         """Run it, for arguments for which the input guards hold.
 
@@ -378,7 +381,7 @@ class CompiledPath(CompiledFunction):
         return FAILED
 
     def _knows_sizes(
-        self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: PathSplices | None
+        self, gathered: tuple[Any, ...], arguments: tuple[Any, ...], spliced: SplicedTurns | None
     ) -> bool:
         sizes = self._sizes_of(gathered)
         verdict = self._sizes.get(sizes)
@@ -462,14 +465,6 @@ _CAPTURES = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 # the square root as an int64.
 _EXACT = 1 << 53
 _SMALL = 1 << 31
-
-
-class _NumberOrigin(Enum):
-    """Where a number comes from."""
-
-    STATIC = 0  # from sizes and arguments: known while the function is compiled
-    SIZE = 1  # from a size that depends on values
-    VALUE = 2  # out of a tensor
 
 
 # Ops as the source that torch.compile is given: methods and operators, called by their names.
@@ -585,7 +580,7 @@ class StraightFunction(Expressions):
         self._findings = findings
         self._entry = entry
         self._leaves = tuple(leaves)
-        self._kinds: dict[int, _NumberOrigin] = {}
+        self._kinds: dict[int, NumberOrigin] = {}
         self._lifted: dict[int, str] = {}
         self._conditions: list[str] = []
         self._counts: dict[int, str] = {}
@@ -594,7 +589,7 @@ class StraightFunction(Expressions):
         self.is_dynamic: bool = bool(findings.dynamic)  # with sizes that depend on values
         for op in self._tape.ops:
             self._sort(op)
-            if _is_tensor(op) and (op.kind is OpKind.INPUT or self._computes_from_call(op)):
+            if has_tensors(op.meta) and (op.kind is OpKind.INPUT or self._computes_from_call(op)):
                 self._from_call.add(op.index)
         guards: dict[int, Guard] = {}
         tested: set[Any] = set()
@@ -627,28 +622,12 @@ class StraightFunction(Expressions):
 
     def _sort(self, op: Op) -> None:
         """Record where the number that an op returns comes from, if it returns one."""
-        refs = op.operands
-        if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
-            self._kinds[op.index] = _NumberOrigin.STATIC
-        elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
-            depends = any(index in self._extents.varying for index in refs)
-            self._kinds[op.index] = _NumberOrigin.SIZE if depends else _NumberOrigin.STATIC
-        elif op.kind is OpKind.CALL and (op.target in METADATA or op.target is environ):
-            self._kinds[op.index] = _NumberOrigin.STATIC
-        elif op.kind is OpKind.CALL and (op.target in VALUES or op.target is Tensor.tolist):
-            self._kinds[op.index] = _NumberOrigin.VALUE
-        elif op.kind is OpKind.CALL and type(op.meta) in (bool, int, float):
-            self._kinds[op.index] = _NumberOrigin.VALUE  # `item`, `equal`, ...
-        elif op.kind is OpKind.SCALAR and type(op.meta) is bool and op.operands[0] in self._splices:
-            self._kinds[op.index] = (
-                _NumberOrigin.STATIC
-            )  # whether containers were changed themselves
-        elif op.kind is OpKind.SCALAR and not _is_tensor(op):
-            kinds = [self._kinds[index] for index in refs if index in self._kinds]
-            if len(kinds) == len(refs):
-                # A counter begins with a constant.
-                most = max(kinds, key=lambda kind: kind.value, default=_NumberOrigin.STATIC)
-                self._kinds[op.index] = most
+        origin = number_origin(op, self._kinds, not self._extents.varying.isdisjoint(op.operands))
+        is_of_gate = op.kind is OpKind.SCALAR and type(op.meta) is bool
+        if op.target is environ or (is_of_gate and op.operands[0] in self._splices):
+            origin = NumberOrigin.STATIC  # a text, or whether containers were changed themselves
+        if origin is not None:
+            self._kinds[op.index] = origin
 
     def _find_needed(self) -> set[int]:
         """Find the ops that the function runs, and the inputs and state among them."""
@@ -663,8 +642,8 @@ class StraightFunction(Expressions):
     def _roots(self, index: int) -> Iterable[int]:
         """Return the origins of a tested value, as tensors or during compilation."""
         kind, op = self._kinds.get(index), self._tape.ops[index]
-        if kind is not _NumberOrigin.VALUE and not (
-            kind is _NumberOrigin.SIZE and type(op.meta) is bool
+        if kind is not NumberOrigin.VALUE and not (
+            kind is NumberOrigin.SIZE and type(op.meta) is bool
         ):
             return (index,)
         refs = op.operands
@@ -717,7 +696,7 @@ class StraightFunction(Expressions):
             return
         if (
             self._kinds.get(op.index) is not None
-            and self._kinds[op.index] is not _NumberOrigin.STATIC
+            and self._kinds[op.index] is not NumberOrigin.STATIC
         ):
             self.is_dynamic = True
         if op.index in self._extents.varying and op.target in (Tensor.unbind, torch.unbind):
@@ -778,13 +757,13 @@ class StraightFunction(Expressions):
             self._test_length(guard)
         elif kind is None or type(guard) not in (TruthGuard, ValueGuard):
             raise CompileRefusal(f"a guard is on what {display_name(self._op(guard).target)} gives")
-        elif kind is _NumberOrigin.STATIC:
+        elif kind is NumberOrigin.STATIC:
             self._test_static(guard)
-        elif kind is _NumberOrigin.SIZE and self._exactly:
+        elif kind is NumberOrigin.SIZE and self._exactly:
             if isinstance(guard, ValueGuard) and type(guard.answer) is int:
                 # What follows was recorded with the number in place of the size.
                 self.line(f"torch._check(v{guard.index} == {guard.answer})")
-        elif kind is _NumberOrigin.SIZE and isinstance(guard, ValueGuard):
+        elif kind is NumberOrigin.SIZE and isinstance(guard, ValueGuard):
             raise Unknown("a size that depends on values is used as a number", self._op(guard))
         else:
             self.tested.append(number)
@@ -795,7 +774,7 @@ class StraightFunction(Expressions):
 
     def _test_length(self, guard: Guard) -> None:
         op = self._op(guard)
-        if self._kinds.get(guard.index) is _NumberOrigin.VALUE:  # of a list of numbers
+        if self._kinds.get(guard.index) is NumberOrigin.VALUE:  # of a list of numbers
             size = f"{self.value(op.args[0])}.size(0)"
             if op.target is not Tensor.tolist:
                 raise CompileRefusal("a guard is on the length of a list out of a tensor")
@@ -877,9 +856,9 @@ class StraightFunction(Expressions):
 
     def _lifting(self, op: Op) -> str:
         kind = self._kinds.get(op.index)
-        if kind is _NumberOrigin.STATIC:
+        if kind is NumberOrigin.STATIC:
             return f"v{op.index}"
-        if kind is _NumberOrigin.SIZE:
+        if kind is NumberOrigin.SIZE:
             if type(op.meta) is not int:
                 return self._arithmetic(op)
             return self._counted(op)
@@ -924,7 +903,7 @@ class StraightFunction(Expressions):
         """Test that all value-dependent sizes equal the recorded ones."""
         for root, extent in self._findings.roots.items():
             op = self._tape.ops[root]
-            if self._kinds.get(root) is not _NumberOrigin.VALUE:
+            if self._kinds.get(root) is not NumberOrigin.VALUE:
                 self.picked[root] = extent
                 while type(extent[0]) is tuple:  # of several, which are as long as each other
                     extent = extent[0]
@@ -957,9 +936,8 @@ class StraightFunction(Expressions):
         if name_of(op.target) == "allclose":
             return f"torch.isclose({', '.join(given)}).all()"
         if op.target is Tensor.__contains__:
-            if any(
-                type(arg) is Ref and not _is_tensor(self._tape.ops[arg.index]) for arg in op.args
-            ):
+            ops = (self._tape.ops[arg.index] for arg in op.args if type(arg) is Ref)
+            if not all(has_tensors(one.meta) for one in ops):
                 raise CompileRefusal("a number out of a tensor is looked for in another one")
             return f"({given[1]} == {given[0]}).any()"
         metas = [self._tape.ops[index].meta for index in op.operands]
@@ -1018,18 +996,11 @@ class StraightFunction(Expressions):
         """Make sure that integers are small enough to be neither rounded nor to overflow."""
         for argument, kind in zip(op.args, types_, strict=True):
             if kind is int and type(argument) is Ref:
-                if self._kinds.get(argument.index) is _NumberOrigin.STATIC:
+                if self._kinds.get(argument.index) is NumberOrigin.STATIC:
                     continue
                 number = self._lift(argument)  # (not by `abs`, which the smallest has none of)
                 within = f"({number} < {_SMALL}).logical_and({number} > -{_SMALL})"
                 self._conditions.append(self._new(within))
-
-
-def _is_tensor(op: Op) -> bool:
-    """Return whether an op returns a tensor, or several."""
-    return isinstance(op.meta, TensorMeta) or (
-        isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
-    )
 
 
 _serials = itertools.count()

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ else:
     state_access = LazyModule("bendtrace.insert.state_access")
     splicing = LazyModule("bendtrace.insert.splicer")
     outlines = LazyModule("bendtrace.show.model_tree")
+
+T = TypeVar("T")
 
 
 class Calls(threading.local):
@@ -765,13 +767,7 @@ class Trees:
         """Return the tree for some insertions."""
         if plan is None:
             return self.plain
-        with self._lock:
-            tree = self._inserted.get(plan.key)
-            if tree is None:
-                tree = self._inserted[plan.key] = self._new(plan.joins)
-            self._inserted.move_to_end(plan.key)
-            while len(self._inserted) > _MOST:
-                self._inserted.popitem(last=False)
+        tree = self._used(self._inserted, plan.key, lambda: self._new(plan.joins))
         self._latest = plan.key
         return tree
 
@@ -792,19 +788,22 @@ class Trees:
     def splicer(self, plan: InsertionPlan, knowledge: Knowledge) -> Splicer:
         """Return the splicer of some insertions into the paths without any."""
         self._latest = None
-        splicer: Splicer | None = plan.splicer
-        if splicer is None:
-            with self._lock:
-                splicer = self._splicers.get(plan.key)
-                if splicer is None:
-                    splicer = self._splicers[plan.key] = splicing.Splicer(
-                        plan, knowledge, self._exits
-                    )
-                self._splicers.move_to_end(plan.key)
-                while len(self._splicers) > _MOST:
-                    self._splicers.popitem(last=False)
-                plan.splicer = splicer
+        if plan.splicer is None:
+            plan.splicer = self._used(
+                self._splicers, plan.key, lambda: splicing.Splicer(plan, knowledge, self._exits)
+            )
+        splicer: Splicer = plan.splicer
         return splicer.serves(plan)
+
+    def _used(self, table: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+        """Return what a table has for some insertions, made if necessary, as the latest used."""
+        with self._lock:
+            if key not in table:
+                table[key] = make()
+            table.move_to_end(key)
+            while len(table) > _MOST:
+                table.popitem(last=False)
+            return table[key]
 
     def _exits(self) -> Iterator[Exit]:
         """Yield the exits of all paths without insertions."""
@@ -815,11 +814,7 @@ class Trees:
     def floor(self, plan: InsertionPlan) -> Floor:
         """Return which calls with some insertions run the model itself."""
         if plan.floor is None:
-            with self._lock:
-                plan.floor = self._floors.setdefault(plan.key, Floor())
-                self._floors.move_to_end(plan.key)
-                while len(self._floors) > _MOST:
-                    self._floors.popitem(last=False)
+            plan.floor = self._used(self._floors, plan.key, Floor)
         return plan.floor
 
     def floors(self) -> list[Floor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 
 import torch
@@ -10,16 +10,18 @@ from torch import Tensor
 
 from bendtrace.tape.captured import Captured
 from bendtrace.tape.guards import ErrorGuard, LengthGuard
-from bendtrace.tape.tape import Guard, Op, OpKind, Tape, TensorMeta
+from bendtrace.tape.tape import Guard, Op, OpKind, Tape, TensorMeta, has_tensors
 from bendtrace.watch.functions import (
     FLEETING,
     INHERITED,
+    METADATA,
     RANK_DEPENDS_ON_NUMBERS,
     RANK_DEPENDS_ON_SIZES,
     RANKS,
     RESHAPES_IN_PLACE,
     SETTERS,
     SHAPES,
+    VALUES,
     is_foreign,
     is_torchs_function,
     may_lack_dimension,
@@ -35,6 +37,41 @@ class GuardKind(Enum):
     INPUT = "input"  # before the run, from sizes and other metadata of arguments and state
     DATA = "data"  # in the run, once the value is there
     IMPLIED = "implied"  # never: it follows from metadata that is tested before the run
+
+
+class NumberOrigin(Enum):
+    """Where a number comes from."""
+
+    STATIC = 0  # from sizes and arguments: known while a function is compiled
+    SIZE = 1  # from a size that depends on values
+    VALUE = 2  # out of a tensor
+
+
+def number_origin(op: Op, known: Mapping[int, NumberOrigin], varies: bool) -> NumberOrigin | None:
+    """Return where the number that an op returns comes from, if it returns one, or several.
+
+    Args:
+        op: the op.
+        known: the same for the ops before it that return numbers.
+        varies: whether it is given tensors whose sizes depend on values.
+    """
+    target = op.target
+    if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
+        return NumberOrigin.STATIC
+    if op.kind is OpKind.CALL:
+        if target in SHAPES or target is Tensor.__len__:
+            return NumberOrigin.SIZE if varies else NumberOrigin.STATIC
+        if target in METADATA:
+            return NumberOrigin.STATIC
+        is_value = target in VALUES or target is Tensor.tolist  # or of `item`, `equal`, ...
+        return NumberOrigin.VALUE if is_value or type(op.meta) in (bool, int, float) else None
+    if op.kind is not OpKind.SCALAR or has_tensors(op.meta):
+        return None
+    found = [known[index] for index in op.operands if index in known]
+    if len(found) != len(op.operands):
+        return None
+    # A counter begins with a constant.
+    return max(found, key=lambda kind: kind.value, default=NumberOrigin.STATIC)
 
 
 class Analysis:
@@ -57,7 +94,8 @@ class Analysis:
         # Per op, as bits: the state tensors that its value came from.
         self._sources: list[int] = []
         self._steady_type: list[bool] = []
-        self._steady_rank: list[bool] = []
+        # Per op, whether it gives as many dimensions whatever the sizes and values are.
+        self.steady_rank: list[bool] = []
         self.computable: set[int] = set()  # ops whose value needs no tensor op to be carried out
         for op in tape.ops:
             self._follow(op)
@@ -82,10 +120,6 @@ class Analysis:
         """Return whether there are guards that only the run itself can test."""
         return GuardKind.DATA in self.kinds
 
-    def has_steady_rank(self, index: int) -> bool:
-        """Return whether an op gives as many dimensions whatever the sizes and values are."""
-        return self._steady_rank[index]
-
     def _parts(self, bits: int) -> Iterable[Captured]:
         return (part for i, part in enumerate(self._state) if bits >> i & 1)
 
@@ -94,7 +128,7 @@ class Analysis:
         for index in op.operands:
             sources |= self._sources[index]
             steady_type = steady_type and self._steady_type[index]
-            steady_rank = steady_rank and self._steady_rank[index]
+            steady_rank = steady_rank and self.steady_rank[index]
         if op.kind is OpKind.STATE:
             sources = 1 << len(self._state)
             self._state.append(op.target)
@@ -114,7 +148,7 @@ class Analysis:
                 self._counted.add(op.index)
         self._sources.append(sources)
         self._steady_type.append(steady_type)
-        self._steady_rank.append(steady_rank)
+        self.steady_rank.append(steady_rank)
         if self._is_computable(op):
             self.computable.add(op.index)
 
@@ -145,7 +179,7 @@ class Analysis:
         if isinstance(guard, ErrorGuard):
             if op.raised is None and may_lack_dimension(op) and len(op.operands) == 1:
                 index = op.operands[0]
-                if self._steady_rank[index]:
+                if self.steady_rank[index]:
                     return GuardKind.IMPLIED, 0, self._sources[index]
             return GuardKind.DATA, 0, 0
         if guard.index in self.computable and guard.other is None:
@@ -162,12 +196,12 @@ class Analysis:
             for index in refs:
                 sources |= self._sources[index]
             name = table_name(op.target)
-            steady = all(self._steady_type[index] and self._steady_rank[index] for index in refs)
+            steady = all(self._steady_type[index] and self.steady_rank[index] for index in refs)
             if name in INHERITED and steady:
                 # Which dtype a sum has depends on whether one of the two is a scalar tensor.
                 return GuardKind.IMPLIED, sources, sources
             is_rank = name in RANKS or (op.target in SHAPES and isinstance(guard, LengthGuard))
-            if is_rank and all(self._steady_rank[index] for index in refs):
+            if is_rank and all(self.steady_rank[index] for index in refs):
                 return GuardKind.IMPLIED, 0, sources
         return GuardKind.DATA, 0, 0
 

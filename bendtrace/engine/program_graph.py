@@ -14,8 +14,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from bendtrace.engine.codegen import SegmentWriter
 from bendtrace.engine.guard_kinds import Analysis, GuardKind
 from bendtrace.engine.schedule import Schedule, Unlinked
@@ -26,7 +24,7 @@ from bendtrace.record.effects import Effects
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import identical
 from bendtrace.tape.contexts import Context
-from bendtrace.tape.tape import Op, OpKind, RunState, Tape
+from bendtrace.tape.tape import RunState, Tape
 from bendtrace.watch.rank_sync import has_other_ranks
 from bendtrace.watch.writes import works_in_place
 
@@ -347,7 +345,7 @@ def _state_after(tape: Tape, number: int) -> RunState:
         before -= 1
     position = tape.guards[before].position if before >= 0 else 0
     computed = tuple(
-        op.index for op in tape.ops[position : tape.guards[number].position] if _gives_value(op)
+        op.index for op in tape.ops[position : tape.guards[number].position] if op.gives_value
     )
     state = tape.states.get(before, _START)
     between = [
@@ -357,12 +355,6 @@ def _state_after(tape: Tape, number: int) -> RunState:
     content = repr((state.key, between, tape.guards[number].name)).encode("utf-8", "replace")
     key = hashlib.blake2b(content, digest_size=20).digest()
     return RunState(key, state.holes + computed, state.kept)
-
-
-def _gives_value(op: Op) -> bool:
-    return op.kind is OpKind.SCALAR or (
-        op.kind is OpKind.CALL and op.target is not Tensor.__setitem__
-    )
 
 
 _START = RunState(b"", (), ())

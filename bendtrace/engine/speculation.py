@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,16 +41,18 @@ from bendtrace.engine.compiled_path import (
 from bendtrace.engine.program import Program
 from bendtrace.engine.schedule import Schedule, Unlinked, is_freed
 from bendtrace.engine.source import gives_nothing
-from bendtrace.engine.splices import CallInsertions, PathSplices
 from bendtrace.engine.stretches import Exit, FinishedReplay
 from bendtrace.errors import CompileWarning
 from bendtrace.python.lazy import tabulate
 from bendtrace.python.sites import users_level
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.contexts import dispatch_modes
-from bendtrace.tape.tape import Op, OpKind, TensorMeta, refs_in
-from bendtrace.watch.functions import METADATA, SHAPES, name_of
+from bendtrace.tape.tape import Op, OpKind, TensorMeta
+from bendtrace.watch.functions import METADATA, SHAPES, is_sized_by_values, name_of
 from bendtrace.watch.writes import works_in_place
+
+if TYPE_CHECKING:
+    from bendtrace.insert.compiling import PlannedInsertions, SplicedTurns
 
 # What tells calls apart that other paths may lead for: names of the arguments, and what is
 # inserted where.
@@ -72,7 +74,7 @@ class SpeculationResult:
     unchecked: UncheckedResult | None = None  # the result of a newly compiled graph
     began: float = 0.0  # the start time of the call, if its replay has to be timed
     may_compile: bool = False  # whether a replay may use compiled segments
-    inserted: CallInsertions | None = None  # the insertions of the call; None without any
+    inserted: PlannedInsertions | None = None  # the insertions of the call; None without any
 
 
 _WATCHED = SpeculationResult()
@@ -104,7 +106,7 @@ class Speculation:
         self,
         names: tuple[str, ...],
         arguments: tuple[Any, ...],
-        inserted: CallInsertions | None = None,
+        inserted: PlannedInsertions | None = None,
     ) -> SpeculationResult:
         """Try a call on the leading compiled path for its input guards, if there is one."""
         if _is_watched():
@@ -114,7 +116,7 @@ class Speculation:
         if not leaders:
             return _NONE if inserted is None else SpeculationResult(inserted=inserted)
         began = 0.0
-        spliced: PathSplices | None = None
+        spliced: SplicedTurns | None = None
         for path in leaders:
             timed = path.state is CompileState.MEASURED
             if timed:
@@ -169,7 +171,7 @@ class Speculation:
         calls = names if inserted is None else (names, inserted.places)
         window = self._window(program)
         path = guess.path
-        spliced: PathSplices | str | None = None
+        spliced: SplicedTurns | str | None = None
         if inserted is not None and stretch is not None:
             # After the run, which may have been the first to reach a node.
             spliced = inserted.along(stretch.recording)
@@ -247,7 +249,7 @@ class Speculation:
         calls: _Calls,
         program: Program,
         took: PathKey,
-        spliced: PathSplices | str | None,
+        spliced: SplicedTurns | str | None,
         finished: FinishedReplay,
         arguments: tuple[Any, ...],
         may_be_silent: bool,
@@ -732,7 +734,7 @@ class CompiledWriter(SegmentWriter):
         if why_not_op(op, op.context) is not None or not op.context.is_usual:
             return False
         ops = self.tape.ops
-        if op.writes or works_in_place(op) or gives_nothing(op) or _has_sizes_of_values(op, ops):
+        if op.writes or works_in_place(op) or gives_nothing(op) or is_sized_by_values(op, ops):
             return False
         if not (_gives_tensors(op) or _is_of_sizes(op, ops)):
             return False
@@ -825,22 +827,3 @@ def _is_of_sizes(op: Op, ops: list[Op]) -> bool:
     if op.kind is not OpKind.SCALAR or _gives_tensors(op):
         return False
     return all(_is_of_sizes(ops[index], ops) for index in op.operands)
-
-
-def _has_sizes_of_values(op: Op, ops: list[Op]) -> bool:
-    """Return whether the size of the result depends on the values of tensors."""
-    name = name_of(op.target)
-    if name == "where":
-        return len(op.args) + len(op.kwargs) == 1
-    if name == "__getitem__":
-        keys = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
-        return any(getattr(key, "dtype", None) in (torch.bool, torch.uint8) for key in keys)
-    return name in _SIZED_BY_VALUES
-
-
-_SIZED_BY_VALUES = frozenset(
-    {
-        "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "tensor_split",
-        "unique", "unique_consecutive", "vander",
-    }
-)  # fmt: skip

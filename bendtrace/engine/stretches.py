@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from bendtrace.engine import cache_growth
     from bendtrace.engine.cache_growth import GrownTensor, Growth
+    from bendtrace.engine.comparison import Following
     from bendtrace.record import script as scripts
-    from bendtrace.record.script import Follower, Script
+    from bendtrace.record.script import Script
 else:
     cache_growth = LazyModule("bendtrace.engine.cache_growth")
     scripts = LazyModule("bendtrace.record.script")
@@ -146,7 +147,7 @@ class Divergence:
     # read, and the model can do everything again.
     computed: dict[int, Any] | None = None
     error: Exception | None = None  # what an op raised, if it was not a guard that led away
-    follower: Follower | None = None  # knows states that a resumed run may come to
+    follower: Following | None = None  # knows states that a resumed run may come to
     asked: int = 0  # questions of the last part that were asked, if no guard led away (`Section`)
 
     @property

@@ -261,10 +261,7 @@ class TraceTree:
         self._programs[names] = (program, *self._programs.get(names, ()))
 
     def grow(
-        self,
-        program: Program,
-        recording: Recording,
-        divergence: Divergence | None = None,
+        self, program: Program, recording: Recording, divergence: Divergence | None = None
     ) -> None:
         """Keep the path that a resumed run took.
 

@@ -32,7 +32,7 @@ from bendtrace.watch.code_facts import names_in
 from bendtrace.watch.provenance import is_users_class
 
 if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Stage
+    from bendtrace.insert.inserter import Stage
 
 
 class Insertions:

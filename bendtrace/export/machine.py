@@ -12,7 +12,6 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 from types import CodeType
 from typing import Any, TypeAlias
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from bendtrace.engine.guard_kinds import Analysis, GuardKind
+from bendtrace.engine.guard_kinds import Analysis, GuardKind, NumberOrigin, number_origin
 from bendtrace.errors import ExportError
 from bendtrace.record.iterations import user_code
 from bendtrace.record.recorder import Recording
@@ -38,12 +37,20 @@ from bendtrace.tape.guards import (
     ValueGuard,
     number_place,
 )
-from bendtrace.tape.tape import Container, Guard, Op, OpKind, Tape, TensorMeta, Use, refs_in
+from bendtrace.tape.tape import (
+    Container,
+    Guard,
+    Op,
+    OpKind,
+    Tape,
+    Use,
+    has_tensors,
+    refs_in,
+)
 from bendtrace.watch.functions import (
     METADATA,
     RANK_DEPENDS_ON_SIZES,
-    SHAPES,
-    VALUES,
+    is_sized_by_values,
     name_of,
     table_name,
 )
@@ -131,20 +138,12 @@ def parameters_in(kind: type, attributes: Mapping[Any, Any]) -> dict[str, Any]:
 # The origins of the numbers of a run: sizes of inputs, and sizes and numbers from values.
 
 
-class Kind(Enum):
-    """The origin of a number."""
-
-    STATIC = 0  # from sizes and arguments
-    SIZE = 1  # from a size that depends on values
-    VALUE = 2  # out of a tensor
-
-
 class NumberOrigins:
     """Sorts the numbers of a tape."""
 
     def __init__(self, tape: Tape) -> None:
         # The ops that return a number, or several, with their origins.
-        self.kinds: dict[int, Kind] = {}
+        self.kinds: dict[int, NumberOrigin] = {}
         self.varying: set[int] = set()  # the ops that return tensors whose sizes depend on values
         self._ops = tape.ops
         for op in tape.ops:
@@ -160,22 +159,12 @@ class NumberOrigins:
         return name_of(op.target) in _TAKING_APART and index in self.varying
 
     def _sort(self, op: Op) -> None:
-        refs = op.operands
-        varies = any(index in self.varying for index in refs)
-        if op.kind is OpKind.INPUT and not isinstance(op.meta, TensorMeta):
-            self.kinds[op.index] = Kind.STATIC
-        elif op.kind is OpKind.CALL and (op.target in SHAPES or op.target is Tensor.__len__):
-            self.kinds[op.index] = Kind.SIZE if varies else Kind.STATIC
-        elif op.kind is OpKind.CALL and op.target in METADATA:
-            self.kinds[op.index] = Kind.STATIC
-        elif op.kind is OpKind.CALL and (op.target in VALUES or op.target is Tensor.tolist):
-            self.kinds[op.index] = Kind.VALUE
-        elif op.kind is OpKind.CALL and type(op.meta) in (bool, int, float):
-            self.kinds[op.index] = Kind.VALUE  # `item`, `equal`, ...
+        varies = not self.varying.isdisjoint(op.operands)
+        origin = number_origin(op, self.kinds, varies)
+        if origin is not None:
+            self.kinds[op.index] = origin
         elif op.kind is OpKind.SCALAR and not gives_tensors(op):
-            kinds = [self.kinds[index] for index in refs if index in self.kinds]
-            if len(kinds) == len(refs):
-                self.kinds[op.index] = max(kinds, key=lambda kind: kind.value, default=Kind.STATIC)
+            return
         elif op.is_work and (varies or _is_sized_by_values(op, self._ops, self.kinds)):
             self.varying.add(op.index)
 
@@ -184,9 +173,7 @@ def gives_tensors(op: Op) -> bool:
     """Return whether an op returns a tensor, or several."""
     if op.kind is OpKind.SCALAR and op.target is not operator.getitem:
         return False
-    return isinstance(op.meta, TensorMeta) or (
-        isinstance(op.meta, tuple) and any(isinstance(item, TensorMeta) for item in op.meta)
-    )
+    return has_tensors(op.meta)
 
 
 def gives_rows(op: Op) -> bool:
@@ -195,30 +182,20 @@ def gives_rows(op: Op) -> bool:
     return name_of(op.target) == "unbind" and dims in ((), (0,))
 
 
-def _is_sized_by_values(op: Op, ops: list[Op], kinds: dict[int, Kind]) -> bool:
-    """Return whether the size of the result depends on the values of tensors."""
-    name = name_of(op.target)
-    if name == "where":
-        return len(op.args) + len(op.kwargs) == 1
-    if name == "__getitem__":
-        metas = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
-        if any(getattr(meta, "dtype", None) in (torch.bool, torch.uint8) for meta in metas):
-            return True
-        keys = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
-        bounds = [ref for key in keys if isinstance(key, slice) for ref in refs_in(key)]
-        return any(kinds.get(ref.index, Kind.STATIC) is not Kind.STATIC for ref in bounds)
-    if name in _SIZED_BY_VALUES:
+def _is_sized_by_values(op: Op, ops: list[Op], kinds: dict[int, NumberOrigin]) -> bool:
+    """Return whether the size of the result depends on the values of tensors, or on numbers."""
+    if is_sized_by_values(op, ops):
         return True
-    numbers = [kinds[index] for index in op.operands if index in kinds]
-    return name in _SIZED_BY_NUMBERS and any(kind is not Kind.STATIC for kind in numbers)
+    name, numbers = name_of(op.target), op.operands
+    if name == "__getitem__":
+        keys = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+        numbers = [ref.index for key in keys if isinstance(key, slice) for ref in refs_in(key)]
+    elif name not in _SIZED_BY_NUMBERS:
+        return False
+    fixed = NumberOrigin.STATIC
+    return any(kinds.get(index, fixed) is not fixed for index in numbers)
 
 
-_SIZED_BY_VALUES = frozenset(
-    {
-        "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "tensor_split",
-        "unique", "unique_consecutive", "vander",
-    }
-)  # fmt: skip
 _TAKING_APART = frozenset({"unbind", "split", "chunk", "tensor_split", "split_with_sizes"})
 _SIZED_BY_NUMBERS = frozenset(
     {
@@ -273,7 +250,7 @@ class AnalysedRun:
             return False
         if isinstance(guard, LengthGuard):
             return self.numbers.has_varying_length(guard.index)
-        return self.numbers.kinds.get(guard.index) in (Kind.VALUE, Kind.SIZE)
+        return self.numbers.kinds.get(guard.index) in (NumberOrigin.VALUE, NumberOrigin.SIZE)
 
     def rank_sources(self, guard: Guard) -> list[Op]:
         """Return the ops that decide by sizes how many dimensions a guard finds, as `squeeze` does.
@@ -286,7 +263,7 @@ class AnalysedRun:
         waiting = [*op.operands] if is_asked else []
         while waiting:
             index = waiting.pop()
-            if index in seen or self.analysis.has_steady_rank(index):
+            if index in seen or self.analysis.steady_rank[index]:
                 continue
             seen.add(index)
             op = ops[index]
@@ -341,7 +318,7 @@ class Question:
     def is_on_size(self) -> bool:
         """Return whether it asks for a size that values decide."""
         is_length = isinstance(self.guard, LengthGuard)
-        return is_length or self.run.numbers.kinds.get(self.guard.index) is Kind.SIZE
+        return is_length or self.run.numbers.kinds.get(self.guard.index) is NumberOrigin.SIZE
 
     @property
     def is_complete(self) -> bool:
@@ -597,7 +574,7 @@ def lengths_in(recordings: Iterable[Recording]) -> frozenset[Place]:
             place = number_place(guard) if guard.use is Use.LEN else None
             if place is not None:
                 places.add(place)
-                if kinds.get(guard.index) is Kind.SIZE:
+                if kinds.get(guard.index) is NumberOrigin.SIZE:
                     codes.add(place[0])
     # A loop asks at two places of its code: before it begins, and after each round.
     return frozenset(place for place in places if place[0] in codes)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bendtrace.engine.compile_probing import why_not_op
 from bendtrace.engine.compiled_path import Expressions, wide_dtype
+from bendtrace.engine.guard_kinds import NumberOrigin
 from bendtrace.engine.schedule import Schedule
 from bendtrace.engine.source import INFIX, gives_nothing
 from bendtrace.errors import ExportError
@@ -20,7 +21,6 @@ from bendtrace.export.machine import (
     DTYPES,
     AnalysedRun,
     Constant,
-    Kind,
     Numeral,
     Outdated,
     Several,
@@ -152,10 +152,11 @@ class SegmentOps(Expressions):
         if reason is not None:
             raise ExportError(reason, cite(op))
         kind = self._run.numbers.kinds.get(op.index)
+        is_size = kind is NumberOrigin.SIZE
         if op.is_element:
             self._emit_element(op)
-        elif kind is Kind.STATIC or (kind is Kind.SIZE and type(op.meta) is not bool):
-            self._emit_static(op, kind is Kind.SIZE)
+        elif kind is NumberOrigin.STATIC or (is_size and type(op.meta) is not bool):
+            self._emit_static(op, is_size)
         elif kind is not None:
             self._emit_number(op)
         else:

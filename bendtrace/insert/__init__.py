@@ -2,7 +2,7 @@
 
 Insertions in a `BendedModule` become ops of the tape, *gates* (`gates.py`): before a node, after
 it, in its place, or at a parameter. While a run is recorded, an *inserter* is asked at each module
-call and op (`tape/protocols.py` defines what it may do, and `inserter.py` is the only one).
+call and op (`inserter.py` defines what it may do, and has the one that adds gates).
 `LiveNames` (`log/nodes.py`) gives it the node path immediately. This is the path that the tree of
 paths will have afterwards, because both use one registry by place in the source. A gate holds no
 user code: it asks the `InsertionPlan` of the call (`plan.py`) what to call, so that a trace works

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,15 +17,19 @@ from bendtrace.insert.bend_catalogue import NamedActivations, compile_pattern, l
 from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass, Passes, PassNumbers, takes
 from bendtrace.insert.leaves import assemble, describe, take_apart
-from bendtrace.insert.registry import Bended, InsertionRegistry
+from bendtrace.insert.registry import InsertionRegistry
 from bendtrace.insert.resolver import flat
 from bendtrace.insert.where import Where
 from bendtrace.log.capture import aligned_copy
 from bendtrace.log.entries import counted
 from bendtrace.log.path_views import Node, NodePath
 from bendtrace.python.checks import required_arguments
+from bendtrace.python.sites import users_level
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.mode_queries import unseen
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 _SHOWN = 20
 # Characters that occur in regular expressions, but not in node paths.
@@ -35,7 +37,6 @@ _PATTERN = re.compile(r"[\\^$*+?(){}]")
 _OPTIONS = frozenset(
     {"allow_none", "args", "bended", "detach", "kwargs", "passes", "return_output"}
 )
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class Activations(dict[str, Any]):
@@ -172,7 +173,7 @@ def _copy_of_output(value: Any) -> Any:
 
 
 def get_activations(
-    model: Bended,
+    model: BendedModule,
     where: Where | Sequence[Where],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -210,13 +211,13 @@ def get_activations(
         registry.remove(*insertions)
     if not allow_none:
         for insertion in insertions:
-            insertion.warn_if_never_fired(_users_level())
+            insertion.warn_if_never_fired(users_level() + 1)
     found = _gather_activations(made)
     return (found, output) if return_output else found
 
 
 def inputs_of(
-    model: Bended, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any]
+    model: BendedModule, kwargs: Mapping[str, Any] | None, inputs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the model's keyword arguments, some of which were passed like options.
 
@@ -234,14 +235,6 @@ def inputs_of(
     if twice:
         raise InputError(f"{min(twice)!r} is given twice, also in kwargs=")
     return {**kwargs, **inputs}
-
-
-def _users_level() -> int:
-    """The `stacklevel` with which a warning from here shows the user's line."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _gather_activations(made: Iterable[tuple[Any, _OutputObserver, Insertion]]) -> Activations:

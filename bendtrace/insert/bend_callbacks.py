@@ -269,14 +269,19 @@ def sizes_of(
     if dim is None:
         return tuple(tensor.shape)
     dims = (dim,) if isinstance(dim, int) else dim
-    for one in dims:
-        if not -tensor.dim() <= one < tensor.dim():
-            raise BendError(
-                f"{callback!r} has dim={one}, but the tensor at {at.path!r} has shape "
-                f"{tuple(tensor.shape)}",
-                at.path,
-            )
-    return tuple(tensor.shape[one] for one in sorted({one % tensor.dim() for one in dims}))
+    found = {_place_of(tensor, one, callback, at) for one in dims}
+    return tuple(tensor.shape[one] for one in sorted(found))
+
+
+def _place_of(tensor: Tensor, dim: int, callback: Bend, at: NodePass) -> int:
+    """Return a dimension of a tensor, counted from the first one."""
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise BendError(
+            f"{callback!r} has dim={dim}, but the tensor at {at.path!r} has shape "
+            f"{tuple(tensor.shape)}",
+            at.path,
+        )
+    return dim % tensor.dim()
 
 
 def along(numbers: Tensor, tensor: Tensor, dim: int | tuple[int, ...] | None) -> Tensor:
@@ -334,13 +339,7 @@ def choose_by_score(
         scores = values.reshape(-1)
         wide = tuple(tensor.shape)
     else:
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise BendError(
-                f"{callback!r} has dim={dim}, but the tensor at {at.path!r} has shape "
-                f"{tuple(tensor.shape)}",
-                at.path,
-            )
-        place = dim % tensor.dim()
+        place = _place_of(tensor, dim, callback, at)
         after = tuple(range(place + 1, tensor.dim()))
         scores = values.mean(after) if after else values
         wide = tuple(scores.shape) + (1,) * len(after)

@@ -6,9 +6,9 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -460,7 +460,7 @@ class Bending:
         tensor([0.7616])
     """
 
-    def __init__(self, owner: BendableModel, knowledge: Knowledge) -> None:
+    def __init__(self, owner: BendedModule, knowledge: Knowledge) -> None:
         self._owner = owner
         self._catalogue = Catalogue(knowledge)
         self.versions: Versions = Versions(knowledge.model)
@@ -560,13 +560,7 @@ class Bending:
         Raises:
             InputError: one of them does not capture values of this model.
         """
-        found = [c for callback in self.callbacks for c in _captures(callback)]
-        for callback in callbacks:
-            if all(callback is not other for other in found):
-                raise InputError(f"{callback!r} does not capture anything of this model")
-        with ExitStack() as stack:
-            for callback in callbacks or found:
-                stack.enter_context(callback.capture())
+        with capturing(callbacks, [c for one in self.callbacks for c in _captures(one)]):
             yield
 
     def _keys(self, source: CallbackInsertions) -> list[str]:
@@ -833,6 +827,18 @@ def _captures(callback: Bend) -> Iterator[Capture]:
             yield inner
 
 
+@contextmanager
+def capturing(chosen: Sequence[Capture], found: Sequence[Capture]) -> Iterator[None]:
+    """Make the chosen ones of the callbacks that capture keep the values they see, or all."""
+    for callback in chosen:
+        if all(callback is not other for other in found):
+            raise InputError(f"{callback!r} does not capture anything of this model")
+    with ExitStack() as stack:
+        for callback in chosen or found:
+            stack.enter_context(callback.capture())
+        yield
+
+
 def written(text: Text, out: Out) -> Text:
     """Print a text, or write it to a file, and return it."""
     if out is None:
@@ -848,27 +854,13 @@ def written(text: Text, out: Out) -> Text:
 # The insertions of the bends of a model, in the order in which the bends were made.
 
 
-class BendableModel(Protocol):
-    """A model that accepts insertions."""
-
-    @property
-    def insertions(self) -> tuple[Insertion, ...]:
-        """All active insertions."""
-
-    def interject(self, where: Any, what: Any, *, allow_none: bool = False) -> Insertion:
-        """Insert something."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-
-
 class Sources:
     """The bends of one model, and their insertions.
 
     A version of the weights comes first, so that bends apply to the weights of any version.
     """
 
-    def __init__(self, owner: BendableModel, catalogue: Catalogue, versions: Versions) -> None:
+    def __init__(self, owner: BendedModule, catalogue: Catalogue, versions: Versions) -> None:
         self._owner = owner
         self._catalogue = catalogue
         self._versions = versions
@@ -936,7 +928,8 @@ class Sources:
             self._version.remove()
         needed, self._version = self._versions.needed, None
         if needed:
-            self._version = self._owner.interject(list(map(StateTensor, needed)), self._versions)
+            tensors: Any = [*map(StateTensor, needed)]
+            self._version = self._owner.interject(tensors, self._versions)
         self._needed = needed
         for source in self._sources:
             self._place(source)

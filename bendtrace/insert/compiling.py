@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bendtrace.engine.splices import GateSplice, SpliceStep
+from bendtrace.engine.compile_probing import GateSplice, SpliceStep
 from bendtrace.insert.gates import (
     AfterGate,
     BeforeGate,
@@ -70,7 +70,7 @@ def insertions_of_plan(plan: InsertionPlan) -> PlannedInsertions:
 
 
 class PlannedInsertions:
-    """The insertions of a plan (see `engine.splices.CallInsertions`)."""
+    """The insertions of a plan."""
 
     def __init__(self, plan: InsertionPlan) -> None:
         self.places: Hashable = plan.key  # the key of their locations
@@ -159,7 +159,7 @@ class _Path:
 
 
 class SplicedTurns:
-    """The splices of one path in one call (see `engine.splices.PathSplices`).
+    """The splices of one path in one call.
 
     The effects of the insertions at each gate are None for observers.
     """

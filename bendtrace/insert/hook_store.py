@@ -11,7 +11,7 @@ import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NoReturn, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, get_args
 
 from torch import Tensor, nn
 
@@ -24,6 +24,9 @@ from bendtrace.insert.native import AttachedInterjection
 from bendtrace.python.checks import similar
 from bendtrace.tape.tape import meta_of
 from bendtrace.watch.functions import ScriptModule
+
+if TYPE_CHECKING:
+    from bendtrace.hooks import HookManager
 
 Category = Literal["forward_hook", "forward_pre_hook", "backward_hook"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
@@ -116,16 +119,6 @@ class HookFunction:
         return f"<HookFunction {self.name}: {self.hook_type} on {modules}>"
 
 
-class HookStore(Protocol):
-    """The store of the handles."""
-
-    def place(self, handle: HookHandle) -> Insertion | AttachedInterjection:
-        """Make the module call a hook."""
-
-    def activate(self, handle: HookHandle) -> None:
-        """Make the module call a hook, in the order of registration."""
-
-
 class HookHandle:
     """One function that is registered on one module. `HookManager` creates these.
 
@@ -151,13 +144,13 @@ class HookHandle:
         <HookHandle show[first]: inactive>
     """
 
-    def __init__(self, hook_fn: HookFunction, registered: HookedModule, owner: HookStore) -> None:
+    def __init__(self, hook_fn: HookFunction, registered: HookedModule, owner: HookManager) -> None:
         self.hook_fn = hook_fn
         self.module: nn.Module = registered.module
         self.order: int = next(_orders)
         self._registered = registered
         self.placed: Insertion | AttachedInterjection = owner.place(self)
-        self._owner: HookStore | None = owner
+        self._owner: HookManager | None = owner
         self._active = False
         hook_fn._handles[id(self.module)] = self
 

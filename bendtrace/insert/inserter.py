@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, FunctionType, MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from bendtrace.python.bytecode import drops
 from bendtrace.python.sites import Site, place_text, user_place
 from bendtrace.record.op_names import base_name_of
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import PLAIN_TYPES
+from bendtrace.tape.captured import PLAIN_TYPES, Captured
 from bendtrace.tape.contexts import Context, current_context
 from bendtrace.tape.scalars import TRACED
 from bendtrace.tape.tape import ModuleCall, Op, meta_of
@@ -64,7 +64,6 @@ from bendtrace.watch.writes import storage_of
 
 if TYPE_CHECKING:
     from bendtrace.insert.splicer import Splicer
-    from bendtrace.tape.protocols import Stage
 
 Run = Callable[..., Any]
 Undo = Callable[[], None]
@@ -115,6 +114,107 @@ class NodeSlots:
 
 def _slots_with(slots: tuple[Slot, ...], *forms: str) -> tuple[Slot, ...]:
     return tuple(slot for slot in slots if not slot.forms.isdisjoint(forms))
+
+
+# The interfaces between a recorder and an inserter, which may add its own ops to a run.
+
+
+class Stage(Protocol):
+    """The interface that a recorder offers to an inserter."""
+
+    @property
+    def scope(self) -> ModuleCall:
+        """The module call that the run is in."""
+
+    def site(self, frame: FrameType) -> Site | None:
+        """Return the site of `frame`."""
+
+    def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
+        """Record a call of `function` on the tape as one op, and return its result."""
+
+    @property
+    def follows_script(self) -> bool:
+        """Return whether the run repeats earlier work (see `record/script.py`)."""
+
+    @property
+    def is_in_block(self) -> bool:
+        """Return whether the run is in a block that the backward pass runs again."""
+
+    def note_replacement(self, gate: Callable[[Any], Any]) -> None:
+        """Note the gate that has let a function replace a result (see `pass_through`)."""
+
+    def pass_through(
+        self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
+    ) -> Any:
+        """Let a function replace a result of a node, without another op.
+
+        The scope is the call that returned it; None for an op. Return what the function returned;
+        None if only an op can tell of it: the function was not called, or has returned a tensor
+        that the run has already.
+        """
+
+    def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
+        """Guard that a tensor which a gate has returned is none that the model may compare to."""
+
+    def block(self, reason: str) -> None:
+        """Have the recording never be replayed."""
+
+    def expect(self, truth: Any, frame: FrameType) -> bool:
+        """Return a truth value from a gate; replays continue only while it is the same."""
+
+    def state(self, tensor: Tensor) -> Captured | None:
+        """Return the captured value for a tensor, if it existed before the run."""
+
+
+class Inserter(Protocol):
+    """Is called at each node of a run, and may emit ops before, after and instead of it."""
+
+    pending: list[Sequence[Any]]  # the values that it needs again, once what is running is over
+    code: Mapping[str, Any]  # what it has followed like the model's code, by name
+
+    @property
+    def sees_inputs(self) -> bool:
+        """Return whether it may tell apart how the arguments of the function are passed."""
+
+    def begins(self, stage: Stage) -> None:
+        """Called before the run."""
+
+    def starts(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called with the arguments of the function; returns those to use."""
+
+    def ends(self, output: Any, frame: FrameType) -> Any:
+        """Called with the output of the function; returns the output of the run."""
+
+    def ended(self) -> None:
+        """Called after the function has returned or raised."""
+
+    def module(
+        self, scope: ModuleCall, args: Any, kwargs: dict[str, Any], frame: FrameType, run: Run
+    ) -> Any:
+        """Run the call of a module, which `run` makes: scope, arguments and keyword arguments."""
+
+    def op(
+        self, function: Any, args: Any, kwargs: dict[str, Any], frame: FrameType, run: Run
+    ) -> Any:
+        """Run the call of a function, which `run` makes: function, arguments, keywords, frame."""
+
+    def scalar(self, function: Any, frame: FrameType) -> None:
+        """Called before arithmetic on traced scalars is recorded on the tape."""
+
+    def wants_inside(self, scope: ModuleCall) -> bool:
+        """Return whether there are insertions inside the call of a module."""
+
+    def inside(self, module: nn.Module, path: str) -> None:
+        """Called when a module is called inside a function that is recorded as one op."""
+
+    @property
+    def exchanges_state(self) -> bool:
+        """Return whether parameters or buffers are exchanged in the run."""
+
+    def recomputed(self, entering: bool) -> None:
+        """Called when a block begins or ends that the backward pass runs again, unwatched."""
 
 
 class LiveInserter:
@@ -173,7 +273,7 @@ class LiveInserter:
     # Being asked
 
     def begins(self, stage: Stage) -> None:
-        """Prepare for a run (see `protocols.Inserter`)."""
+        """Prepare for a run (see `Inserter`)."""
         self.stage = stage
         prefix = "" if self._position is None else self._position.path
         self.names = LiveNames(self._registry, self._function, stage.scope, prefix, self._path_of)
@@ -182,7 +282,7 @@ class LiveInserter:
     def starts(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace the inputs of a function (see `protocols.Inserter`)."""
+        """Replace the inputs of a function (see `Inserter`)."""
         if isinstance(self._function, nn.Module):
             return args, kwargs
         self.names.function(args, kwargs)
@@ -195,7 +295,7 @@ class LiveInserter:
         return self._enter(spot, args, kwargs, frame, None, self._undo)
 
     def ends(self, output: Any, frame: FrameType) -> Any:
-        """Replace the output of a function (see `protocols.Inserter`)."""
+        """Replace the output of a function (see `Inserter`)."""
         if isinstance(self._function, nn.Module):
             return output
         if self._states:
@@ -203,7 +303,7 @@ class LiveInserter:
         return self._after(self._root, self._root.number - 1, (), {}, output, frame)
 
     def ended(self) -> None:
-        """Put back what a function was given in lists (see `protocols.Inserter`)."""
+        """Put back what a function was given in lists (see `Inserter`)."""
         self._put_back(self._undo)
 
     def module(
@@ -214,7 +314,7 @@ class LiveInserter:
         frame: FrameType,
         run: Run,
     ) -> Any:
-        """Run the call of a module (see `protocols.Inserter`)."""
+        """Run the call of a module (see `Inserter`)."""
         path = self.names.call(scope, args, kwargs)
         if self._states:
             args, kwargs = self._states.exchanged((args, kwargs), frame)
@@ -285,7 +385,7 @@ class LiveInserter:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
         run: Run,
     ) -> Any:  # fmt: skip
-        """Run the call of a function (see `protocols.Inserter`)."""
+        """Run the call of a function (see `Inserter`)."""
         given = args, kwargs
         if self._states:
             args, kwargs = self._states.exchanged(given, frame)
@@ -371,7 +471,7 @@ class LiveInserter:
         return self.plan.lookup is None and not (self._has_output_slots or spot.slots)
 
     def scalar(self, function: Any, frame: FrameType) -> None:
-        """Name arithmetic (see `protocols.Inserter`)."""
+        """Name arithmetic (see `Inserter`)."""
         self.names.op(self.stage.scope, self.stage.site(frame), function, ())
 
     @property
@@ -380,11 +480,11 @@ class LiveInserter:
         return bool(self._states)
 
     def recomputed(self, entering: bool) -> None:
-        """Record that a checkpointed block begins or ends (see `protocols.Inserter`)."""
+        """Record that a checkpointed block begins or ends (see `Inserter`)."""
         self._recomputed += 1 if entering else -1
 
     def wants_inside(self, scope: ModuleCall) -> bool:
-        """Return whether values below a call have insertions (see `protocols.Inserter`)."""
+        """Return whether values below a call have insertions (see `Inserter`)."""
         if scope.module is None:
             return False
         below = f"{self.names.path(scope)}." if self.names.path(scope) else ""
@@ -425,7 +525,7 @@ class LiveInserter:
         return f"{self._position.name}.{path}" if path else self._position.name
 
     def inside(self, module: nn.Module, path: str) -> None:
-        """Raise if an insertion is at a place without gates (see `protocols.Inserter`)."""
+        """Raise if an insertion is at a place without gates (see `Inserter`)."""
         slots = self._slots_at(module, path)
         slots += [
             slot

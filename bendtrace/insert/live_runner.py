@@ -662,7 +662,7 @@ def _call_gate(gate: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 class _UnrecordedStage:
-    """The stage of an inserter (see `protocols.Stage`) in a call that is not recorded."""
+    """The stage of an inserter (see `Stage`) in a call that is not recorded."""
 
     follows_script = False
     is_in_block = False

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
@@ -38,12 +38,12 @@ from bendtrace.log.entries import layer_type_of
 from bendtrace.log.nodes import Kind, NodePath, Pass, Role, TreeNode, identifier
 from bendtrace.log.path_views import Candidate, Tree
 from bendtrace.log.run import Run, RunNames, is_layer_name
-from bendtrace.record.recorded_call import Signature
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.scalars import TRACED
 
 if TYPE_CHECKING:
     from bendtrace.engine.dispatcher import Calls
+    from bendtrace.module import BendedModule
 
 _DEEPEST = 40  # calls inside of each other, before an insertion is asked whether it makes them
 _OF_NODE = gates.InsteadGate._node.__code__
@@ -756,29 +756,6 @@ def _named_items(value: Any) -> list[tuple[str | int, str, Any]] | None:
 # Insertions of one model that are added and removed together.
 
 
-class Bended(Protocol):
-    """A model that accepts insertions: a `BendedModule`, as this package uses it."""
-
-    @property
-    def _insertion_registry(self) -> InsertionRegistry: ...
-    @property
-    def _knowledge(self) -> Knowledge: ...
-
-    _signature: Signature
-    _trees: Any
-
-    @property
-    def _model(self) -> Callable[..., Any]:
-        """The model that it has."""
-
-    @property
-    def stats(self) -> Any:
-        """Counts of the ways in which its calls were served."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-
-
 class InsertionGroup:
     """Insertions of one model that are added and removed together; a context manager.
 
@@ -786,7 +763,7 @@ class InsertionGroup:
     this class. All insertions are checked before the first one is inserted.
     """
 
-    def __init__(self, model: Bended) -> None:
+    def __init__(self, model: BendedModule) -> None:
         self.insertions: list[Insertion] = []  # in the order in which they were made
         self._insertion_registry = model._insertion_registry
         self._knowledge = model._knowledge

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -40,7 +40,6 @@ from bendtrace.insert.insertion import Insertion
 from bendtrace.insert.interjection import Inputs, Interjection, NodePass
 from bendtrace.insert.leaves import assemble, take_apart
 from bendtrace.insert.plan import InsertionPlan
-from bendtrace.insert.registry import Bended
 from bendtrace.insert.resolver import (
     ReplacementPoint,
     by_path,
@@ -65,6 +64,9 @@ from bendtrace.tape.tape import AfterOp, Guard, OpKind, Stop, TensorMeta, refs_i
 from bendtrace.watch.draws import RandomStates
 from bendtrace.watch.functions import is_gate
 from bendtrace.watch.rank_sync import ENDS, joint_call, needs_agreement
+
+if TYPE_CHECKING:
+    from bendtrace.module import BendedModule
 
 
 @dataclass(eq=False)
@@ -185,7 +187,7 @@ class Deviation:
 
 
 def from_activations(
-    model: Bended,
+    model: BendedModule,
     activations: Mapping[Any, Any],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -252,7 +254,7 @@ def parse_replacements(
 class _SuffixRun:
     def __init__(
         self,
-        model: Bended,
+        model: BendedModule,
         given: dict[str, Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

@@ -20,11 +20,10 @@ An op does not only read its arguments. `watch/writes.py` uses torch's version c
 which op wrote into a tensor and which op reads it afterwards under another name. `Op.writes` and
 `Op.reads` become parents in the log and "memory" edges in the mirror.
 
-An *observer* keeps values during the run (`tape/protocols.py` defines what it sees, and
-`capture.py` is the only one). `capture.py` also takes lazy clones: torch copies only when
-somebody writes. It does not do so with memory whose address others may know (arguments, state,
-arrays handed to numpy), because a write would then move the memory away from them. `StopRun` ends
-a run early. The model's own exception handlers do not catch it.
+An *observer* keeps values during the run (`ValueCapture` in `capture.py`). It also takes lazy
+clones: torch copies only when somebody writes. It does not do so with memory whose address others
+may know (arguments, state, arrays handed to numpy), because a write would then move the memory away
+from them. `StopRun` ends a run early. The model's own exception handlers do not catch it.
 
 The tree of node paths: `path_tree.py` walks the tape, one module call after the other, `nodes.py`
 assigns names that all traces of one `BendedModule` share, and `path_views.py` parses paths and is

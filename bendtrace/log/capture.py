@@ -234,7 +234,11 @@ class ValueCapture:
             self.states[index] = state._replace(copy=copy)
 
     def reads(self, position: int, index: int, tensor: Tensor) -> None:
-        """Keep a value that is read, if it differs from the kept value of the tensor."""
+        """Keep a value that is read, if it differs from the kept value of the tensor.
+
+        It was written to after op `index` had returned it. The reader is the op at a position of
+        the tape, or the caller of the run, at its end.
+        """
         if self.is_exact:
             self.reread[position, index] = self._copy(tensor)
 
@@ -281,13 +285,16 @@ class ValueCapture:
                 self._take(op, element, tensor)
 
     def wrote(self, op: Op, tensor: Tensor) -> None:
-        """Keep the content of a tensor that an op has written to."""
+        """Keep the content of a tensor that an op has written to, and has not returned."""
         self._take(op, (), tensor)
 
     def module_starts(
         self, call: ModuleCall, given: Any, rewritten: Callable[[Tensor], int | None]
     ) -> None:
-        """Keep the inputs of a module that differ from the results of ops."""
+        """Keep the inputs of a module that differ from the results of ops.
+
+        `rewritten` returns the op of a tensor that was written to since the op returned it.
+        """
         if self.chosen is not None:
             for tensor in tensors_in(given):
                 wanted = self.chosen is True or self._waiting is not None
@@ -313,7 +320,7 @@ class ValueCapture:
             self._end(f"after {call.path or 'the model'}")
 
     def escaped(self, value: Any) -> None:
-        """Leave the memory of some tensors where it is."""
+        """Leave the memory of tensors where it is: code may keep a pointer to it."""
         for tensor in tensors_in(value):
             materialize(tensor)
             self._fixed.add(storage_of(tensor))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import dis
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_VARARGS, CO_VARKEYWORDS
@@ -16,6 +15,7 @@ import torch
 from bendtrace.python.bytecode import (
     LOOKS_AT_VARIABLES,
     InstructionStep,
+    kept_by_code,
     loads_method,
     single_steps,
 )
@@ -83,13 +83,9 @@ _TESTS = frozenset(
 class _CodeLists:
     """The lists of some code that only such code can see."""
 
-    code: CodeType  # which is kept, since it is known by its identity
     loops: list[tuple[int, int, list[Accumulator]]]  # with their first and last instruction
     made: dict[int, Accumulator]  # what receives a list, by the instruction that makes it
     slots: frozenset[int]  # the variables
-
-
-_known: dict[int, _CodeLists] = {}
 
 
 def accumulator_slots(code: CodeType) -> frozenset[int]:
@@ -119,7 +115,7 @@ def is_comprehension(code: CodeType) -> bool:
     return code.co_name == LIST_COMPREHENSION and _is_readable(code)
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_by_code
 def appends_lists(code: CodeType) -> bool:
     """Return whether each item of a comprehension's list is a list that nothing else sees."""
     steps, labels = single_steps(code), jump_targets(code)
@@ -130,13 +126,6 @@ def appends_lists(code: CodeType) -> bool:
         and (steps[at - 1].name == "BUILD_LIST" or steps[at - 1].offset in makers)
         for at in ends
     )
-
-
-def _lists_of(code: CodeType) -> _CodeLists:
-    facts = _known.get(id(code))
-    if facts is None:
-        facts = _known[id(code)] = _find_lists(code)
-    return facts
 
 
 def _function_of(frame: FrameType, names: tuple[str, ...]) -> Any:
@@ -150,11 +139,12 @@ def _is_readable(code: CodeType) -> bool:
     return not code.co_flags & _GENERATORS and LOOKS_AT_VARIABLES.isdisjoint(code.co_names)
 
 
-def _find_lists(code: CodeType) -> _CodeLists:
+@kept_by_code
+def _lists_of(code: CodeType) -> _CodeLists:
     ends = [step for step in single_steps(code) if "JUMP_BACKWARD" in step.name]
     makers = {**comprehensions(code), **_computed_lists(code)}
     if not (ends or makers) or not _is_readable(code):
-        return _CodeLists(code, [], {}, frozenset())
+        return _CodeLists([], {}, frozenset())
     arguments = code.co_argcount + code.co_kwonlyargcount
     arguments += bool(code.co_flags & CO_VARARGS) + bool(code.co_flags & CO_VARKEYWORDS)
     names = {*code.co_varnames[arguments:]} - {*code.co_cellvars}
@@ -182,10 +172,10 @@ def _find_lists(code: CodeType) -> _CodeLists:
             made[offset] = receiver
     held = {one.name for _, _, found in loops for one in found}
     held.update(one.name for one in made.values() if one.name)
-    return _CodeLists(code, loops, made, frozenset(map(code.co_varnames.index, held)))
+    return _CodeLists(loops, made, frozenset(map(code.co_varnames.index, held)))
 
 
-@functools.lru_cache(maxsize=1024)
+@kept_by_code
 def _computed_lists(code: CodeType) -> dict[int, int]:
     """Return each `[y] * n` and each `+` with such a list, with where the expression begins."""
     depths: dict[int, int] | None = None

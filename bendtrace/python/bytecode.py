@@ -10,16 +10,36 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from bendtrace.python.internals import is_off
+
+T = TypeVar("T")
 
 # The instructions of code, read from its bytes: `dis` takes some twenty times as long.
 #
 # Code is looked at when a model is first traced, and `dis` also finds out about lines, jumps and
 # exceptions, which nobody asks for here.
+
+
+def kept_by_code(function: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+    """Return a function that keeps what another one gives for code.
+
+    By the identity of the code, since hashing it is slow. It is kept, so that no other code gets
+    its identity.
+    """
+    known: dict[int, tuple[CodeType, T]] = {}
+
+    @functools.wraps(function)
+    def keeping(code: CodeType) -> T:
+        found = known.get(id(code))
+        if found is None:
+            found = known[id(code)] = code, function(code)
+        return found[1]
+
+    return keeping
 
 
 # The instructions that push a constant. Which of them a constant takes differs between Pythons.
@@ -86,10 +106,7 @@ def names_used_whole(code: CodeType) -> frozenset[str]:
         if name:
             found.add(name)
         name = step.value if step.name == "LOAD_GLOBAL" else ""
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= names_used_whole(constant)
-    return frozenset(found)
+    return frozenset(found).union(*map(names_used_whole, nested_codes(code)))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -107,10 +124,7 @@ def put_on_globals(code: CodeType) -> frozenset[str]:
                 updated.add(step.value)
             is_copied = is_outside and step.name == "COPY"
             is_outside = step.name in _FROM_OUTSIDE or (is_outside and is_attribute)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= put_on_globals(constant)
-    return frozenset(found)
+    return frozenset(found).union(*map(put_on_globals, nested_codes(code)))
 
 
 _FROM_OUTSIDE = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF")
@@ -289,6 +303,13 @@ def _variable_bits(code: CodeType, names: tuple[str, ...]) -> int:
     return sum(1 << k for k, name in enumerate(code.co_varnames) if name in names)
 
 
+def argument_names(code: CodeType) -> tuple[str, ...]:
+    """Return the variables that have the arguments of code; those that gather others are last."""
+    gathering = code.co_flags & inspect.CO_VARARGS, code.co_flags & inspect.CO_VARKEYWORDS
+    count = code.co_argcount + code.co_kwonlyargcount + sum(map(bool, gathering))
+    return code.co_varnames[:count]
+
+
 def local_in(frame: FrameType, name: str) -> Any:
     """Return the value of a local variable of a running frame; None if it has none."""
     variables = frame.f_locals
@@ -320,8 +341,6 @@ _COPIES = sys.version_info < (3, 13)
 
 _IDENTITY = frozenset({"id", "is_", "is_not"})
 _FILLING = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"})
-_ids: dict[int, tuple[CodeType, int | None]] = {}
-_identity: dict[int, tuple[CodeType, bool]] = {}
 
 
 def code_compares_identity(code: CodeType) -> bool:
@@ -329,20 +348,19 @@ def code_compares_identity(code: CodeType) -> bool:
 
     Asking for the `id` of objects counts as well, and so does `operator.is_`.
     """
-    known = _identity.get(id(code))
-    if is_off("identity"):
-        return True
-    if known is None:
-        asks = not _IDENTITY.isdisjoint(code.co_names) or (
-            has(code, "IS_OP")
-            and any(
-                current == "IS_OP" and before not in CONSTANTS
-                for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
-            )
+    return is_off("identity") or _compares_identity(code)
+
+
+@kept_by_code
+def _compares_identity(code: CodeType) -> bool:
+    asks = not _IDENTITY.isdisjoint(code.co_names) or (
+        has(code, "IS_OP")
+        and any(
+            current == "IS_OP" and before not in CONSTANTS
+            for (before, _), (current, _) in itertools.pairwise(instructions_of(code))
         )
-        asks = asks or any(map(code_compares_identity, _nested_codes(code)))
-        known = _identity[id(code)] = (code, asks)
-    return known[1]
+    )
+    return asks or any(map(_compares_identity, nested_codes(code)))
 
 
 def asks_for_ids(code: CodeType) -> int | None:
@@ -350,14 +368,10 @@ def asks_for_ids(code: CodeType) -> int | None:
 
     None if it does so in comparisons `id(x) == id(y)` only, or not at all.
     """
-    if "id" not in code.co_names:
-        return None
-    known = _ids.get(id(code))
-    if known is None:
-        known = _ids[id(code)] = (code, _line_of_ids(code))
-    return known[1]
+    return _line_of_ids(code) if "id" in code.co_names else None
 
 
+@kept_by_code
 def _line_of_ids(code: CodeType) -> int | None:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _FILLING]
     calls = [place for place, step in enumerate(steps) if step.opname.startswith("CALL")]
@@ -381,7 +395,8 @@ def _line_of_ids(code: CodeType) -> int | None:
     return None
 
 
-def _nested_codes(code: CodeType) -> Iterator[CodeType]:
+def nested_codes(code: CodeType) -> Iterator[CodeType]:
+    """Return the code of the functions that stand in code itself, not in these."""
     return (inner for inner in code.co_consts if isinstance(inner, CodeType))
 
 
@@ -392,7 +407,7 @@ def stores_outside(code: CodeType) -> bool:
         for step in dis.get_instructions(code)
     ):
         return True
-    return any(map(stores_outside, _nested_codes(code)))
+    return any(map(stores_outside, nested_codes(code)))
 
 
 class _Truths(NamedTuple):
@@ -469,15 +484,10 @@ class Asking(NamedTuple):
     operands: tuple[str, ...]  # the compared local variables, as far as known: right, left
 
 
-_asking: dict[int, tuple[CodeType, dict[int, Asking]]] = {}
-
-
+@kept_by_code
 def asking_comparisons(code: CodeType) -> Mapping[int, Asking]:
     """Return the comparisons of code that ask for the truth of their result, by offset."""
-    known = _asking.get(id(code))
-    if known is None:
-        known = _asking[id(code)] = (code, dict(_find_asking(code)))
-    return known[1]
+    return dict(_find_asking(code))
 
 
 def _find_asking(code: CodeType) -> Iterator[tuple[int, Asking]]:

@@ -601,4 +601,4 @@ _TAKES_NOTHING = frozenset(
 
 def can_exchange_operands() -> bool:
     """Return whether this is a Python whose instructions and stack this file knows."""
-    return (3, 11) <= sys.version_info < (3, 15) and stacks.frame_layout() is not None
+    return (3, 11) <= sys.version_info < (3, 15) and can_exchange()

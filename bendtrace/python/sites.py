@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bendtrace.python.bytecode import kept_by_code
 from bendtrace.python.internals import is_off
 
 # Where in the model a run is, judging by the frames on the stack.
@@ -280,8 +281,10 @@ def _site(frame: FrameType, end: FrameType | None) -> Site:
     return site
 
 
-# By identity, because hashing a code object is slow; it is kept, so that no id is used again.
-_positions: dict[int, tuple[CodeType, list[tuple[int | None, ...]]]] = {}
+@kept_by_code
+def _positions_in(code: CodeType) -> list[tuple[int | None, ...]]:
+    """Return where each instruction of code is in the source."""
+    return list(code.co_positions())
 
 
 def place_at(code: CodeType, offset: int) -> InstructionPlace:
@@ -290,10 +293,7 @@ def place_at(code: CodeType, offset: int) -> InstructionPlace:
 
 
 def _place_of_code(code: CodeType, offset: int) -> InstructionPlace:
-    cached = _positions.get(id(code))
-    if cached is None:
-        cached = _positions[id(code)] = (code, list(code.co_positions()))
-    positions = cached[1][offset // 2]
+    positions = _positions_in(code)[offset // 2]
     line = positions[0] or code.co_firstlineno
     if is_off("places"):
         return InstructionPlace(code.co_filename, code.co_name, Span(line, 0, line, 0), offset)
@@ -322,7 +322,6 @@ _PRECALL, _CACHE = dis.opmap.get("PRECALL"), dis.opmap.get("CACHE")
 # `+=` to `^=` among the arguments of this instruction in Python 3.11 to 3.14; `iadd` in the labels
 # of logs shows a change.
 _BINARY_OP, _FIRST_ASSIGNMENT, _LAST_ASSIGNMENT = dis.opmap["BINARY_OP"], 13, 25
-_repeats: dict[int, tuple[CodeType, dict[int, int]]] = {}
 
 
 def assigns(code: CodeType, offset: int) -> bool:
@@ -341,12 +340,10 @@ def first_offset(code: CodeType, offset: int) -> int:
     return _repeated_tests(code).get(offset, offset)
 
 
+@kept_by_code
 def _repeated_tests(code: CodeType) -> dict[int, int]:
     """Return, for instructions that repeat the test of a `while`, those that they repeat."""
-    cached = _repeats.get(id(code))
-    if cached is None:
-        cached = _repeats[id(code)] = (code, dict(_repetitions(code)))
-    return cached[1]
+    return dict(_repetitions(code))
 
 
 def _repetitions(code: CodeType) -> Iterator[tuple[int, int]]:

@@ -589,14 +589,20 @@ def rest_of_block(file: SourceFile, statement: ast.AST) -> tuple[Span, ...]:
     """Return the code after a statement in its block, and in the blocks that this block ends."""
     spans: tuple[Span, ...] = ()
     for child, block in file.ancestors(statement):
-        for name in ("body", "orelse", "finalbody"):
-            statements = getattr(block, name, None)
-            if isinstance(statements, list) and child in statements:
-                spans += spans_of(statements[statements.index(child) + 1 :])
+        spans += spans_after(child, block)
         # Leaving an `if` nested in another skips the rest of that one's block too.
         if not isinstance(block, (ast.If, ast.With, ast.AsyncWith, ast.match_case)):
             break
     return spans
+
+
+def spans_after(statement: ast.AST, block: ast.AST) -> tuple[Span, ...]:
+    """Return the code after a statement in the block of another that it stands in."""
+    blocks = (getattr(block, name, None) for name in ("body", "orelse", "finalbody"))
+    for one in blocks:
+        if isinstance(one, list) and statement in one:
+            return spans_of(one[one.index(statement) + 1 :])
+    return ()
 
 
 def span_of(node: ast.AST) -> Span:

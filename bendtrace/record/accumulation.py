@@ -36,7 +36,7 @@ from bendtrace.python.computations import accumulate, repeat
 from bendtrace.python.results import exchange
 from bendtrace.python.sites import TRACER, instruction_at, outside_scalars
 from bendtrace.record.encoding import ListOperand
-from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
+from bendtrace.record.tape_writer import TrackedTensor
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.guards import ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedInt, plain
@@ -172,7 +172,6 @@ class Accumulation:
     """Follows the lists of one run that loops append to.
 
     Args:
-        writer: records ops.
         values: knows the ops of tensors.
         outermost: the code that called the model.
 
@@ -180,8 +179,8 @@ class Accumulation:
         has_begun: whether an op gives a list.
     """
 
-    def __init__(self, writer: TapeWriter, values: RunValues, outermost: CodeType) -> None:
-        self._writer, self._values, self._outermost = writer, values, outermost
+    def __init__(self, values: RunValues, outermost: CodeType) -> None:
+        self._writer, self._values, self._outermost = values.writer, values, outermost
         self._recorder: Any = values.origin
         self.has_begun: bool = False
         self._lists: dict[_Variable, ListValue] = {}

@@ -25,7 +25,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,21 +44,16 @@ from bendtrace.record.array_functions import (
     is_in_memory,
     shares_unseen,
 )
+from bendtrace.record.encoding import plain_copy
 from bendtrace.record.states import OperandProxy
-from bendtrace.tape.captured import (
-    PLAIN_TYPES,
-    Captured,
-    CaptureKind,
-    is_ndarray,
-    module_name_of,
-)
+from bendtrace.record.values import RunValues
+from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind, is_ndarray, module_name_of
 from bendtrace.tape.plain_numbers import uses_torch
-from bendtrace.tape.scalars import RETIRED, TRACED, plain
+from bendtrace.tape.scalars import RETIRED, TRACED
 from bendtrace.tape.structure import build_instance
 from bendtrace.tape.tape import stands_for_number
 from bendtrace.tape.watchers import call_silently
 from bendtrace.watch import draws
-from bendtrace.watch.environment import Environment
 from bendtrace.watch.functions import (
     CHOOSING,
     LEGACY,
@@ -77,56 +72,22 @@ from bendtrace.watch.provenance import (
 from bendtrace.watch.writes import storage_of
 
 
-class ArrayRecorder(Protocol):
-    """The things that a recorder does for this."""
-
-    def array_op(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, frame: FrameType
-    ) -> Any:
-        """Record an op, and return its result."""
-
-    def asks(self, function: Callable[..., Any], tensor: Tensor, frame: FrameType) -> Any:
-        """Call a function of torch on a tensor as the code of a frame would."""
-
-    def note_compared(self, values: tuple[Any, ...]) -> None:
-        """Note which values an instruction compares."""
-
-    def pause(self) -> None:
-        """Note nothing of the code that runs."""
-
-    def go_on(self) -> None:
-        """Note again what runs."""
-
-
 class Arrays:
     """The arrays of one run whose content comes from tensors.
 
     Args:
-        recorder: records what is done with them.
-        environment: the values that the run can read.
-        block: receives the reason why a run is live.
-        asks_alive: raises where a resumed run has no content for an array.
-        goes_astray: receives the error of a resumed run.
+        writer: writes the tape of the run.
+        values: knows the ops of tensors.
         errors: numpy's handling of errors before the run.
 
     Attributes:
         has_lost: whether code that cannot be followed has received one of them.
     """
 
-    def __init__(
-        self,
-        recorder: ArrayRecorder,
-        environment: Environment,
-        block: Callable[[str], None],
-        asks_alive: Callable[[Tensor], object],
-        goes_astray: Callable[[NondeterminismError], object],
-        errors: dict[str, Any],
-    ) -> None:
-        self._recorder = recorder
-        self._environment = environment
-        self._block = block
-        self._asks_alive = asks_alive
-        self._goes_astray = goes_astray
+    def __init__(self, values: RunValues, errors: dict[str, Any]) -> None:
+        self._writer, self._values = values.writer, values
+        self._recorder: Any = values.origin
+        self._environment = values.environment
         self._known: dict[int, tuple[Any, Any]] = {}  # without a tensor: an open array
         self._holders: set[int] = set()  # of what leads to an open array
         self._contents: dict[int, bytes] = {}  # of open arrays, as ops have left them
@@ -144,7 +105,7 @@ class Arrays:
 
     def begins_at(self, tensor: Any, frame: FrameType) -> bool:
         """Return whether the array of a tensor can be followed, which code has called for."""
-        if self._has_ended or (not self._is_on and not self._can_begin()):
+        if self._has_ended or (not self._is_on and not results.can_exchange_operands()):
             return False
         if type(tensor) not in (Tensor, nn.Parameter) or not self._is_users(frame):
             return False
@@ -154,9 +115,6 @@ class Arrays:
             and called.__name__ == "numpy"
             and isinstance(called.__self__, Tensor)
         )
-
-    def _can_begin(self) -> bool:
-        return results.can_exchange_operands() and results.can_exchange()
 
     def numpy(
         self, tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -185,7 +143,7 @@ class Arrays:
         if self._has_ended or not (frame is None or self._is_users(frame)):
             return
         self._follows_classes = True
-        if not self._is_on and self._can_begin():
+        if not self._is_on and results.can_exchange_operands():
             self._begin(frame)
 
     def follow_open(self, parts: list[Captured]) -> None:
@@ -213,7 +171,7 @@ class Arrays:
                     self._holders.add(id(holder.value))
                 holder = holder.parent
         self._adopted = True
-        if self._can_begin():
+        if results.can_exchange_operands():
             self._begin(None)
         if not self._is_on:
             self._deny()
@@ -263,12 +221,10 @@ class Arrays:
                 if sys.getrefcount(array) <= most:
                     continue
                 if self._is_shared(tensor):
-                    self._goes_astray(
-                        NondeterminismError(
-                            "a resumed run writes to an array of its own, in whose memory it has "
-                            "other arrays or tensors: name the function around it with "
-                            "bendtrace.opaque"
-                        )
+                    self._writer.gone_astray = NondeterminismError(
+                        "a resumed run writes to an array of its own, in whose memory it has "
+                        "other arrays or tensors: name the function around it with "
+                        "bendtrace.opaque"
                     )
                 array[...] = content
 
@@ -291,10 +247,10 @@ class Arrays:
             for value in values:
                 known = self._known.get(id(value))
                 if known is not None and known[1] is not None:
-                    self._asks_alive(known[1])
+                    self._values.ref(known[1])
         self.has_lost = True
         self._environment.lost_arrays = self._environment.open_arrays
-        self._block(self._reason)
+        self._writer.tape.block(self._reason)
         self.end(is_over=False)
 
     # Arrays and numbers of numpy's that come from no tensor
@@ -320,7 +276,7 @@ class Arrays:
             return True
         put_back = draws.restorer_of(generator)
         try:
-            found = call_silently(function, _untraced(args), _untraced(kwargs))
+            found = call_silently(function, plain_copy(args), plain_copy(kwargs))
         except Exception:  # the same op as in a run in which it does not raise
             count = len(given) - len(kwargs)
             return "size" in kwargs or count > _BEFORE_SIZE.get(function.__name__, 2)
@@ -336,7 +292,7 @@ class Arrays:
         return self._can_take(given, frame) and _way_of(function) == _READ and "out" not in kwargs
 
     def _can_take(self, given: list[Any], frame: FrameType) -> bool:
-        if self._has_ended or not (self._is_on or self._can_begin()):
+        if self._has_ended or not (self._is_on or results.can_exchange_operands()):
             return False
         return self._is_users(frame) and all(map(self._is_argument, given))
 
@@ -397,7 +353,7 @@ class Arrays:
 
     def _fail(self, why: str = "") -> None:
         self._environment.lost_arrays = self._environment.open_arrays
-        self._block(self._reason + why)
+        self._writer.tape.block(self._reason + why)
         self.end(is_over=False)
 
     def _look(self, frame: FrameType, instruction: results.Instruction) -> None:
@@ -765,11 +721,9 @@ class Arrays:
 
     # Instructions
 
-    def _handle_call(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_call(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         place = results.callee_place(values)
-        function, given = values[place], results.arguments(instruction, values)
+        function, given = values[place], results.arguments(step, values)
         if given is None:
             return self._deny(*values)
         way = self._way(function, given)
@@ -827,17 +781,15 @@ class Arrays:
                 return _AT if function.__name__ == "at" else _READ
         return None
 
-    def _handle_operator(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_operator(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         left, right = values[0], values[-1]
-        way = _COMPARES if instruction.text.startswith("bool(") else _READ
+        way = _COMPARES if step.text.startswith("bool(") else _READ
         direct = [value for value in values if id(value) in self._known]
-        changes = instruction.name == "BINARY_OP" and "=" in instruction.text
+        changes = step.name == "BINARY_OP" and "=" in step.text
         if type(left) in (list, dict) and changes:
             return None if not direct and type(right) in _SEQUENCES else self._deny(*values)
         if not direct and {type(left), type(right)} <= _SEQUENCES | {int}:
-            if instruction.name == "BINARY_OP":
+            if step.name == "BINARY_OP":
                 return None  # lists are joined, which leaves the arrays in them as they are
             return self._deny(*values)
         if isinstance(left, Tensor):
@@ -852,9 +804,7 @@ class Arrays:
             self._deny(*values)
         return None
 
-    def _handle_item(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_item(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         container, *keys = values
         key = keys[0] if len(keys) == 1 else slice(*keys)
         in_key = id(key) in self._known or self._reaches([key])
@@ -872,7 +822,7 @@ class Arrays:
         return None
 
     def _handle_assignment(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
+        self, frame: Any, where: list[int], values: list[Any], step: Any
     ) -> None:
         value, container, *keys = values
         key = keys[0] if len(keys) == 1 else slice(*keys)
@@ -886,52 +836,40 @@ class Arrays:
             self._deny(*values)
         return None
 
-    def _handle_deletion(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_deletion(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         if is_content(values[0]) or self._reaches([values[1]]):
             self._deny(*values)
 
-    def _handle_one(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_one(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         if id(values[0]) in self._known:
             stacks.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
 
-    def _handle_attribute(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_attribute(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         if id(values[0]) not in self._known:
             return None
-        if instruction.name == "LOAD_METHOD" and instruction.value in _METHODS | _WRITING:
+        if step.name == "LOAD_METHOD" and step.value in _METHODS | _WRITING:
             return None
-        if instruction.value not in _ATTRIBUTES:
+        if step.value not in _ATTRIBUTES:
             return self._deny(*values)
         stacks.put_on_stack(where[0], ArrayOperand(self, values[0], _READ))
         return None
 
-    def _handle_store(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_store(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         """Let an array be kept that is in no memory of a tensor of the model's."""
         value = values[0]
         with torch._C.DisableTorchFunction():
             stands = self._stands_in(value)
             is_lent = any(storage_of(one) in self._seen_storages for one in stands)
-        owner = values[1] if instruction.name == "STORE_ATTR" else None
+        owner = values[1] if step.name == "STORE_ATTR" else None
         is_other = isinstance(owner, (Tensor, type, types.ModuleType)) or id(owner) in self._known
         if is_lent or is_other or not self._is_argument(value):
             self._deny(*values)
 
-    def _handle_map(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_map(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         if self._reaches(values[::2]):  # keys, which are hashed
             self._deny(*values)
 
-    def _handle_return(
-        self, frame: FrameType, where: list[int], values: list[Any], instruction: Any
-    ) -> None:
+    def _handle_return(self, frame: Any, where: list[int], values: list[Any], step: Any) -> None:
         caller, places = frame.f_back, stacks.frame_layout()
         assert places is not None
         if caller is None or not self._is_users(caller):
@@ -944,7 +882,6 @@ class Arrays:
         return None
 
 
-_INSTRUCTION, _CALL = 7, 0  # PyTrace_OPCODE, PyTrace_CALL
 _MOST = 2000
 _HELD_HERE = 3  # references to an array: by the table, by the loop over it, and by the count
 # How calls, and operators, are recorded.
@@ -1083,15 +1020,6 @@ _BEFORE_SIZE = {
     **dict.fromkeys(("permutation", "permuted", "rand", "randn", "random", "random_sample"), 0),
     **dict.fromkeys(("choice", "exponential", "geometric", "poisson"), 1),
 }
-
-
-def _untraced(value: Any) -> Any:
-    """Return arguments with the traced scalars in them made plain, and leave these as they are."""
-    if type(value) in (tuple, list, torch.Size):
-        return type(value)(map(_untraced, value))
-    if type(value) is dict:
-        return {key: _untraced(item) for key, item in value.items()}
-    return plain(value)
 
 
 def _is_dtype(value: Any) -> bool:

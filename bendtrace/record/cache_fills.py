@@ -19,13 +19,14 @@ import copy
 import inspect
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from bendtrace.python.bytecode import argument_names
 from bendtrace.python.computations import is_computation
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
@@ -40,12 +41,10 @@ from bendtrace.watch.rank_sync import has_other_ranks
 if TYPE_CHECKING:
     import functools
 
-    from bendtrace.record.encoding import Encoder
     from bendtrace.record.finish import Recording
     from bendtrace.record.tape_writer import TapeWriter
     from bendtrace.record.values import RunValues
     from bendtrace.watch import containers
-    from bendtrace.watch.environment import Environment
 
     Cache = functools._lru_cache_wrapper[Any]
 else:
@@ -56,8 +55,6 @@ class CacheFills:
     """Takes what fills caches off the tape of a run.
 
     Args:
-        environment: what the run can read.
-        writer: writes the tape.
         values: the values of the run.
         parts: returns the objects that note something of the run.
         settings: returns the modes and settings of torch, and how many counters are lifted.
@@ -69,15 +66,13 @@ class CacheFills:
 
     def __init__(
         self,
-        environment: Environment,
-        writer: TapeWriter,
         values: RunValues,
         parts: Callable[[], Iterable[Any]],
         settings: Callable[[], Any],
         notes_more: Callable[[], Any],
     ) -> None:
-        self._environment = environment
-        self._writer, self._values = writer, values
+        self._environment = environment = values.environment
+        self._writer, self._values = values.writer, values
         self._parts, self._settings, self._notes_more = parts, settings, notes_more
         self._misses: dict[Cache, int] = {}
         self._caches: dict[types.CodeType, list[Cache]] = {}
@@ -108,7 +103,9 @@ class CacheFills:
         self._misses = {cache: cache.cache_info().misses for cache in before}
         if all(before[cache] == self._misses[cache] for cache in self._caches[frame.f_code]):
             return False  # something else has called it
-        given = [*_arguments(frame)]
+        given = [frame.f_locals[name] for name in argument_names(frame.f_code)]
+        if frame.f_code.co_flags & inspect.CO_VARKEYWORDS:
+            given[-1:] = given[-1].values()
         if not all(map(self._can_be_repeated, given)):
             return False
         if len(given) == 1 and type(given[0]) in TRACED:  # another key than the number
@@ -267,20 +264,6 @@ def _noted_in(part: Any) -> dict[str, Any]:
     return {name: getattr(part, name) for name in names}
 
 
-def _arguments(frame: FrameType) -> Iterator[Any]:
-    """Yield what a function has received that has just begun."""
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount
-    names = code.co_varnames[count:]
-    for name in code.co_varnames[:count]:
-        yield frame.f_locals[name]
-    if code.co_flags & inspect.CO_VARARGS:
-        yield frame.f_locals[names[0]]
-        names = names[1:]
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        yield from frame.f_locals[names[0]].values()
-
-
 def _runs_within(frame: FrameType | None, caller: FrameType) -> bool:
     while frame is not None and frame is not caller:
         frame = frame.f_back
@@ -296,13 +279,13 @@ _CONTAINERS = (*_LISTS, dict, set)
 
 
 def look_at_caches(
-    recording: Recording, encoder: Encoder, block: Callable[..., None], cleared: list[Any]
+    recording: Recording, values: RunValues, block: Callable[..., None], cleared: list[Any]
 ) -> None:
     """Record what a run put into each `functools.lru_cache`.
 
     Args:
         recording: the run.
-        encoder: encodes its values.
+        values: the values of the run.
         block: notes why it must not be replayed, and where.
         cleared: the caches that it has cleared.
     """
@@ -321,7 +304,7 @@ def look_at_caches(
             environment.filled_caches[cache] = entries_of(cache)
     for reason, cache, was_empty in environment.misses():
         entries = entries_of(cache)
-        lasting = [entry for entry in entries if not _ends_with_run(entry[0], outlive, encoder)]
+        lasting = [entry for entry in entries if not _ends_with_run(entry[0], outlive, values)]
         # A result computed by a function in pure Python is the same when it comes from the
         # cache. Where no call can find an entry again, the cache is as good as empty.
         if (lasting or not was_empty) and (
@@ -339,11 +322,11 @@ def look_at_caches(
             environment.filled_caches[cache] = lasting
 
 
-def _ends_with_run(key: Any, outlive: set[int], encoder: Encoder) -> bool:
+def _ends_with_run(key: Any, outlive: set[int], values: RunValues) -> bool:
     """Return whether a key contains a tensor that the run has made, and does not leave."""
     if type(key) is not tuple:
         return False
-    found = (encoder.producer_of(item) for item in key if type(item) is Tensor)
+    found = (values.producer_of(item) for item in key if type(item) is Tensor)
     return any(index is not None and index not in outlive for index in found)
 
 

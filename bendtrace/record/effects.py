@@ -81,10 +81,7 @@ class Effects:
         if op.kind is OpKind.CALL and not sets_nothing(op):
             if not _only_computes(op.target) or (_may_draw_numbers(op.target) and not _is_idle(op)):
                 return True
-            written = set(op.writes)
-            if works_in_place(op) or table_name(op.target) == "__setitem__":
-                written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
-            if not self._outside.isdisjoint(written):
+            if not self._outside.isdisjoint(written_by(op)):
                 return True
             if makes_anew(op.target):
                 return False
@@ -110,6 +107,14 @@ def _is_idle(op: Op) -> bool:
     position, name, off = _SWITCHES.get(table_name(op.target), (0, "", None))
     given = op.kwargs.get(name, op.args[position] if len(op.args) > position else off)
     return name != "" and type(given) in (bool, float, int) and not given
+
+
+def written_by(op: Op) -> set[int]:
+    """Return the ops whose values an op writes to, or may write to."""
+    written = set(op.writes)
+    if works_in_place(op) or table_name(op.target) == "__setitem__":
+        written.update(ref.index for ref in refs_in((op.args[:1], op.kwargs.get("out"))))
+    return written
 
 
 def sets_nothing(op: Op) -> bool:

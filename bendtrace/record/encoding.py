@@ -29,7 +29,7 @@ from bendtrace.tape.captured import (
     is_array,
     slot_names,
 )
-from bendtrace.tape.scalars import RETIRED, TRACED, TracedScalar
+from bendtrace.tape.scalars import RETIRED, TRACED, TracedScalar, plain
 from bendtrace.tape.structure import (
     FUNCTION_METADATA,
     Construction,
@@ -85,14 +85,6 @@ class Encoder:
 
     def _tells_sizes(self) -> bool:
         return self.called is not None and tells_sizes_from_tuples(self.called)
-
-    def writes_outside(self) -> bool:
-        """Return whether the run has written to tensors that existed before it."""
-        return self._values.writes_outside()
-
-    def producer_of(self, tensor: Tensor) -> int | None:
-        """Return the op that made a tensor (see `RunValues.producer_of`)."""
-        return self._values.producer_of(tensor)
 
     def arguments(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """Return arguments as recorded, and as the function has to receive them."""
@@ -418,6 +410,18 @@ def without_traced(value: Any, memo: dict[int, Any] | None = None) -> Any:
             if new is not item:
                 name.put(value, new)
     return value
+
+
+def plain_copy(value: Any) -> Any:
+    """Return a copy of a value, with plain numbers in place of traced ones and `ListOperand`s."""
+    kind = type(value)
+    if kind is ListOperand:
+        return value.numbers
+    if kind is list or kind is tuple or kind is torch.Size:
+        return kind(map(plain_copy, value))
+    return (
+        {plain_copy(k): plain_copy(v) for k, v in value.items()} if kind is dict else plain(value)
+    )
 
 
 def scalars_in(value: Any, depth: int = 5, seen: set[int] | None = None) -> Iterator[TracedScalar]:

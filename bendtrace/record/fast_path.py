@@ -13,7 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 from time import perf_counter_ns
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from bendtrace.python.bytecode import code_compares_identity
 from bendtrace.python.internals import internal
 from bendtrace.python.sites import Site, users_code
 from bendtrace.record.encoding import Encoder
-from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
+from bendtrace.record.tape_writer import TrackedTensor
 from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.contexts import (
@@ -46,9 +46,6 @@ from bendtrace.watch.functions import (
     tells_sizes_from_tuples,
 )
 from bendtrace.watch.monkeypatches import may_be_patched
-
-if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Observer
 
 FastPath = Callable[[Any, tuple[Any, ...], dict[str, Any], FrameType], Any]
 
@@ -78,17 +75,14 @@ class _FunctionKind(Enum):
 
 
 def fast_path_for(
-    values: RunValues,
-    writer: TapeWriter,
-    encoder: Encoder,
-    observer: Observer | None,
-    show: Callable[[Op, Any, Any], None],
+    values: RunValues, encoder: Encoder, show: Callable[[Op, Any, Any], None]
 ) -> FastPath:
     """Return a function that records usual ops like `Recorder`, and returns their results.
 
     For other ops it does nothing, and returns `NOT_TAKEN`. The observer sees the values of the run;
     `show` passes it the result of any kind of op.
     """
+    writer, observer = values.writer, values.observer
     ops, tracked_tensors, writes = writer.tape.ops, writer.tracked, writer.writes
     tracked_at = tracked_tensors.get
     boundaries, find, facts = writer.boundaries, writer.site, writer.facts

@@ -20,7 +20,7 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import full_place_text
 from bendtrace.record.effects import assigned_in
 from bendtrace.record.encoding import Encoder, make_keys_plain, without_traced
-from bendtrace.record.tape_writer import TapeWriter
+from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import Access, CaptureKind, EnvironmentChange
 from bendtrace.tape.contexts import current_context, current_settings
 from bendtrace.tape.guards import Place, TruthGuard
@@ -64,30 +64,6 @@ T = TypeVar("T")
 class Recording:
     """The result of a finished run."""
 
-    writes_outside: bool  # whether it wrote to tensors that were there before
-
-    draws: bool  # whether it drew from torch's generators
-
-    __slots__ = (
-        "changes",
-        "draws",
-        "environment",
-        "error",
-        "follows_lists",
-        "form",
-        "guarded",
-        "is_transient",
-        "keyed",
-        "output_reads",
-        "places",
-        "result",
-        "root",
-        "tape",
-        "useless",
-        "views",
-        "writes_outside",
-    )
-
     def __init__(self, tape: Tape, environment: Environment, root: ModuleCall) -> None:
         self.tape: Tape = tape  # the records
         self.environment: Environment = environment  # the values that the run could read
@@ -96,7 +72,8 @@ class Recording:
         # True if another run with the same inputs would behave differently, unnoticed by guards:
         # for example because a cache is filled by then.
         self.is_transient: bool = False
-        self.draws = self.writes_outside = False
+        self.draws: bool = False  # whether it drew from torch's generators
+        self.writes_outside: bool = False  # whether it wrote to tensors that were there before
         # For outputs that were written to after their op returned them, the op that wrote.
         self.output_reads: dict[int, int] = {}
         self.result: Any = None  # the return value of the model, without traced scalars
@@ -165,16 +142,15 @@ class Finish:
 
     def __init__(
         self,
-        writer: TapeWriter,
-        environment: Environment,
+        values: RunValues,
         encoder: Encoder,
         start: str,
         function: Callable[..., Any],
     ) -> None:
         self._function = function
-        self.tape: Tape = writer.tape
-        self.environment = environment
-        self._writer = writer
+        self.tape: Tape = values.tape
+        self.environment = environment = values.environment
+        self._writer, self._values = values.writer, values
         self._encoder = encoder
         self._start = start
         self.draws: Draws = Draws([part.value for part in environment.host_generators])
@@ -257,13 +233,13 @@ class Finish:
             self.block(reason)
         if self.environment.caches:
             cleared = [] if code_monitor is None else code_monitor.cleared
-            cache_fills.look_at_caches(recording, self._encoder, self.block, cleared)
+            cache_fills.look_at_caches(recording, self._values, self.block, cleared)
         recording.output_reads = self._writer.writes.writers()
         self._check_opaque_ops(recording.changes)
         self._check_addresses()
         drew = list(map(operator.ne, self._generators, self._torchs_random_states()))
         recording.draws = any(drew)
-        recording.writes_outside = self._encoder.writes_outside()
+        recording.writes_outside = self._values.writes_outside()
         self._check_arrays()
         root.stop = len(self.tape.ops)
         self._writer.require_end()
@@ -449,58 +425,56 @@ class Finish:
 
     def _functions_of(self, op: Op) -> list[types.FunctionType]:
         found: list[types.FunctionType] = []
-        waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
-        while waiting:
-            thing = waiting.pop()
+        for thing in _code_in(op.target, *op.args, *op.kwargs.values()):
             if isinstance(thing, types.CodeType):
                 cells = tuple(types.CellType() for _ in thing.co_freevars)
                 found.append(types.FunctionType(thing, {}, closure=cells))
-            elif isinstance(thing, Construction):
-                waiting += thing.args
-            elif isinstance(thing, (tuple, list)):
-                waiting += thing
+            elif isinstance(thing, types.FunctionType):
+                found += reachable_from(thing).functions
             elif isinstance(thing, Existing):
                 if thing.part.kind is CaptureKind.MODULE:
                     found += reachable_from(type(thing.part.value)).functions
-                else:
-                    waiting.append(thing.part.value)
-            elif isinstance(thing, types.MethodType):
-                waiting.append(thing.__func__)
-                if isinstance(thing.__self__, type):
-                    if not thing.__self__.__module__.startswith("torch."):
-                        found += reachable_from(thing.__self__, _FUNCTION_METHODS).functions
-            elif isinstance(thing, functools._lru_cache_wrapper):
-                waiting.append(thing.__wrapped__)
-            elif isinstance(thing, types.FunctionType):
-                found += reachable_from(thing).functions
+            elif not thing.__module__.startswith("torch."):
+                found += reachable_from(thing, _FUNCTION_METHODS).functions
         return found
 
     def _names_read(self, op: Op) -> frozenset[str]:
         """The names that the code of an opaque op uses, as far as known."""
         names: set[str] = set()
-        waiting: list[Any] = [op.target, *op.args, *op.kwargs.values()]
-        waiting.append(_implementation(op.target))
-        while waiting:
-            thing = waiting.pop()
+        called = op.target, *op.args, *op.kwargs.values(), _implementation(op.target)
+        for thing in _code_in(*called):
             if isinstance(thing, types.CodeType):
                 names.update(names_in(thing))
-            elif isinstance(thing, Construction):
-                waiting += thing.args
-            elif isinstance(thing, (tuple, list)):
-                waiting += thing
+            elif isinstance(thing, types.FunctionType):
+                names |= reachable_from(thing).names
             elif isinstance(thing, Existing):
                 if thing.part.kind in (CaptureKind.MODULE, CaptureKind.OBJECT):
                     names |= self.environment.names
-                waiting.append(thing.part.value)
-            elif isinstance(thing, types.MethodType):
-                waiting.append(thing.__func__)
-            elif isinstance(thing, functools._lru_cache_wrapper):
-                waiting.append(thing.__wrapped__)
-            elif isinstance(thing, types.FunctionType):
-                names |= reachable_from(thing).names
-            if isinstance(thing, types.MethodType) and isinstance(thing.__self__, type):
-                names |= reachable_from(thing.__self__, _FUNCTION_METHODS).names
+            else:
+                names |= reachable_from(thing, _FUNCTION_METHODS).names
         return frozenset(names)
+
+
+def _code_in(*things: Any) -> Iterator[Any]:
+    """Yield the code, functions and existing objects in things, and classes of bound methods."""
+    waiting = [*things]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, (types.CodeType, types.FunctionType)):
+            yield thing
+        elif isinstance(thing, Construction):
+            waiting += thing.args
+        elif isinstance(thing, (tuple, list)):
+            waiting += thing
+        elif isinstance(thing, Existing):
+            yield thing
+            waiting.append(thing.part.value)
+        elif isinstance(thing, types.MethodType):
+            waiting.append(thing.__func__)
+            if isinstance(thing.__self__, type):
+                yield thing.__self__
+        elif isinstance(thing, functools._lru_cache_wrapper):
+            waiting.append(thing.__wrapped__)
 
 
 def _implementation(target: Any) -> Any:

@@ -1,6 +1,6 @@
 """The uses of the traced scalars of a run: code tests them, computes with them, formats them.
 
-Traced scalars report this to the recorder (`scalars.Origin`), which calls the methods in this file.
+Traced scalars report this to the recorder, which calls the methods in this file.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from bendtrace.python import stacks
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import outside_scalars
 from bendtrace.record.effects import HARMLESS
-from bendtrace.record.encoding import Encoder, ListOperand, scalars_in
-from bendtrace.record.tape_writer import TapeWriter
+from bendtrace.record.encoding import Encoder, ListOperand, plain_copy, scalars_in
 from bendtrace.record.values import TRACED_AS, RunValues
 from bendtrace.tape.guards import TruthGuard, ValueGuard
 from bendtrace.tape.scalars import TRACED, TracedFloat, TracedScalar, plain, plain_for_numpy
@@ -26,8 +25,8 @@ from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Raised, Ref, Use
 from bendtrace.tape.watchers import current_watcher
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.record import texts
-    from bendtrace.tape.protocols import Inserter
 else:
     texts = LazyModule("bendtrace.record.texts")
 
@@ -38,10 +37,8 @@ class NumberRecorder:
     The inserter is called before arithmetic is recorded.
     """
 
-    def __init__(
-        self, writer: TapeWriter, values: RunValues, encoder: Encoder, inserter: Inserter | None
-    ) -> None:
-        self._writer = writer
+    def __init__(self, values: RunValues, encoder: Encoder, inserter: Inserter | None) -> None:
+        self._writer = values.writer
         self._values = values
         self._recorder: Any = values.origin  # which is the watcher of the run as well
         self._encoder = encoder
@@ -57,7 +54,7 @@ class NumberRecorder:
         self.compared: frozenset[int] = frozenset()  # identities of those compared last
 
     def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
-        """Guard the value of a traced scalar that Python needs (see `scalars.Origin`)."""
+        """Guard the value of a traced scalar that Python needs."""
         if get_ident() != self._thread:
             return self._elsewhere(scalar._value)
         varying = self._recorder.varying_asked(use)
@@ -89,7 +86,7 @@ class NumberRecorder:
         return value if self.answers is None else self.answers(self._writer.tape.guards[-1], value)
 
     def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        """Record Python arithmetic on traced scalars (see `scalars.Origin`)."""
+        """Record Python arithmetic on traced scalars."""
         if get_ident() != self._thread:
             return self._elsewhere(function(*map(plain, operands)))
         if self.compares:
@@ -142,7 +139,7 @@ class NumberRecorder:
             found = script.result_of(function, [ref.index for ref in refs_in(encoded)])
             if found is not None:
                 return found[0]
-        return function(*map(_usable, operands))
+        return function(*map(plain_copy, operands))
 
     def list_op(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> ListOperand:
         """Record a computation that gives a list of numbers, each of which is an element of it.
@@ -153,7 +150,7 @@ class NumberRecorder:
         is_asked = self._ask_error(function, operands)
         if script is None or not script.is_active:
             try:
-                numbers = function(*map(_usable, operands))
+                numbers = function(*map(plain_copy, operands))
             except Exception:
                 if not is_asked:
                     self._consume_all(function, operands)
@@ -164,7 +161,7 @@ class NumberRecorder:
         if numbers is None:
             numbers = self._writer.handed.get(op.index)
         if numbers is None:  # in a script that carries out again what it has no values of
-            numbers = function(*map(_usable, operands))
+            numbers = function(*map(plain_copy, operands))
         op.meta, self._writer.tape.outlines[op.index] = tuple(numbers), [*numbers]
         return ListOperand([*numbers], Ref(op.index))
 
@@ -185,7 +182,7 @@ class NumberRecorder:
         found = None
         if script is not None and script.is_active:
             found = script.result_of(error_of, [ref.index for ref in refs_in(encoded)])
-        raised = error_of(function, *map(_usable, operands)) if found is None else found[0]
+        raised = error_of(function, *map(plain_copy, operands)) if found is None else found[0]
         op = self._writer.emit(OpKind.SCALAR, error_of, (function, *encoded), {}, frame)
         op.meta = raised
         self._writer.guard(ValueGuard, op.index, raised, Use.RESULT, frame)
@@ -213,7 +210,7 @@ class NumberRecorder:
     def numpy(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function of numpy on traced scalars (see `scalars.Origin`)."""
+        """Call a function of numpy on traced scalars."""
         frame = outside_scalars()
         is_seen = get_ident() == self._thread and current_watcher() is self._recorder
         if is_seen and (varying := self._recorder.varying) is not None:
@@ -225,7 +222,7 @@ class NumberRecorder:
         return function(*plain_for_numpy(args), **plain_for_numpy(kwargs))
 
     def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        """Return the text of a traced scalar (see `scalars.Origin`)."""
+        """Return the text of a traced scalar."""
         if get_ident() != self._thread:
             return str(self._elsewhere(function(scalar._value, *args)))
         frame = outside_scalars()
@@ -238,18 +235,6 @@ class NumberRecorder:
         op = self._writer.emit(OpKind.SCALAR, function, (ref, *args), {}, frame)
         op.meta = text
         return run.mark(op.index, text)
-
-
-def _usable(operand: Any) -> Any:
-    """Return an operand with plain numbers in it, without guards."""
-    kind = type(operand)
-    if kind is ListOperand:
-        return operand.numbers
-    if kind is list or kind is tuple:
-        return kind(map(_usable, operand))
-    if kind is dict:
-        return {key: _usable(item) for key, item in operand.items()}
-    return plain(operand)
 
 
 def error_of(function: Callable[..., Any], *operands: Any) -> Raised | None:

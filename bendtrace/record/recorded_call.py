@@ -22,9 +22,10 @@ from bendtrace.watch.owners import states_of
 from bendtrace.watch.rank_sync import ENDS, joint_recording
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
+    from bendtrace.log.capture import ValueCapture
     from bendtrace.record.script import Script
     from bendtrace.record.varying import Lifting
-    from bendtrace.tape.protocols import Inserter, Observer
 
 
 class Signature:
@@ -138,7 +139,7 @@ def record(
     kwargs: dict[str, Any],
     signature: Signature,
     script: Script | None = None,
-    observer: Observer | None = None,
+    observer: ValueCapture | None = None,
     inserter: Inserter | None = None,
     reads_states: bool = False,
     keeps_errors: bool = False,
@@ -170,9 +171,8 @@ def record(
             lifting,
         )  # fmt: skip
         recorder.around = around
-        exchanged = _Arguments(recorder)
-        positional = len(args)
-        given = [exchanged.given[name] for name in signature.names(args, kwargs)]
+        received, positional = _received_arguments(recorder), len(args)
+        given = [received[name] for name in signature.names(args, kwargs)]
         try:
             with joint_recording(
                 function, environment.names, recorder.tape, goes_on=script is not None
@@ -217,43 +217,29 @@ def has_lazy_modules(function: Callable[..., Any]) -> bool:
     )
 
 
-class _Arguments:
-    """Records the arguments and creates what the model receives: numbers become traced."""
+def _received_arguments(recorder: Recorder) -> dict[str, Any]:
+    """Record the arguments; return what the model receives by name: numbers become traced."""
+    parts, stand_in = recorder.environment.arguments, recorder.environment.stand_in
+    children: dict[int, list[Captured]] = {}
+    traced: dict[int, Any] = {}
+    for part in parts:
+        if part.parent is not None:
+            children.setdefault(part.parent.index, []).append(part)
+        if part.kind in (CaptureKind.TENSOR, CaptureKind.NUMBER):
+            traced[part.index] = recorder.argument(part, part.value)
 
-    def __init__(self, recorder: Recorder) -> None:
-        parts = recorder.environment.arguments
-        children: dict[int, list[Captured]] = {}
-        traced: dict[int, Any] = {}
-        for part in parts:
-            if part.parent is not None:
-                children.setdefault(part.parent.index, []).append(part)
-            if part.kind in (CaptureKind.TENSOR, CaptureKind.NUMBER):
-                traced[part.index] = recorder.argument(part, part.value)
-        self.given = {
-            part.label: _exchange_argument(part, children, traced, recorder.environment.stand_in)
-            for part in parts
-            if part.access is Access.ROOT
-        }
+    def received(part: Captured) -> Any:
+        if part.kind is CaptureKind.NUMBER:
+            return traced[part.index]
+        if part.kind is CaptureKind.ALIAS:
+            return stand_in(part.value.value)
+        if part.type is not tuple or part.index not in children:  # a large one is compared whole
+            return stand_in(part.value)
+        items = tuple(map(received, children[part.index]))
+        same = all(new is old for new, old in zip(items, part.value, strict=True))
+        return part.value if same else items
 
-
-def _exchange_argument(
-    part: Captured,
-    children: dict[int, list[Captured]],
-    traced: dict[int, Any],
-    stand_in: Callable[[Any], Any],
-) -> Any:
-    if part.kind is CaptureKind.NUMBER:
-        return traced[part.index]
-    if part.kind is CaptureKind.ALIAS:
-        return stand_in(part.value.value)
-    if part.type is not tuple or part.index not in children:  # a large tuple is compared as a whole
-        return stand_in(part.value)
-    items = tuple(
-        _exchange_argument(child, children, traced, stand_in)
-        for child in children.get(part.index, ())
-    )
-    same = all(new is old for new, old in zip(items, part.value, strict=True))
-    return part.value if same else items
+    return {part.label: received(part) for part in parts if part.access is Access.ROOT}
 
 
 ENDS.add(record.__code__)

@@ -10,7 +10,6 @@ import copy
 import ctypes
 import functools
 import gc
-import inspect
 import math
 import sys
 import types
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from bendtrace.python import lazy
-from bendtrace.python.bytecode import assign, only_tests
+from bendtrace.python.bytecode import argument_names, assign, only_tests
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import BEHIND, PACKAGE, Site, definition, user_place, users_frame
 from bendtrace.record.effects import ReachableContainers
@@ -91,6 +90,8 @@ from bendtrace.watch.transforms import REGISTERS, HandleOfRun, registers
 from bendtrace.watch.writes import may_share
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
+    from bendtrace.log.capture import ValueCapture
     from bendtrace.record import (
         array_functions,
         arrays,
@@ -106,7 +107,6 @@ if TYPE_CHECKING:
     from bendtrace.record.texts import Texts
     from bendtrace.record.varying import Lifting, Varying
     from bendtrace.tape.guards import Place
-    from bendtrace.tape.protocols import Inserter, Observer
 else:
     array_functions = LazyModule("bendtrace.record.array_functions")
     arrays = LazyModule("bendtrace.record.arrays")
@@ -141,7 +141,7 @@ class Recorder(RecordingMode):
         function: Callable[..., Any],
         environment: Environment,
         script: Script | None = None,
-        observer: Observer | None = None,
+        observer: ValueCapture | None = None,
         inserter: Inserter | None = None,
         reads_states: bool = False,
         keeps_errors: bool = False,
@@ -167,31 +167,21 @@ class Recorder(RecordingMode):
         self._within = False  # in one op, during which the mode stays switched on
         outermost = Recorder._outcome.__code__
         reads_states = reads_states or has_other_ranks()  # which cannot begin again by itself
-        self._states = StateReader(
-            self._writer, self._values, environment, outermost, reads_states, inserter
-        )
+        self._states = StateReader(self._values, outermost, reads_states, inserter)
         self._writer.read_state = self._read_state
         self._writer.goes_on_from = self._goes_on_from
-        self._numbers = NumberRecorder(self._writer, self._values, self._encoder, inserter)
+        self._numbers = NumberRecorder(self._values, self._encoder, inserter)
         self.varying: Varying | None = None
         if lifting is not None:
             if lifting.places:
                 self._keep_varying(lifting.places)
-            lifting.begin(self._writer, self._values, self._call_paused, outermost)
+            lifting.begin(self._values, self._call_paused, outermost)
         self._lifting = lifting
         own = (self, self._values, self._values.scalars, self.tape, environment)
         self._number_converter = NumberConverter(self._code_monitor, self._values, own, outermost)
         self._compares = self._numbers.compares
-        self._scopes = Scopes(
-            self._writer,
-            self._values,
-            self._encoder,
-            environment,
-            self._code_monitor,
-            observer,
-            inserter,
-        )
-        # These parts of `Origin` and `Watcher` are called directly, without a call in between.
+        self._scopes = Scopes(self._values, self._encoder, self._code_monitor, inserter)
+        # These are called directly, without a call in between.
         self.consume: Callable[..., Any] = self._numbers.consume
         self.arithmetic: Callable[..., Any] = self._numbers.arithmetic
         self.text: Callable[..., str] = self._numbers.text
@@ -228,7 +218,7 @@ class Recorder(RecordingMode):
         Raises:
             Exception: whatever the function raises, unchanged.
         """
-        finish = Finish(self._writer, self.environment, self._encoder, self._start, self._function)
+        finish = Finish(self._values, self._encoder, self._start, self._function)
         self._draws = finish.draws
         if any(getattr(_module, f"_global_{name}") for name in _GLOBAL_HOOKS):
             finish.block("hooks are registered for all modules")
@@ -236,9 +226,7 @@ class Recorder(RecordingMode):
         scalar_holds = holds(self._values.scalars)
         self.active = True
         if self._inserter is None and not hooks_around() and not self.around:
-            self._fast_path = fast_path_for(
-                self._values, self._writer, self._encoder, self._observer, self._show
-            )
+            self._fast_path = fast_path_for(self._values, self._encoder, self._show)
         if self.environment.caches and self._observer is None and self._inserter is None:
             self._follow_fills(finish)
         try:
@@ -297,7 +285,7 @@ class Recorder(RecordingMode):
             self._numbers, self._states, self._states.effects, self._scopes,
         )  # fmt: skip
         self._code_monitor.fills = cache_fills.CacheFills(
-            self.environment, self._writer, self._values,
+            self._values,
             lambda: (*parts, *filter(None, (self.varying, self._values.accumulation))),
             lambda: (finish.modes(), self._lifting and len(self._lifting.lifted)),
             lambda: self._arrays or self._contents or self._checkpoints or "texts" in vars(self),
@@ -620,7 +608,7 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType | None = None,
     ) -> Any:
-        """Run a function as one op (see `protocols.Watcher`)."""
+        """Run a function as one op."""
         frame = frame or sys._getframe(2)
         if self._inserter is not None:
             with self._code_monitor.pause():
@@ -634,7 +622,7 @@ class Recorder(RecordingMode):
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> Any:
-        """Draw random numbers (see `protocols.Watcher`)."""
+        """Draw random numbers of Python or numpy as one op."""
         if draws.numpys_generator(function, args) is not None and self.contents.draws_array(
             function, args, kwargs, frame
         ):
@@ -642,7 +630,7 @@ class Recorder(RecordingMode):
         return self.opaque_call(function, args, kwargs, frame)
 
     def holds(self, thing: Any) -> bool:
-        """Return whether the environment has an object (see `protocols.Watcher`)."""
+        """Return whether the model holds an object, or is given it."""
         return self.environment.find(thing) is not None
 
     def _opaque(
@@ -675,7 +663,7 @@ class Recorder(RecordingMode):
                 )
 
     def read(self, function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        """Query something of a tensor other than its values (see `protocols.Watcher`)."""
+        """Query something of a tensor other than its values, and guard the answer."""
         with torch._C.DisableTorchFunction():
             return self._metadata(function, (tensor,), {}, sys._getframe(2))
 
@@ -698,10 +686,6 @@ class Recorder(RecordingMode):
                 self._show(op, args, out)
             return bound
 
-    def follow_classes(self, frame: FrameType) -> None:
-        """Record calls of the classes of old that code has taken under other names."""
-        self.contents.follow_classes(frame)
-
     # Numbers that differ between runs (see `varying.py`)
 
     def varying_asked(self, use: Use | FunctionUse) -> Varying | None:
@@ -715,9 +699,7 @@ class Recorder(RecordingMode):
         return self.varying
 
     def _keep_varying(self, places: frozenset[Place]) -> None:
-        self.varying = varying.Varying(
-            places, self._writer, self._values, self._numbers, self._inserter
-        )
+        self.varying = varying.Varying(places, self._values, self._numbers, self._inserter)
 
     # Texts, and blocks that the backward pass runs again: most runs have none
 
@@ -726,18 +708,8 @@ class Recorder(RecordingMode):
         """The texts of values that the run formats."""
         return texts.Texts(self._writer, self._as_one, self._streams)
 
-    def printed(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, frame: FrameType
-    ) -> None:
-        """Print to the screen (see `protocols.Watcher`)."""
-        self.texts.printed(function, args, kwargs, frame)
-
-    def guard_text(self, text: str) -> str:
-        """Guard the values in a text (see `protocols.Watcher`)."""
-        return self.texts.guard_text(text)
-
     def checkpointed(self, function: Callable[..., Any], *settings: Any, **kwargs: Any) -> Any:
-        """Return a generator that follows a block (see `protocols.Watcher`)."""
+        """Return a generator that follows a block that the backward pass runs again, or None."""
         if self._checkpoints is None:
             inserter = self._inserter
             self._checkpoints = checkpoints.Checkpoints(
@@ -753,10 +725,7 @@ class Recorder(RecordingMode):
     def contents(self) -> Arrays:
         """The arrays of the run whose content comes from tensors; most runs have none."""
         if self._contents is None:
-            block, ref = self.tape.block, self._values.ref
-            self._contents = arrays.Arrays(
-                self, self.environment, block, ref, self._writer.go_astray, self._numpys_errors
-            )
+            self._contents = arrays.Arrays(self._values, self._numpys_errors)
             self._values.tensor_of_array = self._contents.tensor_of
         return self._contents
 
@@ -817,11 +786,11 @@ class Recorder(RecordingMode):
         return self._writer.scope
 
     def site(self, frame: FrameType) -> Site | None:
-        """Return the site of `frame` (see `protocols.Stage`)."""
+        """Return the site of `frame` (see `Stage`)."""
         return self._writer.site(frame)
 
     def gate(self, function: Callable[..., Any], args: tuple[Any, ...], frame: FrameType) -> Any:
-        """Record a call on the tape that is not the model's own (see `protocols.Stage`)."""
+        """Record a call on the tape that is not the model's own (see `Stage`)."""
         if self._checkpoints is not None:
             self._checkpoints.note_gate()
         with torch._C.DisableTorchFunction():
@@ -839,19 +808,19 @@ class Recorder(RecordingMode):
 
     @property
     def is_in_block(self) -> bool:
-        """Return whether the run is in a block that is run again (see `protocols.Stage`)."""
+        """Return whether the run is in a block that is run again (see `Stage`)."""
         return self._checkpoints is not None and self._checkpoints.current is not None
 
     @property
     def follows_script(self) -> bool:
-        """Return whether the run follows a script (see `protocols.Stage`)."""
+        """Return whether the run follows a script (see `Stage`)."""
         script = self._writer.script
         return script is not None and script.is_active
 
     def pass_through(
         self, function: Callable[[Any], Any], value: Tensor, scope: ModuleCall | None
     ) -> Any:
-        """Let a function replace a result of a node (see `protocols.Stage`)."""
+        """Let a function replace a result of a node (see `Stage`)."""
         outer, self._within = self._within, True
         try:
             with torch._C.DisableTorchFunction():
@@ -876,21 +845,21 @@ class Recorder(RecordingMode):
             return given if self._values.exchange(value, given, ref) else None
 
     def note_replacement(self, gate: Callable[[Any], Any]) -> None:
-        """Note the gate that has let a function replace a result (see `protocols.Stage`)."""
+        """Note the gate that has let a function replace a result (see `Stage`)."""
         if self._checkpoints is not None:
             self._checkpoints.note_replacement(gate)
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
-        """Guard that the model holds no tensor like this (see `protocols.Stage`)."""
+        """Guard that the model holds no tensor like this (see `Stage`)."""
         with torch._C.DisableTorchFunction():
             self._values.guard_ownership(tensor, frame)
 
     def block(self, reason: str) -> None:
-        """Have the recording never be replayed (see `protocols.Stage`)."""
+        """Have the recording never be replayed (see `Stage`)."""
         self.tape.block(reason)
 
     def expect(self, truth: Any, frame: FrameType) -> bool:
-        """Guard a truth value that a gate has returned (see `protocols.Stage`)."""
+        """Guard a truth value that a gate has returned (see `Stage`)."""
         if type(truth) is bool:  # a plain one has been guarded already
             return truth
         self._writer.guard(
@@ -907,12 +876,12 @@ class Recorder(RecordingMode):
         self._writer.handed = values
 
     def state(self, tensor: Tensor) -> Captured | None:
-        """Return the captured value for a tensor (see `protocols.Stage`)."""
+        """Return the captured value for a tensor (see `Stage`)."""
         part = self.environment.find(tensor)
         return None if part is None or part.is_argument else part
 
     def forgot_casts(self) -> None:
-        """Record that autocast clears its cache (see `protocols.Watcher`)."""
+        """Record that autocast clears its cache."""
         self._writer.forgot_casts()
 
     def forget(self, *tensors: Tensor) -> None:
@@ -928,25 +897,25 @@ class Recorder(RecordingMode):
         return self._inserter is not None and self._inserter.wants_inside(self._writer.scope)
 
     def called_inside(self, module: nn.Module) -> None:
-        """Tell the inserter of a module without gates (see `protocols.Watcher`)."""
+        """Tell the inserter of a module that a function called as one op has called."""
         self.tape.is_closed = True
         if self._inserter is not None:
             with self._code_monitor.pause():
                 self._inserter.inside(module, self.environment.module_paths.get(id(module), ""))
 
     def recomputed(self, entering: bool) -> None:
-        """Tell the inserter of a checkpointed block (see `protocols.Watcher`)."""
+        """Tell the inserter that a block begins or ends that the backward pass runs again."""
         if self._inserter is not None:
             self._inserter.recomputed(entering)
 
     def identified(self, tensor: Tensor) -> None:
-        """Record that code tells a tensor by its identity (see `protocols.Watcher`)."""
+        """Record that code tells a tensor by its identity."""
         index = self._values.producer_of(tensor)
         if index is None or self.tape.ops[index].target in GIVES_BACK:
             self.unseen("a lookup of a tensor by its identity, in a dict, a set or a cache,")
 
     def unseen(self, what: str) -> None:
-        """Record something that a replay could not repeat (see `protocols.Watcher`)."""
+        """Record something that a replay could not repeat."""
         self._fast_path = self._aside = None  # from now on, ops may call other code
         # The run is live in any case; unwatched code may compile.
         self._code_monitor.leave(answers=True)
@@ -1040,12 +1009,8 @@ class NumberConverter:
 
     def _pass_plain(self, frame: FrameType) -> None:
         """Make the arguments of a function plain that has just begun."""
-        code = frame.f_code
-        count = code.co_argcount + code.co_kwonlyargcount
-        count += bool(code.co_flags & inspect.CO_VARARGS)
-        count += bool(code.co_flags & inspect.CO_VARKEYWORDS)
         variables = frame.f_locals
-        for name in code.co_varnames[:count]:
+        for name in argument_names(frame.f_code):
             value = variables.get(name)
             plain = self._plain(value)
             if plain is not value:

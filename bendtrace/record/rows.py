@@ -56,14 +56,13 @@ class RowLoops:
     def __init__(
         self,
         places: dict[tuple[int, int], Place],
-        writer: TapeWriter,
         values: RunValues,
         lift: Callable[[Any, FrameType], Any],
         call_of: Callable[[FrameType, FrameType], Any],
         inserter: Any,
     ) -> None:
         self._places = places
-        self.writer: TapeWriter = writer
+        self.writer: TapeWriter = values.writer
         self._values = values
         self._recorder: Any = values.origin
         self.lift: Callable[[Any, FrameType], Any] = lift

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.encoding import Encoder
-from bendtrace.record.tape_writer import TapeWriter, TrackedTensor
+from bendtrace.record.tape_writer import TrackedTensor
 from bendtrace.record.values import RunValues
 from bendtrace.tape.captured import PLAIN_TYPES
 from bendtrace.tape.tape import ModuleCall
-from bendtrace.watch.environment import Environment
 from bendtrace.watch.executed import CodeMonitor
 from bendtrace.watch.rank_sync import has_joint_hooks
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.python import statements
-    from bendtrace.tape.protocols import Inserter, Observer
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
@@ -60,27 +59,24 @@ class Scopes:
 
     def __init__(
         self,
-        writer: TapeWriter,
         values: RunValues,
         encoder: Encoder,
-        environment: Environment,
         code_monitor: CodeMonitor,
-        observer: Observer | None,
         inserter: Inserter | None,
     ) -> None:
-        self._writer = writer
-        self._tape = writer.tape
+        self._writer = values.writer
+        self._tape = values.tape
         self._values = values
         self._encoder = encoder
-        self._environment = environment
+        self._environment = values.environment
         self._code_monitor = code_monitor
-        self._observer = observer
+        self._observer = values.observer
         self._inserter = inserter
         self._calls_of: dict[int, int] = {}
         self._strangers: dict[int, tuple[str, nn.Module]] = {}
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module's call as a scope (see `protocols.Watcher`)."""
+        """Run a module's call as a scope."""
         path = self._environment.module_paths.get(id(module))
         if path is None:
             path = self._substitute_path(module)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from bendtrace.tape.tape import (
 from bendtrace.watch.functions import display_name
 
 if TYPE_CHECKING:
+    from bendtrace.engine.comparison import Following
     from bendtrace.record import array_functions
 else:
     array_functions = LazyModule("bendtrace.record.array_functions")
@@ -169,18 +170,6 @@ class _SectionNames:
         return map_refs((op.args, op.kwargs), lambda ref: Ref(self.of(ref.index)))
 
 
-class Follower(Protocol):
-    """Knows states that a run comes to (see `Following` in `engine/comparison.py`)."""
-
-    def state(self, tape: Tape) -> RunState | None:
-        """Return the state of the latest question; None if it has to be read."""
-        ...
-
-    def passes(self, tape: Tape, state: RunState) -> None:
-        """Take the state of the latest question."""
-        ...
-
-
 class Script:
     """The things that a call has done so far.
 
@@ -199,7 +188,7 @@ class Script:
         computed: Mapping[int, Any],
         error: Exception | None,
         hold: Hold,
-        follower: Follower | None = None,
+        follower: Following | None = None,
         is_exact: bool = False,
     ) -> None:
         self.values: dict[int, Any] = {}  # results of ops of the run that follows
@@ -207,7 +196,7 @@ class Script:
         self.hold: Hold = hold
         # The values that the run goes on with, by op, if it is in a checkpointed block.
         self.of_block: dict[int, Any] = {}
-        self.follower: Follower | None = follower
+        self.follower: Following | None = follower
         self.is_active: bool = True  # whether the run has not come to the end yet
         self.is_merged: bool = False  # whether two tensors that the script has are one in this call
         # Once it has, the ops whose values are stand-ins, with what is known of the values.

@@ -34,7 +34,6 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import MACHINERY, PACKAGE
 from bendtrace.record.effects import Effects
 from bendtrace.record.encoding import ListOperand, scalars_in
-from bendtrace.record.tape_writer import TapeWriter
 from bendtrace.record.values import LOOKS, MARK, RunValues
 from bendtrace.tape.captured import (
     PLAIN_TYPES,
@@ -57,8 +56,8 @@ from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
 
 if TYPE_CHECKING:
+    from bendtrace.insert.inserter import Inserter
     from bendtrace.record import array_functions
-    from bendtrace.tape.protocols import Inserter
 else:
     array_functions = LazyModule("bendtrace.record.array_functions")
 
@@ -82,16 +81,14 @@ class StateReader:
 
     def __init__(
         self,
-        writer: TapeWriter,
         values: RunValues,
-        environment: Environment,
         outermost: CodeType,
         reads_all: bool,
         inserter: Inserter | None,
     ) -> None:
-        self._writer = writer
+        self._writer = writer = values.writer
         self._values = values
-        self._environment = environment
+        self._environment = values.environment
         self._outermost = outermost
         self._reads_all = reads_all
         self._inserter = inserter
@@ -195,12 +192,7 @@ class StateReader:
         return () if self.instruction is None else self._value_ops_from(self.instruction[1])
 
     def _value_ops_from(self, position: int) -> tuple[int, ...]:
-        return tuple(
-            op.index
-            for op in self._writer.tape.ops[position:]
-            if op.kind is OpKind.SCALAR
-            or (op.kind is OpKind.CALL and op.target is not Tensor.__setitem__)
-        )
+        return tuple(op.index for op in self._writer.tape.ops[position:] if op.gives_value)
 
 
 # Without `reads_all`, a run reads at most so many states, and only those with fewer frames below

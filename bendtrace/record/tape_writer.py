@@ -127,10 +127,6 @@ class TapeWriter:
                 "the resumed run ended before the point where it diverged"
             )
 
-    def go_astray(self, error: errors.NondeterminismError) -> None:
-        """Have a resumed run raise an error at its end."""
-        self.gone_astray = error
-
     def name_as(self, index: int, first: int) -> None:
         """Record that an op returned the very tensor that another one returned before."""
         self.aliases[index] = self.aliases.get(first, first)

@@ -66,14 +66,16 @@ class Texts:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any],
         frame: FrameType,
     ) -> None:  # fmt: skip
-        """Print to the screen (see `protocols.Watcher`)."""
+        """Print to the screen."""
         stream = self._stream_of(kwargs.get("file"))
         if stream is None:
             arguments = [self.guard_text(arg) if type(arg) is str else arg for arg in args]
             function(*arguments, **kwargs)
             return
         texts = [arg if type(arg) is str else self._printable(arg) for arg in args]
-        text = _separator_of(kwargs).join(texts) + _end_of(kwargs)
+        between, end = kwargs.get("sep"), kwargs.get("end")
+        text = (" " if between is None else str(between)).join(texts)
+        text += "\n" if end is None else str(end)
         encoded: list[Any] = [stream, bool(kwargs.get("flush"))]
         given = list(encoded)
         for part in self.parts(text):
@@ -108,7 +110,7 @@ class Texts:
             self.printing = outer
 
     def guard_text(self, text: str) -> str:
-        """Guard the values in a text, and return it without marks (see `protocols.Watcher`)."""
+        """Guard the values in a text, and return it without marks."""
         parts, frame = [], outside_scalars()
         for part in self.parts(text):
             if not isinstance(part, str):
@@ -126,16 +128,6 @@ def shows(
 
 shows.__name__ = shows.__qualname__ = "print"
 shows.gives_nothing = True  # type: ignore[attr-defined]
-
-
-def _separator_of(kwargs: dict[str, Any]) -> str:
-    """Return the text that `print` writes between values."""
-    return " " if kwargs.get("sep") is None else str(kwargs["sep"])
-
-
-def _end_of(kwargs: dict[str, Any]) -> str:
-    """Return the text that `print` writes at the end."""
-    return "\n" if kwargs.get("end") is None else str(kwargs["end"])
 
 
 def _is_plainly_printed(value: Any, depth: int = 0) -> bool:

@@ -36,7 +36,6 @@ from bendtrace.tape.guards import (
 from bendtrace.tape.plain_numbers import needs_plain_numbers
 from bendtrace.tape.scalars import (
     TRACED,
-    Origin,
     TracedBool,
     TracedFloat,
     TracedInt,
@@ -76,9 +75,10 @@ from bendtrace.watch.intercepts import is_function_apply
 from bendtrace.watch.writes import storage_of, version_of, works_in_place
 
 if TYPE_CHECKING:
+    from bendtrace.log.capture import ValueCapture
     from bendtrace.python import row_loops, statements
     from bendtrace.record.accumulation import Accumulation
-    from bendtrace.tape.protocols import Observer
+    from bendtrace.record.recorder import Recorder
 else:
     statements = LazyModule("bendtrace.python.statements")
     row_loops = LazyModule("bendtrace.python.row_loops")
@@ -97,7 +97,7 @@ class RunValues:
         observer: sees tensors that existed before the run.
 
     Attributes:
-        origin: as given.
+        writer, environment, origin, observer: as given.
         facts: those of the writer.
         gives_plain: whether the model receives plain numbers, which are guarded by value.
         is_called_by_foreign: says of code whether it runs on behalf of code that is not known to
@@ -110,17 +110,17 @@ class RunValues:
         self,
         writer: TapeWriter,
         environment: Environment,
-        origin: Origin,
+        origin: Recorder,
         start: str,
-        observer: Observer | None = None,
+        observer: ValueCapture | None = None,
     ) -> None:
-        self._observer = observer
+        self.observer: ValueCapture | None = observer
         self.tape: Tape = writer.tape
         self.environment = environment
         self.facts: dict[tuple[int, Any], Any] = writer.facts
         self.scalars: list[TracedScalar] = []
         self._outside: list[tuple[weakref.ref[Tensor], int]] = []
-        self._writer = writer
+        self.writer: TapeWriter = writer
         self.origin = origin
         self._start = start
         self._elements: dict[tuple[int, Any], Ref] = {}
@@ -146,15 +146,15 @@ class RunValues:
         if op.kind is OpKind.CALL and not is_torchs_function(op.target):
             self.facts.clear()
         if op.kind is OpKind.CALL and may_vary(op.target):
-            self._writer.guard(ClassGuard, op.index, type_name_of(out), Use.RESULT, frame)
+            self.writer.guard(ClassGuard, op.index, type_name_of(out), Use.RESULT, frame)
         if op.target in OPTIONAL:
             self.guard_presence(op, out is not None, frame)
         if isinstance(out, Tensor):
-            tracked = self._writer.tracked.get(id(out))
+            tracked = self.writer.tracked.get(id(out))
             is_tracked = tracked is not None and tracked() is out
             if tracked is not None and is_tracked:
                 before = tracked.ref or self.element(tracked.parent, tracked.key, out)
-                self._writer.name_as(op.index, before.index)
+                self.writer.name_as(op.index, before.index)
                 if not works_in_place(op):
                     # It returned a tensor that already has another name. A replay in which it does
                     # not (because a copy was needed) must not confuse the two.
@@ -188,7 +188,7 @@ class RunValues:
         if kind is torch.Size or (kind is tuple and op.target in SHAPES):
             op.meta = tuple(out)
             self.tape.outlines[op.index] = out
-            self._writer.guard(LengthGuard, op.index, len(out), Use.METADATA, frame)
+            self.writer.guard(LengthGuard, op.index, len(out), Use.METADATA, frame)
             ref = Ref(op.index)
             sizes = [self.scalar(TracedInt, size, (ref, (i,))) for i, size in enumerate(out)]
             if self._needs_plain(frame):
@@ -196,31 +196,29 @@ class RunValues:
             return kind(sizes)
         if isinstance(out, (tuple, list, dict)):
             self.tape.outlines[op.index] = outline_of(out)
-        if isinstance(out, (tuple, list)):
-            if kind is tuple or kind is list:
+        is_flat = kind is dict and not any(isinstance(item, dict) for item in out.values())
+        if is_flat or isinstance(out, (tuple, list)):
+            if is_flat:
+                keys = self.writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
+                keys.meta = tuple(out)
+                self.writer.guard(ValueGuard, keys.index, keys.meta, Use.METADATA, frame)
+            elif kind is tuple or kind is list:
                 use = Use.ITER if frame.f_code is _ITER_CODE else Use.LENGTH
                 if row_loops.goes_through(op.target, frame):
                     varying, use = getattr(self.origin, "varying", None), Use.ROWS
                     if varying is not None and (rows := varying.rows(op, out, frame)):
                         return rows
-                self._writer.guard(LengthGuard, op.index, len(out), use, frame)
+                self.writer.guard(LengthGuard, op.index, len(out), use, frame)
             if self._varies_inside(op):
                 self._guard_structure(out, op, frame)
-            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, is_gate(op))
-            return bound
-        if kind is dict and not any(isinstance(item, dict) for item in out.values()):
-            keys = self._writer.emit(OpKind.SCALAR, tuple, (Ref(op.index),), {}, frame)
-            keys.meta = tuple(out)
-            self._writer.guard(ValueGuard, keys.index, keys.meta, Use.METADATA, frame)
-            if self._varies_inside(op):
-                self._guard_structure(out, op, frame)
-            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame)
+            at_once = is_gate(op) and not is_flat
+            bound, op.meta = self._bind_elements(out, Ref(op.index), (), frame, at_once)
             return bound
         op.meta = out
         if out is torch.default_generator:  # what seeding returns
             return out
         if kind in PLAIN_TYPES or is_whole(kind):
-            self._writer.guard(ValueGuard, op.index, out, Use.METADATA, frame)
+            self.writer.guard(ValueGuard, op.index, out, Use.METADATA, frame)
         else:
             self.tape.block(
                 f"{display_name(op.target)} at {user_place(frame)} returns a {kind.__qualname__}, "
@@ -239,7 +237,7 @@ class RunValues:
             same: the op that gave that tensor before; None if it is a new one.
             frame: the code that receives it.
         """
-        aliases = self._writer.aliases
+        aliases = self.writer.aliases
         if self._may_be_compared(op, frame):
             for ref in refs_in((op.args, op.kwargs)):
                 if same is not None and aliases.get(ref.index, ref.index) == aliases.get(
@@ -248,9 +246,9 @@ class RunValues:
                     same = ref.index
                     break
                 if isinstance(self.tape.ops[ref.index].meta, TensorMeta):
-                    self._writer.guard(OtherGuard, index, False, Use.RESULT, frame, ref.index)
+                    self.writer.guard(OtherGuard, index, False, Use.RESULT, frame, ref.index)
         if same is not None:
-            self._writer.guard(SameGuard, index, True, Use.RESULT, frame, same)
+            self.writer.guard(SameGuard, index, True, Use.RESULT, frame, same)
 
     def _may_be_compared(self, op: Op, frame: FrameType) -> bool:
         """Return whether it matters whether the result of an op is what the op was given.
@@ -283,15 +281,15 @@ class RunValues:
         except TypeError as error:
             self.tape.block(f"{display_name(op.target)} at {user_place(frame)} returns {error}")
             return
-        looked = self._writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
+        looked = self.writer.emit(OpKind.SCALAR, structure_of, (Ref(op.index),), {}, frame)
         looked.meta = structure
-        self._writer.guard(ValueGuard, looked.index, structure, Use.RESULT, frame)
+        self.writer.guard(ValueGuard, looked.index, structure, Use.RESULT, frame)
 
     def guard_ownership(self, tensor: Tensor, frame: FrameType) -> None:
         """Guard that an insertion has returned no tensor that the model could compare it to."""
         if not self.environment.compares_identity:
             return
-        script, owns = self._writer.script, self.environment.ownership_test
+        script, owns = self.writer.script, self.environment.ownership_test
         found = None
         if script is not None and script.is_active:
             found = script.next_by(owns)
@@ -299,7 +297,7 @@ class RunValues:
             # What was returned before was none that the model has; this one may be.
             result, (index, *before) = found
         else:
-            tracked = self._writer.tracked.get(id(tensor))
+            tracked = self.writer.tracked.get(id(tensor))
             if tracked is None or tracked.ref is None:
                 return
             op = self.tape.ops[tracked.ref.index]
@@ -309,7 +307,7 @@ class RunValues:
             # The model can compare it to nothing that is gone.
             alive = {
                 one.ref.index
-                for one in self._writer.tracked.values()
+                for one in self.writer.tracked.values()
                 if one() is not None and one.ref
             }
             if script is not None:
@@ -321,11 +319,9 @@ class RunValues:
                 and isinstance(one.meta, TensorMeta)
                 and one.index in alive
             ]
-        looked = self._writer.emit(
-            OpKind.SCALAR, owns, tuple(map(Ref, (index, *before))), {}, frame
-        )
+        looked = self.writer.emit(OpKind.SCALAR, owns, tuple(map(Ref, (index, *before))), {}, frame)
         looked.meta = result
-        self._writer.guard(ValueGuard, looked.index, looked.meta, Use.RESULT, frame)
+        self.writer.guard(ValueGuard, looked.index, looked.meta, Use.RESULT, frame)
         if looked.meta:
             self.tape.block(
                 f"what is inserted at {user_place(frame)} returns a tensor that the model holds, "
@@ -334,7 +330,7 @@ class RunValues:
 
     def bind_tensor(self, tensor: Tensor, op: Op) -> TrackedTensor:
         """Record that an op returned a tensor."""
-        tracked = self._writer.tracked[id(tensor)] = TrackedTensor(tensor)
+        tracked = self.writer.tracked[id(tensor)] = TrackedTensor(tensor)
         tracked.ref = ref_to(op.index)
         tracked.version = version_of(tensor)
         tracked.graphless = (
@@ -416,11 +412,11 @@ class RunValues:
             depth: the number of nested lists around it.
         """
         if type(value) is complex:
-            self._writer.guard(ValueGuard, ref.index, value, Use.LIST, frame)
+            self.writer.guard(ValueGuard, ref.index, value, Use.LIST, frame)
             return value
         if type(value) is not list:
             return self.trace_number(TRACED_AS[type(value)], value, ref, frame, depth)
-        self._writer.guard(LengthGuard, ref.index, len(value), Use.LENGTH, frame)
+        self.writer.guard(LengthGuard, ref.index, len(value), Use.LENGTH, frame)
         return [
             self.trace_list(item, self.element(ref, (i,), item), frame, depth + 1)
             for i, item in enumerate(value)
@@ -434,14 +430,14 @@ class RunValues:
 
     def existing_ref(self, tensor: Tensor) -> Ref | None:
         """Return the value number of a tensor if it has one already, and has no attributes set."""
-        tracked = self._writer.tracked.get(id(tensor))
+        tracked = self.writer.tracked.get(id(tensor))
         if tracked is None or tracked() is not tensor or tensor.__dict__:
             return None
         return tracked.ref
 
     def source_of(self, tensor: Tensor) -> int | tuple[int, tuple[Any, ...]] | None:
         """Return the op of a tensor, or its element of an op; None if unknown."""
-        tracked = self._writer.tracked.get(id(tensor))
+        tracked = self.writer.tracked.get(id(tensor))
         if tracked is None or tracked() is not tensor:
             return None
         return (tracked.parent.index, tracked.key) if tracked.ref is None else tracked.ref.index
@@ -456,23 +452,23 @@ class RunValues:
 
     def ref(self, tensor: Tensor) -> Ref:
         """Return the value number of a tensor."""
-        tracked = self._writer.tracked.get(id(tensor))
+        tracked = self.writer.tracked.get(id(tensor))
         if tracked is not None and tracked() is tensor:
             if tracked.ref is None:
                 tracked.ref = self.element(tracked.parent, tracked.key, tensor)
-            if self._writer.script is not None:
-                self._writer.require_alive((tracked.ref.index,))
+            if self.writer.script is not None:
+                self.writer.require_alive((tracked.ref.index,))
             if tracked.graphless and requires_grad(tensor):
                 self._look_at_graph(tracked, tensor)
-            self._writer.writes.receive(tracked.ref, tensor, tracked.version)
+            self.writer.writes.receive(tracked.ref, tensor, tracked.version)
             return tracked.ref
         part = self.environment.find(tensor) or self.environment.find_cached(tensor)
         if part is not None:
-            op = self._writer.emit(OpKind.STATE, part, (), {}, None)
+            op = self.writer.emit(OpKind.STATE, part, (), {}, None)
             if requires_grad(tensor):
                 self.tape.trainable.add(op.index)
         else:
-            op = self._writer.emit(OpKind.UNKNOWN, None, (), {}, None)
+            op = self.writer.emit(OpKind.UNKNOWN, None, (), {}, None)
             place = user_place(sys._getframe(1))
             use = f"is used at {place}" if place else f"is returned by {self._start}"
             self.tape.block(
@@ -480,11 +476,11 @@ class RunValues:
                 "does not let a tracer see, or kept in a cache (wrap its creator with "
                 "bendtrace.opaque)"
             )
-        if self._observer is not None:
-            self._observer.state(op, tensor)
+        if self.observer is not None:
+            self.observer.state(op, tensor)
         tracked = self.bind_tensor(tensor, op)
-        self._writer.writes.note_existing(tensor)
-        self._writer.writes.receive(ref_to(op.index), tensor, tracked.version)
+        self.writer.writes.note_existing(tensor)
+        self.writer.writes.receive(ref_to(op.index), tensor, tracked.version)
         return ref_to(op.index)
 
     def scalar_ref(self, scalar: TracedScalar) -> Ref:
@@ -494,8 +490,8 @@ class RunValues:
             parent, path = source
             source = self.element(parent, path, scalar)
             put_source(scalar, source)
-        if self._writer.script is not None:
-            self._writer.require_alive((source.index,))
+        if self.writer.script is not None:
+            self.writer.require_alive((source.index,))
         return source
 
     def is_dead(self, scalar: TracedScalar) -> bool:
@@ -503,7 +499,7 @@ class RunValues:
 
         It has none where the state from which the run goes on does not reach the number.
         """
-        script, source = self._writer.script, scalar._source
+        script, source = self.writer.script, scalar._source
         if script is None or script.is_active or scalar._origin is not self.origin:
             return False
         ref = source if type(source) is Ref else source[0]
@@ -514,7 +510,7 @@ class RunValues:
         if type(thing) in TRACED:
             return True
         if isinstance(thing, Tensor):
-            tracked = self._writer.tracked.get(id(thing))
+            tracked = self.writer.tracked.get(id(thing))
             if tracked is None or tracked() is not thing:
                 return False
             return tracked.ref is None or self.tape.ops[tracked.ref.index].kind is not OpKind.STATE
@@ -525,9 +521,9 @@ class RunValues:
 
     def guard_presence(self, op: Op, is_present: bool, frame: FrameType) -> None:
         """Guard whether a tensor has a gradient, a base, or a gradient function."""
-        test = self._writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
+        test = self.writer.emit(OpKind.SCALAR, operator.is_, (Ref(op.index), None), {}, frame)
         test.meta = not is_present
-        self._writer.guard(ValueGuard, test.index, test.meta, Use.METADATA, frame)
+        self.writer.guard(ValueGuard, test.index, test.meta, Use.METADATA, frame)
 
     def _bind_elements(
         self, out: Any, ref: Ref, path: tuple[Any, ...], frame: FrameType, at_once: bool = False
@@ -543,18 +539,18 @@ class RunValues:
             meta = item
             if isinstance(item, Tensor):
                 meta = meta_of(item)
-                before = self._writer.tracked.get(id(item))
+                before = self.writer.tracked.get(id(item))
                 if before is not None and before() is item:
                     first = before.ref or self.element(before.parent, before.key, item)
                     element = self.element(ref, (*path, i), item)
-                    self._writer.name_as(element.index, first.index)
+                    self.writer.name_as(element.index, first.index)
                     op = self.tape.ops[ref.index]
                     self._guard_identity(op, element.index, first.index, frame)
                     # Its version does not say so: a run by script writes nothing.
                     if works_in_place(op) and not is_gate(op):
                         self.bind_tensor(item, self.tape.ops[element.index])
                 else:
-                    tracked = self._writer.tracked[id(item)] = TrackedTensor(item)
+                    tracked = self.writer.tracked[id(item)] = TrackedTensor(item)
                     tracked.ref, tracked.parent, tracked.key = None, ref, (*path, i)
                     tracked.graphless = False
                     tracked.version = version_of(item)
@@ -580,7 +576,7 @@ class RunValues:
 
     def exchange(self, old: Tensor, new: Tensor, ref: Ref) -> bool:
         """Let a tensor take the place of another; return False if it has its own name."""
-        tracked = self._writer.tracked
+        tracked = self.writer.tracked
         before = tracked.get(id(new))
         if new is old:
             assert before is not None
@@ -599,7 +595,7 @@ class RunValues:
         for depth, key in enumerate(path):
             cached = self._elements.get((ref.index, key))
             if cached is None:
-                op = self._writer.emit(OpKind.SCALAR, operator.getitem, (ref, key), {}, None)
+                op = self.writer.emit(OpKind.SCALAR, operator.getitem, (ref, key), {}, None)
                 parent = self.tape.ops[ref.index]
                 op.scope, op.site, op.context = parent.scope, parent.site, parent.context
                 if depth == len(path) - 1:
@@ -616,7 +612,7 @@ class RunValues:
         A later op may have written into it what requires grad.
         """
         tracked.graphless = False
-        if self._writer.writes.may_differentiate(tensor):
+        if self.writer.writes.may_differentiate(tensor):
             return
         if self.tape.blockers:  # the known reason is more specific
             return

@@ -18,7 +18,7 @@ import sys
 from collections import Counter as Votes
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from types import BuiltinFunctionType, CodeType, FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from bendtrace.python.bytecode import (
     assign,
     code_compares_identity,
     constant_of,
+    kept_by_code,
     local_in,
     only_tests,
     single_steps,
@@ -52,8 +53,7 @@ from bendtrace.python.lazy import LazyModule
 from bendtrace.python.results import call_after, can_exchange, exchange, is_awaited
 from bendtrace.python.row_loops import row_loop_at
 from bendtrace.python.sites import PACKAGE, TORCH, TRACER, instruction_at
-from bendtrace.record.encoding import ListOperand, without_traced
-from bendtrace.record.tape_writer import TapeWriter
+from bendtrace.record.encoding import ListOperand, plain_copy, without_traced
 from bendtrace.record.values import LARGEST_FLOAT, TRACED_AS, RunValues
 from bendtrace.tape.captured import identical
 from bendtrace.tape.guards import (
@@ -66,13 +66,7 @@ from bendtrace.tape.guards import (
     number_place,
 )
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
-from bendtrace.tape.scalars import (
-    TRACED,
-    TracedInt,
-    TracedScalar,
-    plain,
-    plain_for_numpy,
-)
+from bendtrace.tape.scalars import TRACED, TracedInt, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
 from bendtrace.watch.provenance import is_finished_function
 
@@ -94,7 +88,6 @@ class Varying:
 
     Args:
         places: where they do.
-        writer: records ops.
         values: makes traced scalars.
         numbers: records what is computed with traced scalars.
         inserter: puts its own ops into the run, if something does.
@@ -109,7 +102,6 @@ class Varying:
     def __init__(
         self,
         places: frozenset[Place],
-        writer: TapeWriter,
         values: RunValues,
         numbers: NumberRecorder,
         inserter: Any,
@@ -119,7 +111,7 @@ class Varying:
         self.keyed: set[str] = set()
         # By identity, because hashing a code object is slow; the places keep it alive.
         self._places = {(id(code), offset): (code, offset) for code, offset in places}
-        self._writer, self._values = writer, values
+        self._writer, self._values = values.writer, values
         self._arithmetic, self._list_op = numbers.arithmetic, numbers.list_op
         self._recorder: Any = values.origin
         self.exchanges: bool = can_exchange()
@@ -132,9 +124,7 @@ class Varying:
         self._key_code: CodeType | None = None  # of the key function of the call that is awaited
         self._row_loops: RowLoops | None = None
         if any(row_loop_at(*place) for place in places):
-            self._row_loops = rows.RowLoops(
-                self._places, writer, values, self._lift, _call_of, inserter
-            )
+            self._row_loops = rows.RowLoops(self._places, values, self._lift, _call_of, inserter)
 
     def number_for_c(self, use: Use | FunctionUse, scalar: TracedScalar) -> Any:
         """Return the number that C receives for a result which is exchanged.
@@ -595,7 +585,7 @@ class Varying:
         environment.note_computed(function, misses)
         before = _copy_of_arguments(given)
         result = inner(*given)
-        copied = _without(result)
+        copied = plain_copy(result)
         if not identical(copied, original) or not identical(_copy_of_arguments(given), before):
             return None
         self._cached.append((result, copied, _reference_counts(result), original))
@@ -605,7 +595,7 @@ class Varying:
         """Look whether code has changed, or keeps, what a cache holds for later calls."""
         for result, copied, holders, original in self._cached:
             _change_alike(original, result)
-            if not identical(_without(result), copied) or _reference_counts(result) != holders:
+            if not identical(plain_copy(result), copied) or _reference_counts(result) != holders:
                 self._writer.tape.block("code changes, or keeps, what a cache has returned")
 
 
@@ -815,21 +805,11 @@ def _change_alike(kept: Any, result: Any) -> None:
         inside = (kept.values(), result.values()) if is_dict else (kept, result)
         for one, other in zip(*inside, strict=True):
             _change_alike(one, other)
-    if type(kept) is list and not identical(kept, _without(result)):
-        kept[:] = _without(result)
-    elif type(kept) is dict and not identical(kept, _without(result)):
+    if type(kept) is list and not identical(kept, plain_copy(result)):
+        kept[:] = plain_copy(result)
+    elif type(kept) is dict and not identical(kept, plain_copy(result)):
         kept.clear()
-        kept.update(_without(result))
-
-
-def _without(value: Any) -> Any:
-    """Return a copy of a result, with plain numbers in place of traced ones."""
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return kind([_without(item) for item in value])
-    if kind is dict:
-        return {_without(key): _without(item) for key, item in value.items()}
-    return without_traced(value) if kind in TRACED else value
+        kept.update(plain_copy(result))
 
 
 # Python numbers as traced scalars: counters of `while` loops, and numbers in the model's state.
@@ -889,23 +869,21 @@ class Lifting:
         self._derived: set[int] = set()  # from counters that inputs give
         self._followed = 0  # so many ops
 
-    def begin(
-        self, writer: TapeWriter, values: RunValues, call: Callable[..., Any], outermost: CodeType
-    ) -> None:
+    def begin(self, values: RunValues, call: Callable[..., Any], outermost: CodeType) -> None:
         """Take part in a run.
 
         Args:
-            writer: says when something is asked.
             values: makes traced scalars.
             call: records a call of a torch function: function, arguments, options, frame.
             outermost: the code that called the model.
         """
-        self._writer, self._values = writer, values
+        self._writer = writer = values.writer
+        self._values = values
         self._call, self._outermost = call, outermost
         if self.counts or self.places:
             writer.before_question = self._lift
             if self._lists:
-                values.accumulation = accumulation.Accumulation(writer, values, outermost)
+                values.accumulation = accumulation.Accumulation(values, outermost)
 
     @property
     def has_lifted(self) -> bool:
@@ -1064,8 +1042,22 @@ _ONE_TO_ONE = (
 _LARGE = 1 << 31
 
 
-# The counters of `while` loops: variables that each round adds a constant to.
-_counters: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
+class CodeLoop(NamedTuple):
+    """A loop, and the local variables in which it counts, or carries numbers from round to round.
+
+    Attributes:
+        begin: its first instruction.
+        end: its last instruction.
+        is_walk: whether it goes through an iterator.
+        counters: the variables that each round adds a constant to, unless it is a walk.
+        carried: those that a walk computes: `weight *= 0.9`.
+    """
+
+    begin: int
+    end: int
+    is_walk: bool
+    counters: frozenset[str]
+    carried: frozenset[str]
 
 
 def counters_at(
@@ -1078,14 +1070,13 @@ def counters_at(
         offset: the instruction.
         loops: the loops that count, as identities of code and beginnings; None for all.
     """
-    around = (loop for loop in _loops_in(code) if loop[0] <= offset <= loop[1])
     return frozenset().union(
-        *(names for begin, _, names in around if loops is None or (id(code), begin) in loops)
+        *(
+            loop.counters
+            for loop in _loops_at(code, offset)
+            if not loop.is_walk and (loops is None or (id(code), loop.begin) in loops)
+        )
     )
-
-
-# The numbers that loops over ranges and rows carry from round to round: `weight *= 0.9`.
-_carried: dict[int, tuple[CodeType, list[tuple[int, int, frozenset[str]]]]] = {}
 
 
 def loop_beginning(code: CodeType, offset: int) -> int | None:
@@ -1101,53 +1092,27 @@ def loop_beginning(code: CodeType, offset: int) -> int | None:
 
 
 def carried_at(code: CodeType, offset: int, loops: Set[tuple[int, int]]) -> frozenset[str]:
-    """Return the local variables in which loops around an instruction carry numbers on.
+    """Return the local variables in which loops over ranges and rows carry numbers on.
 
     Args:
         code: the code.
-        offset: the instruction.
+        offset: an instruction in these loops.
         loops: the loops that are looked at, as identities of code and beginnings.
     """
-    if not loops:
-        return frozenset()
-    cached = _carried.get(id(code))
-    if cached is None:
-        cached = _carried[id(code)] = code, _carrying_loops(code)
     return frozenset().union(
         *(
-            computed
-            for begin, end, computed in cached[1]
-            if begin <= offset <= end and (id(code), begin) in loops
+            loop.carried
+            for loop in (_loops_at(code, offset) if loops else ())
+            if loop.is_walk and (id(code), loop.begin) in loops
         )
     )
 
 
-def _carrying_loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
-    """Return the loops of code, with their ends, and the variables that they compute."""
-    if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
-        return []
-    steps = single_steps(code)
-    ends = {step.value: step.offset for step in steps if "JUMP_BACKWARD" in step.name}
-    loops = []
-    for step in steps:
-        if step.name == "FOR_ITER" and step.offset in ends:
-            end = ends[step.offset]
-            inside = [one for one in steps if step.offset <= one.offset <= end]
-            computed = {
-                after.value
-                for before, after in itertools.pairwise(inside)
-                if after.name == "STORE_FAST" and before.name in ("BINARY_OP", "UNARY_NEGATIVE")
-            }
-            computed &= {one.value for one in inside if one.name == "LOAD_FAST"}
-            loops.append((step.offset, end, frozenset(computed)))
-    return loops
-
-
 def loop_at(code: CodeType, offset: int) -> Place | None:
     """Return the innermost `while` loop with counters around an instruction, as its beginning."""
-    around = (loop for loop in _loops_in(code) if loop[0] <= offset <= loop[1] and loop[2])
-    innermost = min(around, key=lambda loop: loop[1] - loop[0], default=None)
-    return None if innermost is None else (code, innermost[0])
+    around = (loop for loop in _loops_at(code, offset) if loop.counters and not loop.is_walk)
+    innermost = min(around, key=lambda loop: loop.end - loop.begin, default=None)
+    return None if innermost is None else (code, innermost.begin)
 
 
 def rounds_of_loops(guards: Iterable[Guard]) -> dict[Place, list[Any]]:
@@ -1162,29 +1127,34 @@ def rounds_of_loops(guards: Iterable[Guard]) -> dict[Place, list[Any]]:
 
 def is_loop(place: Place) -> bool:
     """Return whether a place is a loop (see `loop_at`), and not one that asks for a number."""
-    return any(begin == place[1] and names for begin, _, names in _loops_in(place[0]))
+    return loop_at(*place) == place
 
 
-def _loops_in(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
-    cached = _counters.get(id(code))
-    if cached is None:
-        cached = _counters[id(code)] = (code, _loops(code))
-    return cached[1]
+def _loops_at(code: CodeType, offset: int) -> Iterator[CodeLoop]:
+    return (loop for loop in _code_loops(code) if loop.begin <= offset <= loop.end)
 
 
-def _loops(code: CodeType) -> list[tuple[int, int, frozenset[str]]]:
-    """Return the loops of code, with their first and last instruction and their counters."""
+@kept_by_code
+def _code_loops(code: CodeType) -> list[CodeLoop]:
+    loops: list[CodeLoop] = []
     if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):
-        return []  # it could see that `assign` was there
-    steps, counted = single_steps(code), [*_counted(code)]
+        return loops  # it could see that `assign` was there
+    steps, counted = single_steps(code), dict(_counted(code))
     names = {step.offset: step.name for step in steps}
-    loops = []
-    for step in steps:
-        if "JUMP_BACKWARD" in step.name and names.get(step.value) != "FOR_ITER":
-            inside = frozenset(
-                name for offset, name in counted if step.value <= offset <= step.offset
-            )
-            loops.append((step.value, step.offset, inside))
+    ends = {step.value: step.offset for step in steps if "JUMP_BACKWARD" in step.name}
+    for begin, end in ends.items():
+        inside = [step for step in steps if begin <= step.offset <= end]
+        if names.get(begin) != "FOR_ITER":
+            counters = frozenset(counted[one.offset] for one in inside if one.offset in counted)
+            loops.append(CodeLoop(begin, end, False, counters, frozenset()))
+            continue
+        computed = {
+            after.value
+            for before, after in itertools.pairwise(inside)
+            if after.name == "STORE_FAST" and before.name in ("BINARY_OP", "UNARY_NEGATIVE")
+        }
+        computed &= {one.value for one in inside if one.name == "LOAD_FAST"}
+        loops.append(CodeLoop(begin, end, True, frozenset(), frozenset(computed)))
     return loops
 
 

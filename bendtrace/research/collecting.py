@@ -31,6 +31,7 @@ from bendtrace.python.checks import required_int
 from bendtrace.python.sites import is_users_file
 from bendtrace.record.recorder import Recording
 from bendtrace.research.filling import Filling, Path, PathNames, require_place
+from bendtrace.watch.code_facts import codes_in
 
 _OUTPUT = "output"  # the node of the whole model, as in the trees of paths
 
@@ -525,7 +526,7 @@ class _Words:
                 yield "unset"
         if not self._whole:
             return
-        names = sorted({name for inner in _codes(code) for name in inner.co_names})
+        names = sorted({name for inner in codes_in(code) for name in inner.co_names})
         for name in names:
             if name in function.__globals__:
                 yield name
@@ -540,13 +541,6 @@ class _Words:
         for name, item in sorted(getattr(value, "__dict__", {}).items()):
             yield name
             yield from self._of(item, depth + 1)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
 
 
 def state_of(model: Callable[..., Any]) -> Iterator[tuple[str, Tensor]]:

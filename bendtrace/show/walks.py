@@ -28,6 +28,7 @@ from bendtrace.python.statements import (
     role_of,
     source_file,
     span_of,
+    spans_after,
     spans_of,
     spans_of_item,
 )
@@ -629,6 +630,10 @@ def function_of(place: InstructionPlace) -> ast.AST | None:
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
     if node is None:
         node = file.statement_at(place.span)
+    return _function_around(file, node)
+
+
+def _function_around(file: SourceFile, node: ast.AST | None) -> ast.AST | None:
     while node is not None and not isinstance(node, FUNCTIONS):
         node = file.parents.get(node)
     return node
@@ -691,10 +696,7 @@ def _only_if(
     taken, other = (branch.body, branch.orelse) if value else (branch.orelse, branch.body)
     spans = spans_of(taken)
     if isinstance(branch, ast.If) and closes_block(other):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(file.parents[branch], name, None)
-            if isinstance(block, list) and branch in block:
-                spans += spans_of(block[block.index(branch) + 1 :])
+        spans += spans_after(branch, file.parents[branch])
     return spans
 
 
@@ -720,10 +722,7 @@ def _choices_at(file: SourceFile, node: ast.AST) -> list[Choice]:
         sides = [("for-else", node.iter, spans_of(node.orelse), ())]
     else:
         return []
-    function: ast.AST | None = node
-    while function is not None and not isinstance(function, FUNCTIONS):
-        function = file.parents.get(function)
-    name = getattr(function, "name", "<lambda>")
+    name = getattr(_function_around(file, node), "name", "<lambda>")
     return [
         Choice(kind, file.text(test), file.file, span_of(test), name, true, false,
                any(isinstance(inner, ast.expr)

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bendtrace.python.bytecode import constant_of, has, instructions_of, single_steps
+from bendtrace.python.bytecode import constant_of, has, instructions_of, nested_codes, single_steps
 from bendtrace.python.internals import is_off
 from bendtrace.python.lazy import LazyModule
 from bendtrace.python.sites import PACKAGE, TORCH
@@ -75,13 +75,7 @@ _NOT_ASKING = frozenset(
 )  # fmt: skip
 # Types of objects whose methods ask, though the type itself does not.
 _OBJECTS: frozenset[Any] = frozenset(
-    {
-        collections.deque,
-        itertools.count,
-        weakref.ref,
-        *weakref.ProxyTypes,
-        *random.Random.__mro__,
-    }
+    {collections.deque, itertools.count, weakref.ref, *weakref.ProxyTypes, *random.Random.__mro__}
 )
 _CLOCKS = frozenset({"time", "monotonic", "perf_counter", "process_time", "thread_time"})
 ASKING: frozenset[Any] = frozenset(
@@ -318,9 +312,8 @@ def objects_by_name(
         if value is not UNKNOWN and (member is UNKNOWN or step.name not in _ATTRIBUTES):
             yield name, value
         name, value = path, member
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from objects_by_name(inner, space, values)
+    for inner in nested_codes(code):
+        yield from objects_by_name(inner, space, values)
 
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
@@ -431,9 +424,8 @@ def function_needs_plain(function: types.FunctionType) -> bool:
 
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names_in(inner)
+    for inner in nested_codes(code):
+        yield from _names_in(inner)
 
 
 def _all_ask(code: CodeType, named: Iterator[tuple[str, Any]]) -> bool:
@@ -478,7 +470,7 @@ def _tells_apart(code: CodeType) -> bool:
         current == "IS_OP" and isinstance(constant_of(code, before, argument), bool)
         for (before, argument), (current, _) in itertools.pairwise(instructions_of(code))
     )
-    return tests or any(_tells_apart(inner) for inner in code.co_consts if type(inner) is CodeType)
+    return tests or any(map(_tells_apart, nested_codes(code)))
 
 
 def names_types_only(code: CodeType) -> bool:
@@ -498,7 +490,7 @@ def names_types_only(code: CodeType) -> bool:
         )
         if not is_named or call.name != "CALL" or call.value != 1:
             return False
-    return all(names_types_only(one) for one in code.co_consts if isinstance(one, CodeType))
+    return all(map(names_types_only, nested_codes(code)))
 
 
 _NAMES = frozenset({"__name__", "__qualname__"})

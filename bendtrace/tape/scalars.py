@@ -12,32 +12,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bendtrace.tape.tape import FunctionUse, Use, use_by
 
-
-class Origin(Protocol):
-    """The interface that a traced scalar reports to: the recorder of its run."""
-
-    active: bool
-    turns: int  # how often code has asked it for something
-
-    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
-        """Record that Python needed the value of `scalar`, and return it."""
-
-    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        """Record Python arithmetic and return its traced result."""
-
-    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        """Return the text of a function for the value of `scalar`."""
-
-    def numpy(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a function of numpy on traced scalars."""
+if TYPE_CHECKING:
+    from bendtrace.record.recorder import Recorder
 
 
 class _Node:
@@ -107,10 +89,10 @@ class TracedScalar:
 
     # The slots are in the three classes: of two bases only one may have any.
     _value: Any
-    _origin: Origin
+    _origin: Recorder
     _source: Any
 
-    def __init__(self, value: Any, origin: Origin, source: Any) -> None:
+    def __init__(self, value: Any, origin: Recorder, source: Any) -> None:
         _put(self, "_value", value)
         _put(self, "_origin", origin)
         _put(self, "_source", source)
@@ -250,9 +232,9 @@ _SEQUENCES = (list, tuple, str, bytes, bytearray)
 
 def _arithmetic(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     for operand in operands:
-        if type(operand) in TRACED and operand._origin.active:
-            operand._origin.turns += 1
-            return operand._origin.arithmetic(function, operands)
+        if type(operand) in TRACED and (origin := operand._origin).active:
+            origin.turns += 1
+            return origin.arithmetic(function, operands)
     return function(*map(plain, operands))  # all of them outlived their run
 
 
@@ -390,19 +372,9 @@ RETIRED: frozenset[type] = frozenset(_RETIRED.values())
 
 
 class _NoOrigin:
-    """The origin of scalars whose run is over."""
+    """The origin of scalars whose run is over: nobody reports to it."""
 
     active = False
-    turns = 0
-
-    def consume(self, scalar: TracedScalar, use: Use | FunctionUse) -> Any:
-        return scalar._value
-
-    def arithmetic(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        return function(*map(plain, operands))
-
-    def text(self, scalar: TracedScalar, function: Callable[..., str], *args: str) -> str:
-        return function(scalar._value, *args)
 
 
 _OVER = _NoOrigin()

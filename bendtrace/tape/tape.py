@@ -96,6 +96,12 @@ def stands_for_number(tensor: torch.Tensor) -> bool:
     return array is not None and not is_ndarray(array)
 
 
+def has_tensors(meta: Any) -> bool:
+    """Return whether the result of an op, described by its metadata, is a tensor or several."""
+    metas = meta if isinstance(meta, tuple) else (meta,)
+    return any(isinstance(one, TensorMeta) for one in metas)
+
+
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Describe a tensor; the dimensions along which a nested one is ragged are -1."""
     if type(tensor) in PLAIN_TENSORS:
@@ -115,6 +121,7 @@ def _meta_of(tensor: torch.Tensor) -> TensorMeta:
     return tuple.__new__(TensorMeta, (shape, tensor.dtype, tensor.device))
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ModuleCall:
     """One call of an `nn.Module`'s forward during the run: a scope that ops belong to.
 
@@ -136,45 +143,20 @@ class ModuleCall:
         context: the grad mode and so on when it ended.
     """
 
-    __slots__ = (
-        "args",
-        "called",
-        "context",
-        "is_sole",
-        "kwargs",
-        "module",
-        "number",
-        "output",
-        "parent",
-        "path",
-        "site",
-        "start",
-        "stop",
-        "training",
-    )
-
-    def __init__(
-        self,
-        path: str,
-        module: torch.nn.Module | None,
-        number: int,
-        parent: ModuleCall | None,
-        start: int,
-    ) -> None:
-        self.path: str = path
-        self.module: nn.Module | None = module
-        self.number: int = number
-        self.called: str = ""
-        self.parent: ModuleCall | None = parent
-        self.start: int = start
-        self.stop: int = start
-        self.args: Any = ()
-        self.kwargs: dict[str, Any] = {}
-        self.output: Any = None
-        self.site: Site | None = None
-        self.training: bool = False
-        self.is_sole: bool = False
-        self.context: Context | None = None
+    path: str
+    module: nn.Module | None
+    number: int
+    parent: ModuleCall | None
+    start: int
+    stop: int = 0
+    called: str = ""
+    args: Any = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+    site: Site | None = None
+    training: bool = False
+    is_sole: bool = False
+    context: Context | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.number + 1} of {self.path or 'the root'}>"
@@ -199,6 +181,7 @@ NOTHING: dict[int, int] = {}
 _PLAIN = frozenset({type(None), bool, int, float, str})  # arguments in which there is no value
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Op:
     """One recorded call: of a torch function, or of Python arithmetic on a traced scalar.
 
@@ -217,44 +200,18 @@ class Op:
         reads: for arguments that were written to after their op returned them, the op that wrote.
     """
 
-    __slots__ = (
-        "args",
-        "context",
-        "index",
-        "kind",
-        "kwargs",
-        "meta",
-        "raised",
-        "reads",
-        "scope",
-        "site",
-        "target",
-        "writes",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        kind: OpKind,
-        target: Any,
-        args: Any,
-        kwargs: dict[str, Any],
-        scope: ModuleCall,
-        site: Site | None,
-        context: Context,
-    ) -> None:
-        self.index: int = index
-        self.kind: OpKind = kind
-        self.target: Any = target
-        self.args: Any = args
-        self.kwargs: dict[str, Any] = kwargs
-        self.scope: ModuleCall = scope
-        self.site: Site | None = site
-        self.context: Context = context
-        self.meta: Any = None
-        self.raised: Raised | None = None
-        self.writes: tuple[int, ...] = ()
-        self.reads: dict[int, int] = NOTHING
+    index: int
+    kind: OpKind
+    target: Any
+    args: Any
+    kwargs: dict[str, Any]
+    scope: ModuleCall
+    site: Site | None
+    context: Context
+    meta: Any = None
+    raised: Raised | None = None
+    writes: tuple[int, ...] = ()
+    reads: dict[int, int] = field(default_factory=lambda: NOTHING)
 
     def __repr__(self) -> str:
         return f"%{self.index} = {self.kind.value} {self.target}{self.args}"
@@ -281,6 +238,11 @@ class Op:
     def is_work(self) -> bool:
         """Return whether it is an operation: a call, or arithmetic."""
         return self.kind is OpKind.CALL or self.kind is OpKind.SCALAR
+
+    @property
+    def gives_value(self) -> bool:
+        """Return whether code gets a value from it: it is work, but assigns no item."""
+        return self.is_work and self.target is not torch.Tensor.__setitem__
 
     @property
     def is_element(self) -> bool:

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Watcher
+    from bendtrace.record.recorder import Recorder
 
 
 class _CurrentWatcher(threading.local):
-    watcher: Watcher | None = None
-    around: Watcher | None = None  # of the function that is carried out as one op
+    watcher: Recorder | None = None
+    around: Recorder | None = None  # of the function that is carried out as one op
 
 
 _local = _CurrentWatcher()
 
 
-def current_watcher() -> Watcher | None:
+def current_watcher() -> Recorder | None:
     """Return the recorder of the calling thread, if it is recording."""
     return _local.watcher
 
 
-def set_watcher(watcher: Watcher | None) -> Watcher | None:
+def set_watcher(watcher: Recorder | None) -> Recorder | None:
     """Report the calling thread's actions to `watcher` from now on; return the previous watcher."""
     before, _local.watcher = _local.watcher, watcher
     return before
@@ -40,7 +40,7 @@ def call_silently(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _local.watcher = outer
 
 
-def set_around(watcher: Watcher | None) -> Watcher | None:
+def set_around(watcher: Recorder | None) -> Recorder | None:
     """Tell `watcher` of modules called while nothing is watched; return the previous one."""
     before, _local.around = _local.around, watcher
     return before

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bendtrace.python.bytecode import catches_all, computed_lookups, global_uses
+from bendtrace.python.bytecode import catches_all, computed_lookups, global_uses, nested_codes
 from bendtrace.python.internals import names_off
 from bendtrace.python.sites import full_place_text
 from bendtrace.watch.draws import CHANGING
@@ -109,10 +109,7 @@ def _tells_numbers(code: types.CodeType) -> bool:
                     s.opname == "LOAD_GLOBAL" and s.argval in _NUMBERS for s in near
                 ):
                     return True
-    return any(
-        isinstance(constant, types.CodeType) and _tells_numbers(constant)
-        for constant in code.co_consts
-    )
+    return any(map(_tells_numbers, nested_codes(code)))
 
 
 def names_in(code: types.CodeType) -> frozenset[str]:
@@ -196,9 +193,8 @@ def _lines_naming(code: types.CodeType, _file: str) -> dict[str, tuple[bool, int
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield code, and the code of the functions nested in it."""
     yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_in(constant)
+    for inner in nested_codes(code):
+        yield from codes_in(inner)
 
 
 def functions_of(member: Any) -> list[types.FunctionType]:

@@ -47,7 +47,7 @@ from bendtrace.tape.watchers import current_watcher
 from bendtrace.watch import growing
 
 if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Watcher
+    from bendtrace.record.recorder import Recorder
 
 _KINDS = (CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE)
 _OF_DICTS = frozenset(
@@ -290,7 +290,7 @@ def _container_attribute(name: str) -> property:
     return property(get)
 
 
-def _watcher_of(frame: FrameType) -> Watcher | None:
+def _watcher_of(frame: FrameType) -> Recorder | None:
     """Return who records what some code does; None for the recorder's own code."""
     return None if frame.f_code.co_filename.startswith(TRACER) else current_watcher()
 

@@ -72,9 +72,9 @@ def generator_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return random.Random.getstate(generator)
     if not hasattr(generator, "get_state"):
-        return _comparable_state(generator.bit_generator.state)
+        return comparable_state(generator.bit_generator.state)
     if hasattr(generator, "_bit_generator"):
-        return _comparable_state(generator.get_state(legacy=False))
+        return comparable_state(generator.get_state(legacy=False))
     with torch._C.DisableTorchFunction():
         state = generator.get_state()
         # Read in memory: no mode of the caller's is to see this.
@@ -139,9 +139,10 @@ def restorer_of(generator: Any) -> Callable[[], object]:
     return functools.partial(setattr, bits, "state", bits.state)
 
 
-def _comparable_state(state: Any) -> Any:
+def comparable_state(state: Any) -> Any:
+    """Return a state of numpy's in a form that can be compared."""
     if isinstance(state, dict):
-        return [(key, _comparable_state(item)) for key, item in state.items()]
+        return [(key, comparable_state(item)) for key, item in state.items()]
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from bendtrace.python.bytecode import branches, global_uses
 from bendtrace.python.internals import Never, internal
-from bendtrace.tape.tape import Op, Use
+from bendtrace.tape.tape import Op, Use, refs_in
 from bendtrace.tape.watchers import current_watcher
-from bendtrace.watch.transforms import REGISTERS
+from bendtrace.watch.transforms import REGISTERS, as_one_op
 
 # Constructors of tensors that bypass the function mode: legacy ones, parameters, numpy's memory.
 #
@@ -32,16 +32,14 @@ GONE: Any = object()
 
 _variable: Any = internal("torch.autograd.Variable", Never)
 _base_new: Any = torch.Tensor.__new__
-_parameter_new: Any = nn.Parameter.__new__
-_from_numpy = torch.from_numpy
 
 
 def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements during recording: owner, attribute and replacement."""
     if _variable is not Never:
-        yield type(_variable), "__call__", _makes_variable
+        yield type(_variable), "__call__", _maker(_variable, type.__call__)
     yield torch.Tensor, "__new__", _New()
-    yield nn.Parameter, "__new__", staticmethod(_makes_parameter)
+    yield nn.Parameter, "__new__", staticmethod(_maker(nn.Parameter, nn.Parameter.__new__))
     yield torch, "from_numpy", _takes_array
     # The classes of old are C's, and cannot be changed. They are taken out of their modules, which
     # are asked for what they do not have by way of `__getattr__`.
@@ -60,11 +58,16 @@ def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
 LEGACY: Any = type(internal("torch.FloatTensor", None))
 
 
-def _makes_variable(cls: type, *args: Any, **kwargs: Any) -> Any:
-    watcher = current_watcher() if cls is _variable else None
-    if watcher is None:
-        return type.__call__(cls, *args, **kwargs)
-    return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
+def _maker(made: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes objects of a class, and of the classes that inherit it: these as usual."""
+
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        watcher = current_watcher() if cls is made else None
+        if watcher is None:
+            return make(cls, *args, **kwargs)
+        return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
+
+    return call
 
 
 class _New:
@@ -80,25 +83,9 @@ class _New:
         return _makes_tensor
 
 
-def _makes_tensor(cls: type, *args: Any, **kwargs: Any) -> Any:
-    watcher = current_watcher() if cls is torch.Tensor else None
-    if watcher is None:
-        return _base_new(cls, *args, **kwargs)
-    return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
-
-
-def _makes_parameter(cls: type, *args: Any, **kwargs: Any) -> Any:
-    watcher = current_watcher() if cls is nn.Parameter else None
-    if watcher is None:
-        return _parameter_new(cls, *args, **kwargs)
-    return watcher.opaque_call(cls, args, kwargs, sys._getframe(1))
-
-
-def _takes_array(array: Any) -> Any:
-    watcher = current_watcher()
-    if watcher is None:
-        return _from_numpy(array)
-    return watcher.opaque_call(_from_numpy, (array,), {}, sys._getframe(1))
+_makes_tensor = _maker(torch.Tensor, _base_new)
+_from_numpy = torch.from_numpy
+_takes_array = as_one_op(_from_numpy)
 
 
 def _attribute_of(owner: ModuleType, classes: dict[str, Any]) -> Callable[[str], Any]:
@@ -111,7 +98,7 @@ def _attribute_of(owner: ModuleType, classes: dict[str, Any]) -> Callable[[str],
             frame = sys._getframe(1)
             if _is_called(frame):
                 return ClassCall(cls)
-            watcher.follow_classes(frame)
+            watcher.contents.follow_classes(frame)
         if cls is not None:
             return cls
         if before is not None:
@@ -620,6 +607,23 @@ def may_lack_dimension(op: Op) -> bool:
     )
 
 
+def is_sized_by_values(op: Op, ops: list[Op]) -> bool:
+    """Return whether the size of the result depends on the values of tensors."""
+    name = name_of(op.target)
+    if name == "where":
+        return len(op.args) + len(op.kwargs) == 1
+    if name == "__getitem__":
+        keys = [ops[ref.index].meta for ref in refs_in(op.args[1:])]
+        return any(getattr(key, "dtype", None) in (torch.bool, torch.uint8) for key in keys)
+    return name in _SIZED_BY_VALUES
+
+
+_SIZED_BY_VALUES = frozenset(
+    {
+        "argwhere", "bincount", "masked_select", "nonzero", "repeat_interleave", "tensor_split",
+        "unique", "unique_consecutive", "vander",
+    }
+)  # fmt: skip
 _BY_DIMENSION: frozenset[Any] = frozenset({Tensor.size, Tensor.stride})
 
 

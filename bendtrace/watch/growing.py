@@ -24,6 +24,7 @@ from bendtrace.python.bytecode import (
     CONSTANTS,
     InstructionStep,
     constant_of,
+    kept_by_code,
     loads_method,
     single_steps,
 )
@@ -236,10 +237,9 @@ _READERS = frozenset(
 # Methods that add to a list or deque, and say nothing of what is in it.
 ADDS = frozenset({"append", "extend"})
 
-_found: dict[int, tuple[CodeType, frozenset[str]]] = {}
 
-
-def names_used(code: CodeType) -> frozenset[str]:
+@kept_by_code
+def names_used(code: CodeType) -> set[str]:
     """Return the names under which code uses something in another way than to add to it.
 
     These are names of attributes, globals and variables of functions around it. In
@@ -249,13 +249,9 @@ def names_used(code: CodeType) -> frozenset[str]:
     Args:
         code: the code, without the functions in it.
     """
-    known = _found.get(id(code))
-    if known is None:
-        steps = single_steps(code)
-        names = {step.value for at, step in enumerate(steps) if _is_read(steps, at)}
-        names.update(_texts_in(code.co_consts))
-        known = _found[id(code)] = (code, frozenset(names))
-    return known[1]
+    steps = single_steps(code)
+    names = {step.value for at, step in enumerate(steps) if _is_read(steps, at)}
+    return names.union(_texts_in(code.co_consts))
 
 
 def hands_over(code: CodeType, name: str, level: int, functions: Container[str] = ("len",)) -> bool:

@@ -24,7 +24,7 @@ import torch
 from bendtrace.tape.watchers import current_watcher
 
 if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Watcher
+    from bendtrace.record.recorder import Recorder
 
 # Whoever puts something of their own here wants that to be asked: it is what `__wrapped__` of
 # those that are exchanged is set to.
@@ -150,7 +150,7 @@ def _prints(*args: Any, **kwargs: Any) -> Any:
     function = _prints.__wrapped__
     if watcher is None or not isinstance(function, BuiltinFunctionType):
         return function(*args, **kwargs)
-    return watcher.printed(function, args, kwargs, frame)
+    return watcher.texts.printed(function, args, kwargs, frame)
 
 
 def _hashes(tensor: torch.Tensor) -> int:
@@ -166,7 +166,7 @@ def _hashes(tensor: torch.Tensor) -> int:
 
 def _watcher_and_frame(
     frame: FrameType, on_behalf: frozenset[str] = frozenset()
-) -> tuple[Watcher | None, FrameType]:
+) -> tuple[Recorder | None, FrameType]:
     """Return who records it if the model asks for something, and in which code it does."""
     watcher = current_watcher()
     if watcher is None:

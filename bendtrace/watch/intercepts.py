@@ -41,7 +41,7 @@ from bendtrace.watch.rank_sync import is_running
 from bendtrace.watch.transforms import as_one_op, entries_of_transforms
 
 if TYPE_CHECKING:
-    from bendtrace.tape.protocols import Watcher
+    from bendtrace.record.recorder import Recorder
     from bendtrace.watch import collectives
 else:
     collectives = LazyModule("bendtrace.watch.collectives")
@@ -305,16 +305,6 @@ def _swaps(t1: torch.Tensor, t2: torch.Tensor) -> None:
     _swap_tensors(t1, t2)
 
 
-_set_: Any = torch.Tensor.set_
-
-
-def _sets(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    watcher = current_watcher()
-    if watcher is None:
-        return _set_(tensor, *args, **kwargs)
-    return watcher.opaque_call(_set_, (tensor, *args), kwargs)
-
-
 def _reports(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that notes that a run calls `function`, and cannot be repeated."""
 
@@ -368,7 +358,7 @@ def _asserts(condition: Any, message: Any = "") -> None:
         watcher = current_watcher()
         if watcher is None or type(message) is not str or error.args != (message,):
             raise
-        raise AssertionError(watcher.guard_text(message)).with_traceback(
+        raise AssertionError(watcher.texts.guard_text(message)).with_traceback(
             error.__traceback__
         ) from None
 
@@ -525,7 +515,7 @@ def _entry_points() -> Iterator[_EntryPoint]:
         if "__call__" in vars(script):
             yield entry(script, "__call__", _method_of_script(script.__call__))
     yield entry(torch.utils, "swap_tensors", _swaps)
-    yield entry(torch.Tensor, "set_", _sets)
+    yield entry(torch.Tensor, "set_", as_one_op(torch.Tensor.set_))
     yield entry(torch, "clear_autocast_cache", _forgets_casts)
     if _assert is not None:
         yield entry(torch, "_assert", _asserts)
@@ -669,7 +659,7 @@ _before: list[Any] = []
 
 
 @contextmanager
-def reporting_to(watcher: Watcher | None) -> Iterator[None]:
+def reporting_to(watcher: Recorder | None) -> Iterator[None]:
     """Report the calling thread's module calls and opaque calls to `watcher`.
 
     An interrupt may come at any point; everything entered until then is left again.

@@ -83,11 +83,7 @@ def _works_in(folder: str) -> bool:
     return any(os.path.commonpath([project, place]) == project for place in places)
 
 
-_FINISHED = (
-    sysconfig.get_path("stdlib") + os.sep,
-    TORCH,
-    PACKAGE,
-)
+_FINISHED = (sysconfig.get_path("stdlib") + os.sep, TORCH, PACKAGE)
 
 
 @functools.lru_cache(maxsize=8192)

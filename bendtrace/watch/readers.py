@@ -33,16 +33,13 @@ import torch
 
 from bendtrace.tape.captured import Access, is_array, is_scalar, module_name_of
 from bendtrace.tape.structure import has_state_of_c, is_heap_type, read_partial
+from bendtrace.watch.draws import comparable_state
 from bendtrace.watch.findings import ScanResult, read_items
 
 
 def _dict_order(value: Any) -> tuple[Any, ...]:
     ordered = collections.OrderedDict
     return (*ordered.keys(value), *ordered.values(value))
-
-
-def _factory(value: Any) -> tuple[Any, ...]:
-    return (value.default_factory, *read_items(value))
 
 
 def _array_of(value: Any) -> Any:
@@ -54,17 +51,7 @@ def _array_of(value: Any) -> Any:
 
 def _state_of(value: Any) -> Any:
     generator = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
-    return [_state_items(generator.state)]
-
-
-def _state_items(state: Any) -> Any:
-    if isinstance(state, dict):
-        return [(key, _state_items(item)) for key, item in state.items()]
-    return state.tobytes() if is_array(state) else state
-
-
-def _own_bytes(value: Any) -> Any:
-    return [bytes(value)]
+    return [comparable_state(generator.state)]
 
 
 def _iterate(base: Any) -> Callable[[Any], tuple[Any, ...]]:
@@ -73,14 +60,14 @@ def _iterate(base: Any) -> Callable[[Any], tuple[Any, ...]]:
 
 _BUILTIN_READERS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (collections.OrderedDict, _dict_order),
-    (collections.defaultdict, _factory),
+    (collections.defaultdict, lambda value: (value.default_factory, *read_items(value))),
     (dict, read_items),
     (list, _iterate(list)),
     (tuple, _iterate(tuple)),
     (set, _iterate(set)),
     (frozenset, _iterate(frozenset)),
     (collections.deque, _iterate(collections.deque)),
-    (bytearray, _own_bytes),
+    (bytearray, lambda value: [bytes(value)]),
     (array.array, lambda value: [value.typecode, value.tobytes()]),
     (types.MappingProxyType, lambda value: (*value.keys(), *value.values())),
     (functools.partial, read_partial),

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from bendtrace.log.entries import LayerEntry, ModuleEntry, ParameterUse, Source,
 from bendtrace.log.run_log import RunLog
 from bendtrace.python.sites import path_text
 from bendtrace.show.paint import FILLS, STROKES
+
+if TYPE_CHECKING:
+    from bendtrace.debug.stepping import SteppedRun
 
 # In the order in which they build on each other.
 _SCRIPTS = (
@@ -82,19 +85,8 @@ def step_html(history: RunLog, stepped: dict[str, Any] | None, *, flops: bool = 
     return re.sub(r"\{\{(\w+)\}\}", lambda match: fields[match[1]], _file_text("page.html"))
 
 
-class Stepped(Protocol):
-    """A run that was stepped through (`SteppedRun`)."""
-
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-
-    def to_html(self, *, budget: int, flops: bool) -> str:
-        """Return its page."""
-
-
 def viewer_frame(
-    history: RunLog | Stepped, *, height: int = 600, most: int = 3_000_000
+    history: RunLog | SteppedRun, *, height: int = 600, most: int = 3_000_000
 ) -> str | None:
     """Return the viewer as a frame for a notebook's output.
 
