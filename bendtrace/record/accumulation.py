@@ -306,7 +306,7 @@ class Accumulation:
         if not receiver.is_operand:
             self._ask_kinds(whole, frame)
         with torch._C.DisableTorchFunction():
-            refs = [
+            refs: list[Any] = [
                 ref_to(one.value.index) if type(one) is Summand else [*map(self._recorded, one)]
                 for one in lists
             ]
@@ -562,10 +562,11 @@ class Accumulation:
     def _first_name(self, item: Any) -> Any:
         if _is_plain(item):
             return self._name(item)
+        source: Any
         if type(item) is list:
             _, source = self._inner.get(id(item), (None, None))
         elif type(item) in TRACED:
-            source: Any = item._source.index if type(item._source) is Ref else None
+            source = item._source.index if type(item._source) is Ref else None
         else:
             source = self._values.source_of(item) if isinstance(item, Tensor) else None
         return self._writer.aliases.get(source, source) if isinstance(source, int) else None

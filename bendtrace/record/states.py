@@ -280,11 +280,10 @@ class _StateWalk:
             else "unread"
             for slot, value in enumerate(stack.slots)
         )
-        below = stack.below
-        if lists is not None and below and lists.is_comprehension(stack.code):
-            slots += (self._list(below[0], stack.code, None),)
+        if lists is not None and stack.below and lists.is_comprehension(stack.code):
+            slots += (self._list(stack.below[0], stack.code, None),)
         operands = None if stack.operands is None else tuple(map(self.value, stack.operands))
-        below = tuple(map(self.value, below))
+        below = tuple(map(self.value, stack.below))
         return self._by_identity(stack.code), stack.offset, slots, below, operands
 
     def _is_idle(self, value: Any) -> bool:

@@ -389,10 +389,10 @@ class RunValues:
         recorder: Any = self.origin
         if recorder.varying is not None and recorder.varying.exchanges:
             return False  # see `Varying.has_logarithm`
-        script = self._writer.script
+        script = self.writer.script
         if script is None or not script.is_active:
             return bool(abs(scalar._value) >= LARGEST_FLOAT)
-        return script.asks_next(Use.TYPE, lambda: self.scalar_ref(scalar).index)
+        return bool(script.asks_next(Use.TYPE, lambda: self.scalar_ref(scalar).index))
 
     def _needs_plain(self, frame: FrameType) -> bool:
         """Return whether code may pass a number that it receives to code not known to ask it."""
