@@ -269,11 +269,11 @@ def sizes_of(
     if dim is None:
         return tuple(tensor.shape)
     dims = (dim,) if isinstance(dim, int) else dim
-    found = {_place_of(tensor, one, callback, at) for one in dims}
+    found = {_counted_dimension(tensor, one, callback, at) for one in dims}
     return tuple(tensor.shape[one] for one in sorted(found))
 
 
-def _place_of(tensor: Tensor, dim: int, callback: Bend, at: NodePass) -> int:
+def _counted_dimension(tensor: Tensor, dim: int, callback: Bend, at: NodePass) -> int:
     """Return a dimension of a tensor, counted from the first one."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise BendError(
@@ -339,7 +339,7 @@ def choose_by_score(
         scores = values.reshape(-1)
         wide = tuple(tensor.shape)
     else:
-        place = _place_of(tensor, dim, callback, at)
+        place = _counted_dimension(tensor, dim, callback, at)
         after = tuple(range(place + 1, tensor.dim()))
         scores = values.mean(after) if after else values
         wide = tuple(scores.shape) + (1,) * len(after)

@@ -630,10 +630,10 @@ def function_of(place: InstructionPlace) -> ast.AST | None:
     node: ast.AST | None = file.expressions.get(place.span) or file.statements.get(place.span)
     if node is None:
         node = file.statement_at(place.span)
-    return _function_around(file, node)
+    return _enclosing_function(file, node)
 
 
-def _function_around(file: SourceFile, node: ast.AST | None) -> ast.AST | None:
+def _enclosing_function(file: SourceFile, node: ast.AST | None) -> ast.AST | None:
     while node is not None and not isinstance(node, FUNCTIONS):
         node = file.parents.get(node)
     return node
@@ -722,7 +722,7 @@ def _choices_at(file: SourceFile, node: ast.AST) -> list[Choice]:
         sides = [("for-else", node.iter, spans_of(node.orelse), ())]
     else:
         return []
-    name = getattr(_function_around(file, node), "name", "<lambda>")
+    name = getattr(_enclosing_function(file, node), "name", "<lambda>")
     return [
         Choice(kind, file.text(test), file.file, span_of(test), name, true, false,
                any(isinstance(inner, ast.expr)

@@ -37,9 +37,9 @@ _base_new: Any = torch.Tensor.__new__
 def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
     """Yield the replacements during recording: owner, attribute and replacement."""
     if _variable is not Never:
-        yield type(_variable), "__call__", _maker(_variable, type.__call__)
+        yield type(_variable), "__call__", _constructor_of(_variable, type.__call__)
     yield torch.Tensor, "__new__", _New()
-    yield nn.Parameter, "__new__", staticmethod(_maker(nn.Parameter, nn.Parameter.__new__))
+    yield nn.Parameter, "__new__", staticmethod(_constructor_of(nn.Parameter, nn.Parameter.__new__))
     yield torch, "from_numpy", _takes_array
     # The classes of old are C's, and cannot be changed. They are taken out of their modules, which
     # are asked for what they do not have by way of `__getattr__`.
@@ -58,7 +58,7 @@ def entries_of_constructors() -> Iterator[tuple[Any, str, Any]]:
 LEGACY: Any = type(internal("torch.FloatTensor", None))
 
 
-def _maker(made: Any, make: Callable[..., Any]) -> Callable[..., Any]:
+def _constructor_of(made: Any, make: Callable[..., Any]) -> Callable[..., Any]:
     """Return what makes objects of a class, and of the classes that inherit it: these as usual."""
 
     def call(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class _New:
         return _makes_tensor
 
 
-_makes_tensor = _maker(torch.Tensor, _base_new)
+_makes_tensor = _constructor_of(torch.Tensor, _base_new)
 _from_numpy = torch.from_numpy
 _takes_array = as_one_op(_from_numpy)
 
