@@ -138,6 +138,8 @@ def _names(function: Callable[..., Any]) -> set[str]:
         ("outputs += [x, c(x)]", "torch.cat(outputs, 1) + 1"),
         ("outputs = outputs + [x]", "(stack(outputs), torch.hstack(outputs))"),
         ("outputs.extend(x); outputs.clear()", "torch.vstack(outputs)"),
+        ("outputs.append(x)", "torch.stack(outputs) / len(outputs) if outputs else x"),
+        ("outputs += [x]", "not outputs"),
     ],
 )
 def test_lists_that_only_such_code_sees_are_found(body: str, end: str) -> None:
@@ -149,6 +151,8 @@ def test_lists_that_only_such_code_sees_are_found(body: str, end: str) -> None:
     ("body", "end", "begin"),
     [
         ("outputs.append(x)", "outputs", "outputs = []"),
+        ("outputs.append(x)", "len(outputs) if c else outputs or c", "outputs = []"),
+        ("outputs = outputs + [x]", "torch.stack(outputs) / len(outputs)", "outputs = []"),
         ("outputs.append(x)", "torch.stack(outputs[1:])", "outputs = []"),
         ("outputs.append(x)", "torch.stack(outputs + [x])", "outputs = []"),
         ("outputs.append(x)", "torch.stack([*outputs, x])", "outputs = []"),
@@ -254,6 +258,28 @@ def test_lists_whose_length_numbers_decide_are_values(changes: bool) -> None:
             assert torch.equal(one, other)
     assert bended.stats.live == 0
     assert bended.stats.traces < 30
+
+
+@needs_lists
+def test_the_length_of_a_list_is_a_traced_scalar() -> None:
+    def code(x: Tensor) -> Any:
+        kept = []
+        for row in x:
+            if row[0] > 0:
+                kept.append(row)
+        if not kept:
+            return x.sum(0), -1
+        kept.append(x[0])
+        count = len(kept)
+        return torch.stack(kept).sum(0) / count, count if count > 3 else 0
+
+    bended = bt.BendedModule(code)
+    for x in inputs(200):
+        (found, number), (expected, count) = bended(x), code(x)
+        assert torch.equal(found, expected)
+        assert (type(number), number) == (int, count)
+    assert bended.stats.live == 0
+    assert bended.stats.traces < 15
 
 
 def test_a_sum_of_lists_of_two_kinds_has_the_kind_of_those_that_have_items() -> None:

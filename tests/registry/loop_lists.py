@@ -185,9 +185,36 @@ def padded_rows(x: Tensor) -> Tensor:
     return torch.tensor([[1] * n + [0] * (most - n) for n in lengths])
 
 
+@followed(16)
+def lists_whose_length_is_asked(x: Tensor) -> Tensor:
+    kept, chunk, total = [], [], x.new_zeros(4)
+    for row in x:
+        if row.sum() > 0:
+            kept.append(row)
+        chunk.append(row * 2)
+        if len(chunk) == 3:
+            total = total + torch.stack(chunk).prod(0)
+            chunk.clear()
+    if chunk:
+        total = total - torch.stack(chunk).sum(0)
+    if not kept:
+        return total
+    return total + torch.stack(kept).sum(0) / len(kept)
+
+
+@followed(20)
+def lengths_of_expressions(x: Tensor) -> Tensor:
+    kept = [i for i in range(len(x)) if x[i].sum() > 0]
+    if len(kept) < 2:
+        kept.append(0)
+    ones = [1] * len(x) + [0] * len(kept)
+    below = len([row for row in x if row[0] < 0])
+    return x[torch.tensor(kept)].sum(0) * len(kept) + torch.tensor(ones).sum() / len(ones) + below
+
+
 @followed(40)
 def comprehensions_that_others_see(x: Tensor) -> Any:
     rows = [row * 2 for row in x]
     counts = [0] * len(x)
     counts[-1] = 1
-    return torch.stack(rows), rows, counts, len([i for i in range(len(x))]), sum([1.5] * len(x))
+    return torch.stack(rows), rows, counts, max([i for i in range(len(x))]), sum([1.5] * len(x))
