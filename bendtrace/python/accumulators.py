@@ -72,6 +72,7 @@ _CONSUMERS = frozenset(
     }
 )  # fmt: skip
 _GENERATORS = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+_MOST_AT_ONCE = 3  # more values than that are assigned by way of a tuple
 _METHODS = frozenset({"append", "extend", "clear"})
 _TESTS = frozenset(
     {"UNARY_NOT", "TO_BOOL"}
@@ -218,6 +219,7 @@ class _ListUses:
     def __init__(self, code: CodeType, makers: dict[int, int]) -> None:
         self._makers, self._is_comprehension = makers, is_comprehension(code)
         self._comprehensions = comprehensions(code)
+        self._depths = stack_depths(code)
         self._is_computed = self._is_tested = False
         self._steps = single_steps(code)
         self._positions = {step.offset: number for number, step in enumerate(self._steps)}
@@ -282,22 +284,23 @@ class _ListUses:
         """Return whether the variable is given a list that nothing else refers to."""
         if position in self._stores:
             return True
-        before = self._steps[position - 1].offset
-        if before in self._makers and self._is_before_no_label(position):
-            self._is_computed |= before not in self._comprehensions
+        # `states, outputs = f(x), []`: the values are there before the first of them is stored.
+        first = position
+        while self._is_before_no_label(first) and self._steps[first - 1].name == "STORE_FAST":
+            first -= 1
+        above, before = position - first, self._steps[first - 1]
+        if before.name == "SWAP" and self._is_before_no_label(first):
+            first, above = first - 1, (before.argument or 0) - 1 - above
+        if not 0 <= above <= _MOST_AT_ONCE:
+            return False
+        begin = _beginning(self._steps, self._depths, first, above) if above else first
+        end = self._steps[begin - 1]
+        if not self._is_before_no_label(begin):
+            return False
+        if end.offset in self._makers:
+            self._is_computed |= end.offset not in self._comprehensions
             return True
-        stores = 0
-        while self._is_before_no_label(position) and self._steps[position].name == "STORE_FAST":
-            position, stores = position - 1, stores + 1
-        if stores > 1 and self._steps[position].name == "SWAP":  # outputs, states = [], []
-            position -= 1
-        made = self._steps[max(position - stores + 1, 0) : position + 1]
-        return (
-            len(made) == stores > 0
-            and all(step.name == "BUILD_LIST" for step in made)
-            and (stores == 1 or not any(step.argument for step in made))
-            and self._labels.isdisjoint(step.offset for step in made[1:])
-        )
+        return end.name == "BUILD_LIST"
 
     def _is_before_no_label(self, position: int) -> bool:
         return position > 0 and self._steps[position].offset not in self._labels
