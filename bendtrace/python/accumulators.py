@@ -295,8 +295,8 @@ class _ListUses:
             return False
         begin = _beginning(self._steps, self._depths, first, above) if above else first
         end = self._steps[begin - 1]
-        if not self._is_before_no_label(begin):
-            return False
+        if not self._is_before_no_label(begin) or self._steps[begin].name == "COPY":
+            return False  # `others = outputs = []`
         if end.offset in self._makers:
             self._is_computed |= end.offset not in self._comprehensions
             return True

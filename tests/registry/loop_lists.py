@@ -210,7 +210,7 @@ def lists_whose_length_is_asked(x: Tensor) -> Tensor:
     return total + torch.stack(kept).sum(0) / len(kept)
 
 
-@comprehended(20)
+@comprehended(34)
 def lengths_of_expressions(x: Tensor) -> Tensor:
     kept = [i for i in range(len(x)) if x[i].sum() > 0]
     if len(kept) < 2:
