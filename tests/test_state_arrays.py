@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import bendtrace as bt
 from bendtrace.python.results import can_exchange_operands
+from bendtrace.record.array_functions import ArrayFunction
 from bendtrace.record.arrays import Arrays
 from bendtrace.watch.open_arrays import is_tied, is_unshared
 from tests.promise import bits
@@ -95,11 +96,58 @@ def replaced(self: Holds, x: Tensor) -> Tensor:
     return x * float(before[0]) if x[0] > 0 else x * float(self.row[0])
 
 
-@pytest.mark.parametrize("forward", [counts, in_a_list, in_an_object, replaced])
+def counts_sides(self: Holds, x: Tensor) -> Tensor:
+    side = 1 if x.sum() > 0 else 2
+    self.row[side] += 1
+    self.rows[0][side] = x.mean().item()
+    return x * side
+
+
+def keeps_the_greatest(self: Holds, x: Tensor) -> Tensor:
+    most = np.max(x.numpy())
+    self.row[0] = most
+    x = x * 2 if x[0] > 0 else x * 3  # with the greatest one at hand
+    self.row[1], self.rows[0][:2] = most, (most, 0.5)
+    return x + torch.from_numpy(self.row.copy())
+
+
+def keeps_a_sorted_one(self: Holds, x: Tensor) -> Tensor:
+    order = np.sort(x.numpy() * 2)
+    self.row[:] = order
+    self.row[1:] += order[:2]
+    return x * torch.from_numpy(order)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        counts, in_a_list, in_an_object, replaced, counts_sides, keeps_the_greatest,
+        keeps_a_sorted_one,
+    ],
+)  # fmt: skip
 def test_it_is_replayed(forward: Any) -> None:
     bended = stream(forward)
     assert bended.stats.live <= 1, bended.why_live
     assert bended.stats.replays > 15, bended.stats
+
+
+def opened_for(bended: bt.BendedModule) -> set[str]:
+    """Return the functions for which the code of replays takes arrays out of tensors."""
+    codes = [
+        exit.code.function
+        for program in bended._trees.plain.programs()
+        if program.graph is not None
+        for exit in program.graph.exits()
+    ]
+    called = (one for code in codes for one in code.__globals__.values())
+    found = (getattr(one, "__self__", one) for one in called)
+    return {one.__name__ for one in found if type(one) is ArrayFunction}
+
+
+def test_functions_that_only_get_numbers_and_arrays_are_called_themselves() -> None:
+    assert not opened_for(stream(counts_sides))
+    # A tensor stands for the greatest one, where a question is asked.
+    assert opened_for(stream(keeps_the_greatest)) == {"max", "setitem_", "from_numpy"}
 
 
 def by_a_method_that_is_kept(self: Holds, x: Tensor) -> Tensor:
