@@ -251,9 +251,7 @@ class Dispatcher:
                 splicer.is_apart = True
             tree = self._trees.of(plan)
             with gates.again():
-                return self._record_new(
-                    _DispatchedCall(args, kwargs, names, arguments, plan, tree)
-                )
+                return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         if self.speculation is not None and guess is None and auditor is None:
             inserted = None if plan is None else compiling.insertions_of_plan(plan)
@@ -378,7 +376,7 @@ class Dispatcher:
         arguments: tuple[Any, ...], plan: InsertionPlan, splicer: Splicer, program: Program | None,
     ) -> Any:  # fmt: skip
         """Serve a call with insertions along the paths without them."""
-        tree, result = self._trees.plain, None
+        tree, divergence = self._trees.plain, None
         gates.attempt().receives(args, kwargs)
         if program is not None and not (program.wants_lifting and tree.lifts):
             result = tree.replay(names, program, arguments, splicer=splicer)
@@ -389,19 +387,20 @@ class Dispatcher:
                 plan.ran(recording)
                 self._floor_of(plan).replays += 1
                 return result.output
+            divergence = result
         call = _DispatchedCall(args, kwargs, names, arguments, plan, tree, splicer)
         if program is None:
             self._floor_of(plan).count_path()
             return self._record_new(call)
-        if result is None:
+        if divergence is None:
             return self._record_lifted(call, program)
-        with nullcontext() if result.computed is not None else gates.again():
-            return self._resume(call, program, result)
+        with nullcontext() if divergence.computed is not None else gates.again():
+            return self._resume(call, program, divergence)
 
     def _floor_of(self, plan: InsertionPlan | None) -> Floor:
         return self.floor if plan is None else plan.floor or self._trees.floor(plan)
 
-    def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _initialize(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model itself, which makes the parameters of lazy modules."""
         self.stats.live += 1
         with self.calls:

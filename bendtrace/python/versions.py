@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, contains, getitem, is_
 from typing import Any, NamedTuple

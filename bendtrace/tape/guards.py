@@ -31,8 +31,10 @@ def type_name_of(value: Any) -> str:
 
 
 _kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-_usual_kinds: dict[type, str] = {}  # of those that are never gone, which take less time to find
-_usual_kinds.update((type(one), type_name_of(one)) for one in (None, True, 0, 0.0, "", (), []))
+# Of those that are never gone, which take less time to find.
+_usual_kinds: dict[type, str] = {}
+_USUAL: tuple[Any, ...] = (None, True, 0, 0.0, "", (), [], {})
+_usual_kinds.update((type(one), type_name_of(one)) for one in _USUAL)
 
 
 class ContentGuard(Guard):

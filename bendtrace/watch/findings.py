@@ -280,7 +280,7 @@ class WatchedContent:
         """Return whether everything without memory words is unchanged."""
         if self._others and not self._same_items():
             return False
-        for content in self._whole:  # noqa: SIM110 - a generator takes longer for the usual one
+        for content in self._whole:  # not in a generator: mostly it is one
             if not content.same():
                 return False
         return True
