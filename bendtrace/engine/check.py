@@ -282,7 +282,7 @@ class CheckWriter:
 
     @property
     def _reads_entries(self) -> bool:
-        """Whether words are read of what is in tables; asking each takes longer if it is much."""
+        """True if words are read of what is in tables; to ask each takes longer if it is much."""
         return self._words is not None and len(self._in_tables()) > _FEW_ENTRIES
 
     def _ranks(self) -> list[tuple[dict[str, Any], str, int]]:
@@ -394,8 +394,8 @@ class CheckWriter:
         held = tuple(part.value) if type(part.value) is dict else ()
         if held and same_keys([key for key in held if key not in part.hidden], wanted):
             # Mostly they are the very keys that were there, which takes no bytecode to find out.
-            there = f"len({name}) == {len(held)} and all(map(is_, {name}, {source.bound(held)}))"
-            other = f"not ({there}) and {other}"
+            same = f"len({name}) == {len(held)} and all(map(is_, {name}, {source.bound(held)}))"
+            other = f"not ({same}) and {other}"
         source.line(f"if {other}: return {moved}")
 
     def _ask_for_each(self, source: GeneratedSource) -> None:

@@ -306,7 +306,7 @@ def calls_on_arrays(schedule: Schedule, kept_until: int) -> dict[int, Equivalent
     values are until a position. Where all that a function receives are numbers and arrays, it is
     called itself.
     """
-    if schedule.splices or schedule.blocks:
+    if schedule.blocks:
         return {}
     tape = schedule.tape
     ops = [op for op in map(schedule.op_at, range(schedule.start, schedule.end)) if op is not None]
@@ -323,10 +323,15 @@ def calls_on_arrays(schedule: Schedule, kept_until: int) -> dict[int, Equivalent
     used.update(ref.index for ref in refs_in(schedule.outputs))
     used.update(i for op in ops if op.index not in functions | written for i in op.operands)
     used.update(i for op in ops if op.target is array_functions.content_of for i in op.operands)
+    used.update(splice.index for listed in schedule.splices.values() for splice in listed)
+    last_use = {index: op.index for op in ops for index in op.operands}
     arrays = {
         index
         for index in functions - used - schedule.catchable
-        if index > kept_until and not schedule.is_late(tape.ops[index])
+        if index > kept_until
+        and not schedule.is_late(tape.ops[index])
+        # Python may take over at a splice, from all values that are needed behind it.
+        and not any(index < position <= last_use.get(index, -1) for position in schedule.splices)
     }
 
     def call(op: Op) -> EquivalentCall:

@@ -79,7 +79,7 @@ class ArrayFunction:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it only calls the function, if it is given arrays and numbers alone."""
+        """True if it only calls the function, where it is given arrays and numbers alone."""
         return self._errors is None and not self._given_tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

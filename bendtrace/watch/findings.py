@@ -519,8 +519,8 @@ def _numpys_variables() -> tuple[contextvars.ContextVar[Any], ...]:
     places = ("printoptions", "format_options"), ("umath", "_extobj_contextvar")
     modules = (sys.modules.get(f"numpy._core.{module}") for module, _ in places)
     found = [getattr(one, name, None) for one, (_, name) in zip(modules, places, strict=True)]
-    is_there = all(isinstance(one, contextvars.ContextVar) for one in found)
-    return tuple(cast("list[contextvars.ContextVar[Any]]", found)) if is_there else ()
+    has_both = all(isinstance(one, contextvars.ContextVar) for one in found)
+    return tuple(cast("list[contextvars.ContextVar[Any]]", found)) if has_both else ()
 
 
 # What the variables held when the settings were read last, and what was read. To ask numpy for them
