@@ -308,7 +308,8 @@ class BendedModule(ModuleProxy[ModelT]):
             return call_itself(self._model, args, kwargs)
         dispatcher = self._dispatcher
         if self._inserted:
-            if (plan := self._insertion_registry.plan(args, kwargs)) is not None:
+            insertions = self._on_demand["_insertion_registry"]
+            if (plan := insertions.plan(args, kwargs)) is not None:
                 with dispatcher.calls:
                     return dispatcher.call_with(plan, args, kwargs)
         elif (floor := dispatcher.floor).calls_to_wait and floor.take_call():

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.engine import check
 from tests.promise import bits
 
 
@@ -110,8 +111,13 @@ CHANGES: dict[str, Callable[[Own], object]] = {
 }
 
 
+@pytest.mark.parametrize("reads_words", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_each_change_is_noticed_at_once_and_afterwards_all_is_served_again(change):
+def test_each_change_is_noticed_at_once_and_afterwards_all_is_served_again(
+    change: Callable[[Own], object], reads_words: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reads_words:  # of what is in tables, as of the many tensors of a large model
+        monkeypatch.setattr(check, "_FEW_ENTRIES", 0)
     torch.manual_seed(0)
     model = Own().eval()
     bended = bt.BendedModule(model)
@@ -157,6 +163,58 @@ def test_a_change_that_is_taken_back_is_served_by_the_first_trace():
         assert bits(bended(x)) == bits(model(x))
     assert bended.stats.traces == 2
     assert bended.stats.replays == 3
+
+
+class Ordered(nn.Module):
+    """Reads the order of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.gain = nn.Linear(3, 3), 1.5
+        self.one, self.other = 2.0, 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.gain
+        names = [name for name in vars(self) if name in ("one", "other", "third")]
+        for name in names:
+            x = x * 2 + getattr(self, name)
+        return self.fc(x)
+
+
+def _name_again(model: nn.Module) -> None:
+    vars(model)["".join(("on", "e"))] = vars(model).pop("one")  # behind the other one
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _name_again,
+        lambda m: vars(m).__setitem__("third", vars(m).pop("other")),
+        lambda m: setattr(m, "third", 4.0),
+        lambda m: delattr(m, "one"),
+        lambda m: setattr(m, "_parameters", dict(m._parameters)),
+        lambda m: setattr(m, "_modules", {"fc": nn.Linear(3, 3)}),
+        lambda m: setattr(m, "__dict__", {**vars(m), "one": 5.0}),
+        lambda m: setattr(m, "one", 2),
+    ],
+)
+def test_other_attributes_are_noticed_where_one_is_assigned_before_each_call(
+    change: Callable[[nn.Module], object],
+) -> None:
+    torch.manual_seed(0)
+    model = Ordered()
+    bended, x = bt.BendedModule(model), torch.randn(2, 3)
+
+    def is_same() -> bool:
+        model.gain = float("1.5")  # an equal one, which the dict counts as a change
+        return bits(bended(x)) == bits(model(x))
+
+    assert all(is_same() for _ in range(3))
+    assert bended.stats.replays == 2
+    change(model)
+    for _ in range(3):
+        assert is_same()
+    assert bended.stats.replays == 4
 
 
 def test_parameters_may_be_replaced_and_are_read_anew():

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import bendtrace as bt
+from bendtrace.engine import program
 from bendtrace.python.results import can_exchange_operands
+from bendtrace.record.array_functions import ArrayFunction
 from bendtrace.record.arrays import Arrays
 from bendtrace.watch.open_arrays import is_tied, is_unshared
 from tests.promise import bits
@@ -95,11 +97,112 @@ def replaced(self: Holds, x: Tensor) -> Tensor:
     return x * float(before[0]) if x[0] > 0 else x * float(self.row[0])
 
 
-@pytest.mark.parametrize("forward", [counts, in_a_list, in_an_object, replaced])
+def counts_sides(self: Holds, x: Tensor) -> Tensor:
+    side = 1 if x.sum() > 0 else 2
+    self.row[side] += 1
+    self.rows[0][side] = x.mean().item()
+    return x * side
+
+
+def keeps_the_greatest(self: Holds, x: Tensor) -> Tensor:
+    most = np.max(x.numpy())
+    self.row[0] = most
+    x = x * 2 if x[0] > 0 else x * 3  # with the greatest one at hand
+    self.row[1], self.rows[0][:2] = most, (most, 0.5)
+    return x + torch.from_numpy(self.row.copy())
+
+
+def keeps_a_sorted_one(self: Holds, x: Tensor) -> Tensor:
+    order = np.sort(x.numpy() * 2)
+    self.row[:] = order
+    self.row[1:] += order[:2]
+    return x * torch.from_numpy(order)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        counts, in_a_list, in_an_object, replaced, counts_sides, keeps_the_greatest,
+        keeps_a_sorted_one,
+    ],
+)  # fmt: skip
 def test_it_is_replayed(forward: Any) -> None:
     bended = stream(forward)
     assert bended.stats.live <= 1, bended.why_live
     assert bended.stats.replays > 15, bended.stats
+
+
+def opened_for(bended: bt.BendedModule) -> set[str]:
+    """Return the functions for which the code of replays takes arrays out of tensors."""
+    codes = [
+        exit.code.function
+        for program in bended._trees.plain.programs()
+        if program.graph is not None
+        for exit in program.graph.exits()
+    ]
+    called = (one for code in codes for one in code.__globals__.values())
+    found = (getattr(one, "__self__", one) for one in called)
+    return {one.__name__ for one in found if type(one) is ArrayFunction}
+
+
+def test_functions_that_only_get_numbers_and_arrays_are_called_themselves() -> None:
+    assert not opened_for(stream(counts_sides))
+    # A tensor stands for the greatest one, where a question is asked.
+    assert opened_for(stream(keeps_the_greatest)) == {"max", "setitem_", "from_numpy"}
+
+
+class AcrossModules(nn.Module):
+    """Has an array of numpy while its last module is called, and one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.row = nn.Linear(3, 3), nn.Linear(3, 3), np.zeros(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.one(x)
+        order = np.sort(h.numpy())
+        self.row[0] = np.max(h.numpy() * 2)
+        y = self.other(x)
+        self.row[1:] = order[0, :2]
+        return y.double() * torch.from_numpy(order) + float(self.row.sum())
+
+
+@pytest.mark.parametrize("name", ["one", "other"])
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_arrays_are_passed_to_functions_beside_what_is_inserted(
+    name: str, is_odd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    handed_on: list[Any] = []
+    values_in = program.values_in
+
+    def noted(names: dict[str, Any]) -> dict[int, Any]:
+        found = values_in(names)
+        handed_on.extend(found.values())
+        return found
+
+    monkeypatch.setattr(program, "values_in", noted)
+    model = AcrossModules()
+    own = copy.deepcopy(model)
+    calls: dict[str, int] = {"model": 0, "own": 0}
+
+    def changed(value: Tensor, key: str) -> Tensor:
+        calls[key] += 1
+        # Of another kind at times, so that the model's Python takes over.
+        return (value * 1.5).t().contiguous().t() if is_odd and calls[key] % 7 == 6 else value * 1.5
+
+    getattr(model, name).register_forward_hook(lambda m, args, out: changed(out, "model"))
+    bended = bt.BendedModule(own)
+    bended.interject(getattr(own, name), lambda value: changed(value, "own"))
+    for number in range(30):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+        with torch.no_grad():
+            assert bits(bended(x)) == bits(model(x))
+        assert own.row.tobytes() == model.row.tobytes()
+        assert calls["own"] == calls["model"]
+    assert bended.stats.replays > (2 if is_odd else 20)
+    assert bool(handed_on) is (is_odd and name == "other")  # else the call has begun again
+    assert all(isinstance(value, Tensor) for value in handed_on)
 
 
 def by_a_method_that_is_kept(self: Holds, x: Tensor) -> Tensor:

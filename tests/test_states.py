@@ -1102,6 +1102,45 @@ def test_recorded_past_joins_a_wrong_one_is_found(
         is_right(PROGRAMS["an_object_of_the_users"], ORDERS[order])
 
 
+def test_a_value_that_is_used_many_times_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(x: Tensor) -> Tensor:
+        for _ in range(12):
+            x = x + x
+        return x
+
+    bended = bt.BendedModule(model)
+    bended(torch.ones(2))
+    (program,) = bended._trees.plain.programs()
+    walk: Any = object.__new__(READER)
+    walk._ops, walk.holes = program.recording.tape.ops, {}
+    described = []
+    describe = READER._describe
+
+    def noted(self: Any, index: int, *rest: Any) -> Any:
+        described.append(index)
+        return describe(self, index, *rest)
+
+    monkeypatch.setattr(READER, "_describe", noted)
+    last, before = walk._describe(12, 12, {}), walk._describe(11, 12, {})
+    assert last != before
+    assert last == walk._describe(12, 12, {})
+    assert len(described) == 2 * (2 * 12 + 1) + 2 * 11 + 1  # and not some thousand times
+
+
+def test_numbers_that_are_asked_for_are_told_apart_by_their_bits() -> None:
+    def model(x: Tensor) -> Tensor:
+        return x * len(f"{x[0].item()!r}")
+
+    bended = bt.BendedModule(model)
+    other_nan = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32).item()
+    numbers = [0.0, -0.0, 1.5, math.nan, -1.5, math.inf, other_nan]
+    for number in numbers * 3:
+        x = torch.tensor([number, 2.0])
+        assert torch.equal(bended(x)[1:], model(x)[1:])
+    assert bended.stats.live == 0
+    assert bended.stats.replays >= 2 * len(numbers)
+
+
 def test_frames_are_read_as_they_are() -> None:
     """Reading the same frames twice gives the same, whatever runs in between."""
     places = stacks.frame_layout()

@@ -216,7 +216,7 @@ class CheckWriter:
         source.line("else:")
         source.line("    number = ask(A)")
         source.line("    if number is not None: return number")
-        if self._classes.tables:
+        if self._reads_entries:
             tables = [table.value for table in self._classes.tables]
             kinds = [part.type for part in self._in_tables()]
             source.names["entries"] = TableEntries(tables, kinds, self._ranks())
@@ -266,7 +266,7 @@ class CheckWriter:
             self._ask_for_order(source, part)
         self._ask_for_missing(source)
         self._ask_for_simple(source, "in_spaces", classes.simple)
-        if classes.tables and self._words is not None:
+        if self._reads_entries:
             self._ask_in_doubt(source, "not entries.are_same(read)", "look()")
         elif classes.tables:
             source.names.update(
@@ -279,6 +279,11 @@ class CheckWriter:
                 source.names.update(dim=Tensor.dim, ranks=[*numbers], ranked_in=tables, ranked=keys)
                 now = "list(map(dim, map(getitem, ranked_in, ranked)))"
                 self._ask_in_doubt(source, f"{now} != ranks", "look()")
+
+    @property
+    def _reads_entries(self) -> bool:
+        """True if words are read of what is in tables; to ask each takes longer if it is much."""
+        return self._words is not None and len(self._in_tables()) > _FEW_ENTRIES
 
     def _ranks(self) -> list[tuple[dict[str, Any], str, int]]:
         """Return the tables, keys and ranks of the tensors in tables that have to have one."""
@@ -381,11 +386,17 @@ class CheckWriter:
             return
         moved = self._questions.note(f"what {part.label} has is in another order")
         source.names["same_keys"] = same_keys
-        now = source.part(part)
+        now = name = source.part(part)
         if part.hidden:
-            now = f"[key for key in {now} if key not in {source.bound(part.hidden)}]"
-        keys = source.bound(tuple(child.key for child in children))
-        source.line(f"if not same_keys({now}, {keys}): return {moved}")
+            now = f"[key for key in {name} if key not in {source.bound(part.hidden)}]"
+        wanted = tuple(child.key for child in children)
+        other = f"not same_keys({now}, {source.bound(wanted)})"
+        held = tuple(part.value) if type(part.value) is dict else ()
+        if held and same_keys([key for key in held if key not in part.hidden], wanted):
+            # Mostly they are the very keys that were there, which takes no bytecode to find out.
+            same = f"len({name}) == {len(held)} and all(map(is_, {name}, {source.bound(held)}))"
+            other = f"not ({same}) and {other}"
+        source.line(f"if {other}: return {moved}")
 
     def _ask_for_each(self, source: GeneratedSource) -> None:
         """Ask of what is left, one by one."""
@@ -521,16 +532,20 @@ class CheckWriter:
         other = self._questions.note(
             f"the attributes of {module.label}, or its tables, were replaced", part
         )
-        source.names["consists_of"] = _consists_of
-        names, held = [name for name, _ in tables], [table for _, table in tables]
-        given = f"{source.bound(module.value)}, {source.part(part)}"
-        given = f"{given}, {source.bound(names)}, {source.bound(held)}"
-        source.line(f"if not consists_of({given}): return {other}")
+        names, held = [key for key, _ in tables], [table for _, table in tables]
+        attributes = source.part(part)
+        found = f"map({attributes}.get, {source.bound(names)})"
+        same = f"all(map(is_, {found}, {source.bound(held)}))"
+        source.line(
+            f"if {source.bound(module.value)}.__dict__ is not {attributes} or not {same}: "
+            f"return {other}"
+        )
 
 
 # What is exchanged in a function that is edited in place, as notebooks do when they reload.
 _WRITTEN = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OTHER_HOOKS = "the modules have other hooks"
+_FEW_ENTRIES = 32
 
 
 def _has_more(
@@ -568,13 +583,6 @@ def _same_cache_entries(filled: dict[Any, list[tuple[Any, Any]]]) -> bool:
         if not all(key in now and identical(now[key], result) for key, result in before):
             return False
     return True
-
-
-def _consists_of(
-    module: Any, attributes: dict[str, Any], names: list[str], tables: list[Any]
-) -> bool:
-    found = map(attributes.get, names)
-    return vars(module) is attributes and all(map(operator.is_, found, tables))
 
 
 def _hook_items(hooks: dict[Any, Any]) -> tuple[Any, ...]:

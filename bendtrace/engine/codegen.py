@@ -144,9 +144,7 @@ class RunWriter:
             source.emitted.add(op.index)
         self._dying = schedule.deaths(self._kept_until)
         if any(works_on_arrays(op.target) for op in self.tape.ops[schedule.start :]):
-            for index, call in direct_calls.calls_on_arrays(schedule).items():
-                if 2 * index > self._kept_until:
-                    self._direct[index] = call
+            self._direct.update(direct_calls.calls_on_arrays(schedule, self._kept_until // 2))
         self._forget(2 * schedule.start - 1)
         if schedule.entered is not None:
             self._go_on_in(schedule.entered)

@@ -9,8 +9,9 @@ model might catch the errors of the call.
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from bendtrace.python.internals import internal
 from bendtrace.python.lazy import LazyModule
 from bendtrace.tape.captured import PLAIN_TYPES, Captured, CaptureKind
 from bendtrace.tape.contexts import cudnn
+from bendtrace.tape.structure import Existing
 from bendtrace.tape.tape import Op, OpKind, Ref, Tape, refs_in
 from bendtrace.watch.functions import METADATA, SHAPES, name_of
 
@@ -297,14 +299,18 @@ _VIEWS = frozenset({"T", "mT", "H", "mH", "real", "imag", "data"})
 # Functions of arrays, where no tensor has to stand for their results.
 
 
-def calls_on_arrays(schedule: Schedule) -> dict[int, EquivalentCall]:
+def calls_on_arrays(schedule: Schedule, kept_until: int) -> dict[int, EquivalentCall]:
     """Return the calls of a schedule for whose results no tensors need stand.
 
-    Only other functions of arrays receive these, and nothing is handed on while they are there.
+    Only other functions of arrays receive these, and nothing is handed on while they are there:
+    values are until a position. Where all that a function receives are numbers and arrays, it is
+    called itself.
     """
-    if schedule.splices or schedule.blocks:
+    if schedule.blocks:
         return {}
+    tape = schedule.tape
     ops = [op for op in map(schedule.op_at, range(schedule.start, schedule.end)) if op is not None]
+    written = {op.index for op in ops if _writes_to_array(op)}
     functions = {
         op.index
         for op in ops
@@ -315,13 +321,64 @@ def calls_on_arrays(schedule: Schedule) -> dict[int, EquivalentCall]:
     used = {index for guard in guards for index in guard.operands}
     used.update(index for holes in schedule.holes_at.values() for index in holes)
     used.update(ref.index for ref in refs_in(schedule.outputs))
-    used.update(i for op in ops if op.index not in functions for i in op.operands)
+    used.update(i for op in ops if op.index not in functions | written for i in op.operands)
     used.update(i for op in ops if op.target is array_functions.content_of for i in op.operands)
-    return {
-        index: EquivalentCall(_on_arrays(op.target), op.args, op.kwargs)
+    used.update(splice.index for listed in schedule.splices.values() for splice in listed)
+    last_use = {index: op.index for op in ops for index in op.operands}
+    arrays = {
+        index
         for index in functions - used - schedule.catchable
-        if not schedule.is_late(op := schedule.tape.ops[index])
+        if index > kept_until
+        and not schedule.is_late(tape.ops[index])
+        # Python may take over at a splice, from all values that are needed behind it.
+        and not any(index < position <= last_use.get(index, -1) for position in schedule.splices)
     }
+
+    def call(op: Op) -> EquivalentCall:
+        target = _on_arrays(op.target)
+        if op.target is not array_functions.content_of and op.target.is_plain:
+            given = (*op.args, *op.kwargs.values())
+            if all(_is_opened(value, tape.ops, arrays) for value in given):
+                target = op.target.function
+        return EquivalentCall(target, op.args, op.kwargs)
+
+    found = {index: call(tape.ops[index]) for index in arrays}
+    for index in written - used - schedule.catchable:
+        direct = call(tape.ops[index])
+        if direct.target is tape.ops[index].target.function and index > kept_until:
+            found[index] = direct
+    return found
+
+
+def _writes_to_array(op: Op) -> bool:
+    """Return whether a function writes to an array of the model's, and nobody needs its result."""
+    if type(op.target) is not array_functions.ArrayFunction or not op.target.is_written:
+        return False
+    return _is_array(op.kwargs["out"] if "out" in op.kwargs else op.args[0])
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether a recorded argument is an array of numpy's own class that the model has."""
+    return type(value) is Existing and value.part.type is sys.modules["numpy"].ndarray
+
+
+def _is_opened(value: Any, ops: Sequence[Op], arrays: Collection[int]) -> bool:
+    """Return whether a recorded argument is a number or an array in a replay, and no tensor."""
+    kind = type(value)
+    if kind is Ref:
+        op = ops[value.index]
+        if value.index in arrays:
+            return op.target is array_functions.content_of or op.target.is_plain
+        return type(op.meta) in _NUMBERS and (op.kind is not OpKind.CALL or op.target is _item)
+    if kind is slice:
+        return all(_is_opened(one, ops, arrays) for one in (value.start, value.stop, value.step))
+    if kind is tuple:
+        return all(_is_opened(one, ops, arrays) for one in value)
+    return kind in PLAIN_TYPES or _is_array(value)
+
+
+_NUMBERS = (bool, int, float)
+_item = Tensor.item
 
 
 def _on_arrays(function: Any) -> Any:

@@ -26,6 +26,7 @@ from bendtrace.record.module_proxy import call_itself
 from bendtrace.record.recorded_call import Signature, has_lazy_modules, record
 from bendtrace.record.recorder import Recording
 from bendtrace.tape.captured import PLAIN_TYPES, is_uneven
+from bendtrace.tape.contexts import function_modes
 from bendtrace.watch.mode_queries import seeing_modes
 from bendtrace.watch.rank_sync import has_other_ranks
 
@@ -224,13 +225,13 @@ class Dispatcher:
         reasons to run live come before the replay, which cannot be taken back. The guess is the
         result of trying it on a compiled path, if that was done.
         """
-        if modes := seeing_modes():
+        if function_modes() and (modes := seeing_modes()):
             self.passing[_reason_of_mode(modes[-1])] = None
             return self._under_modes(args, kwargs, plan)
         floor = self.floor
         if plan is not None:
-            floor = self._trees.floor(plan)
-            if floor.take_call():
+            floor = plan.floor or self._trees.floor(plan)
+            if floor.calls_to_wait and floor.take_call():
                 self.stats.live += 1
                 if (runner := self._runner_of(plan)) is not None:
                     return runner.call(args, kwargs, self.latest_run)
@@ -240,18 +241,19 @@ class Dispatcher:
                 return self._traced(
                     _DispatchedCall(args, kwargs, names, arguments, plan, tree)
                 ).result
-        names, arguments = self.named_arguments(args, kwargs, plan)
+        is_seen = plan is not None and plan.sees_inputs
+        names, arguments = self._signature.named_arguments(args, kwargs, is_seen)
         if plan is not None and (found := self._splicer(plan, names, arguments)) is not None:
             splicer, plain_program = found
             if plain_program is None and self._signature.notice_changes():
                 return self.call(args, kwargs, plan, auditor)
-            call = _DispatchedCall(args, kwargs, names, arguments, plan, self._trees.plain, splicer)
             try:
-                return self._spliced(call, plain_program)
+                return self._spliced(args, kwargs, names, arguments, plan, splicer, plain_program)
             except Unfit:
                 splicer.is_apart = True
+            tree = self._trees.of(plan)
             with gates.again():
-                return self._record_new(call._replace(tree=self._trees.of(plan), splicer=None))
+                return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
         tree = self._trees.plain if plan is None else self._trees.of(plan)
         if self.speculation is not None and guess is None and auditor is None:
             inserted = None if plan is None else compiling.insertions_of_plan(plan)
@@ -264,31 +266,12 @@ class Dispatcher:
         if program is not None and program.ignored:
             if tree.settles(names, program, arguments, floor.has_waited):
                 program = None
-        if program is None and self._signature.notice_changes():
-            return self.call(args, kwargs, plan, auditor)
-        if program is None and has_lazy_modules(self._model):
-            if plan is not None:
-                raise errors.InputError(
-                    "the model has lazy modules, whose parameters the first call makes: call it "
-                    "once before anything is inserted"
-                )
-            return self._initialize(args, kwargs)
-        if program is None and plan is not None:
-            plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
-            if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
-                if (runner := self._runner_of(plan)) is not None:
-                    self._trees.plain.ran_live(plain)
-                    floor.count_live()
-                    self.stats.live += 1
-                    return runner.call(args, kwargs, plain.recording)
         if program is None:
-            floor.count_path()
-            try:
-                return self._record_new(_DispatchedCall(args, kwargs, names, arguments, plan, tree))
-            except errors.Uninitialized as error:  # of modules that are not registered in the model
-                if plan is not None or error.function is not self._model:
-                    raise
-            return self._initialize(args, kwargs)
+            if self._signature.notice_changes():
+                return self.call(args, kwargs, plan, auditor)
+            return self._call_unknown(
+                _DispatchedCall(args, kwargs, names, arguments, plan, tree), floor
+            )
         if program.live_only:
             if tree.looks_again(program):
                 floor.count_path()
@@ -317,11 +300,11 @@ class Dispatcher:
         result = tree.replay(names, program, arguments, guess is not None and guess.may_compile)
         if isinstance(result, FinishedReplay):
             self.stats.replays += 1
-            self.latest_run = result.recording
+            self.latest_run = recording = result.stretch.recording
             if audit is not None:
-                audit.compare(result.recording, result.output)
+                audit.compare(recording, result.output)
             if plan is not None:
-                plan.ran(result.recording)
+                plan.ran(recording)
             floor.replays += 1
             if guess is not None and self.speculation is not None:
                 self.speculation.replayed(guess, names, program, result, arguments)
@@ -329,6 +312,32 @@ class Dispatcher:
         return self._resume(
             _DispatchedCall(args, kwargs, names, arguments, plan, tree), program, result
         )
+
+    def _call_unknown(self, call: _DispatchedCall, floor: Floor) -> Any:
+        """Serve a call that no known program fits."""
+        args, kwargs, names, arguments, plan, *_ = call
+        if has_lazy_modules(self._model):
+            if plan is not None:
+                raise errors.InputError(
+                    "the model has lazy modules, whose parameters the first call makes: call it "
+                    "once before anything is inserted"
+                )
+            return self._initialize(args, kwargs)
+        if plan is not None:
+            plain = self._trees.plain.find(names, arguments)  # on which insertions go live, too
+            if plain is not None and plain.live_only and not self._trees.plain.looks_again(plain):
+                if (runner := self._runner_of(plan)) is not None:
+                    self._trees.plain.ran_live(plain)
+                    floor.count_live()
+                    self.stats.live += 1
+                    return runner.call(args, kwargs, plain.recording)
+        floor.count_path()
+        try:
+            return self._record_new(call)
+        except errors.Uninitialized as error:  # of modules that are not registered in the model
+            if plan is not None or error.function is not self._model:
+                raise
+        return self._initialize(args, kwargs)
 
     def _splicer(
         self, plan: InsertionPlan, names: tuple[str, ...], arguments: tuple[Any, ...]
@@ -338,7 +347,7 @@ class Dispatcher:
             return None
         if plan.lookup is not None:
             return None
-        splicer = self._trees.splicer(plan, self._knowledge())
+        splicer = self._trees.splicer(plan, self._knowledge)
         if splicer.is_apart:
             return None
         program = self._trees.plain.find(names, arguments)
@@ -364,31 +373,36 @@ class Dispatcher:
             return self._trees.plain
         return self._trees.of(plan)
 
-    def _spliced(self, call: _DispatchedCall, program: Program | None) -> Any:
+    def _spliced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...],
+        arguments: tuple[Any, ...], plan: InsertionPlan, splicer: Splicer, program: Program | None,
+    ) -> Any:  # fmt: skip
         """Serve a call with insertions along the paths without them."""
-        assert call.splicer is not None
-        assert call.plan is not None
-        gates.attempt().receives(call.args, call.kwargs)
+        tree, divergence = self._trees.plain, None
+        gates.attempt().receives(args, kwargs)
+        if program is not None and not (program.wants_lifting and tree.lifts):
+            result = tree.replay(names, program, arguments, splicer=splicer)
+            if isinstance(result, FinishedReplay):
+                splicer.calls += 1
+                self.stats.replays += 1
+                self.latest_run = recording = result.stretch.recording
+                plan.ran(recording)
+                self._floor_of(plan).replays += 1
+                return result.output
+            divergence = result
+        call = _DispatchedCall(args, kwargs, names, arguments, plan, tree, splicer)
         if program is None:
-            self._floor_of(call.plan).count_path()
+            self._floor_of(plan).count_path()
             return self._record_new(call)
-        if program.wants_lifting and call.tree.lifts:
+        if divergence is None:
             return self._record_lifted(call, program)
-        result = call.tree.replay(call.names, program, call.arguments, splicer=call.splicer)
-        if isinstance(result, FinishedReplay):
-            call.splicer.calls += 1
-            self.stats.replays += 1
-            self.latest_run = result.recording
-            call.plan.ran(result.recording)
-            self._trees.floor(call.plan).replays += 1
-            return result.output
-        with nullcontext() if result.computed is not None else gates.again():
-            return self._resume(call, program, result)
+        with nullcontext() if divergence.computed is not None else gates.again():
+            return self._resume(call, program, divergence)
 
     def _floor_of(self, plan: InsertionPlan | None) -> Floor:
-        return self.floor if plan is None else self._trees.floor(plan)
+        return self.floor if plan is None else plan.floor or self._trees.floor(plan)
 
-    def _initialize(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _initialize(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model itself, which makes the parameters of lazy modules."""
         self.stats.live += 1
         with self.calls:
@@ -785,12 +799,12 @@ class Trees:
         tree = self._inserted.get(plan.key)
         return tree is not None and next(iter(tree.programs()), None) is not None
 
-    def splicer(self, plan: InsertionPlan, knowledge: Knowledge) -> Splicer:
+    def splicer(self, plan: InsertionPlan, knowledge: Callable[[], Knowledge]) -> Splicer:
         """Return the splicer of some insertions into the paths without any."""
         self._latest = None
         if plan.splicer is None:
             plan.splicer = self._used(
-                self._splicers, plan.key, lambda: splicing.Splicer(plan, knowledge, self._exits)
+                self._splicers, plan.key, lambda: splicing.Splicer(plan, knowledge(), self._exits)
             )
         splicer: Splicer = plan.splicer
         return splicer.serves(plan)

@@ -256,9 +256,10 @@ class Program:
             holes += earlier.computed.values()
         assert exit is not None
         piece, entered = exit.piece, exit.number
-        code = (exit.compiled if compiled else None) or exit.code
         if splicer is not None:
             code = splicer(exit)
+        else:
+            code = (exit.compiled if compiled else None) or exit.written or exit.code
         while True:
             error: Any = None
             asked, node = 0, None

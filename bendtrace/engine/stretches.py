@@ -15,7 +15,7 @@ from bendtrace.engine.source import Code, ValueSplice
 from bendtrace.python.lazy import LazyModule
 from bendtrace.record.effects import Effects
 from bendtrace.record.recorder import Recording
-from bendtrace.tape.captured import identical, store_item
+from bendtrace.tape.captured import bits_of, identical, store_item
 from bendtrace.tape.contexts import Hold
 from bendtrace.tape.tape import AfterOp, Guard, Stop
 from bendtrace.watch.rank_sync import has_other_ranks
@@ -362,8 +362,8 @@ class StateNode:
         if answer is False:
             return self.no
         kind = type(answer)
-        if kind is int or kind is str:
-            return self._by_answer.get((kind, answer))
+        if kind in _LOOKED_UP:
+            return self._by_answer.get((kind, bits_of(answer) if kind is float else answer))
         return next((exit for exit in self.exits if identical(exit.answer, answer)), None)
 
     def add(self, exit: Exit) -> None:
@@ -383,10 +383,13 @@ class StateNode:
         self.yes = next((exit for exit in exits if exit.answer is True), None)
         self.no = next((exit for exit in exits if exit.answer is False), None)
         self._by_answer = {
-            (type(exit.answer), exit.answer): exit
+            (kind, bits_of(exit.answer) if kind is float else exit.answer): exit
             for exit in exits
-            if type(exit.answer) in (int, str)
+            if (kind := type(exit.answer)) in _LOOKED_UP
         }
+
+
+_LOOKED_UP = frozenset({int, str, float})
 
 
 # A piece, the guard from which a call ran it (-1 for its beginning), and the guard where the call

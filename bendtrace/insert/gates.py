@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import operator
 import re
 import sys
@@ -195,13 +196,14 @@ class Attempt:
     inserted is called a second time then: the gates return what they have returned before.
     """
 
+    __slots__ = ("_given", "_met", "answers", "returned")
+
     def __init__(self) -> None:
         # For a call that begins again, what gates return, by node and pass; None for the value that
         # they receive, and an error for one that they raise.
         self.answers: dict[tuple[str, int], Any] = {}
-        self._returned: dict[tuple[str, int], _Returned] = {}
-        # By identity, which another tensor may have once one is gone: the references tell.
-        self._met: dict[int, weakref.ref[Tensor]] = {}
+        self.returned: dict[tuple[str, int], _Returned] = {}  # in this attempt, by node and pass
+        self._met: list[weakref.ref[Tensor]] = []
         self._given: tuple[Any, ...] = ()
 
     def receives(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -210,40 +212,30 @@ class Attempt:
 
     def has_met(self, tensor: Tensor) -> bool:
         """Return whether the model may have a tensor, as an argument or from another gate."""
-        reference = self._met.get(id(tensor))
-        if reference is not None and reference() is tensor:
-            return True
-        return any(one is tensor for one in all_tensors_in(self._given))
+        returned = map(_live_tensor, self.returned.values())
+        others = (reference() for reference in self._met)
+        given = all_tensors_in(self._given)
+        return any(one is tensor for one in itertools.chain(returned, others, given))
 
-    def note(
-        self,
-        path: str,
-        number: int,
-        given: Tensor,
-        keeps: bool,
-        may_change: bool,
-        version: int | None = None,
-    ) -> None:
+    def note(self, path: str, number: int, given: Tensor, keeps: bool, may_change: bool) -> None:
         """Note what a gate has returned, in a pass of a node.
 
-        With `keeps`, it is kept alive; with `may_change`, the model may change it in place. Its
-        version may not be known.
+        With `keeps`, it is kept alive; with `may_change`, the model may change it in place.
         """
-        self._met[id(given)] = reference = weakref.ref(given)
-        version = write_count(given) if version is None else version
-        self._returned[path, number] = given if keeps else reference, version, may_change
+        held = given if keeps else weakref.ref(given)
+        self.returned[path, number] = held, write_count(given), may_change
 
     def note_unchanged(self, path: str, number: int) -> None:
         """Note that a gate has returned the value that it was given, as it was."""
-        self._returned[path, number] = _UNCHANGED
+        self.returned[path, number] = _UNCHANGED
 
     def refuse(self, path: str, number: int) -> None:
         """Note that a gate has done something that it cannot do again."""
-        self._returned[path, number] = None, 0, True
+        self.returned[path, number] = None, 0, True
 
     def meets(self, tensor: Tensor) -> None:
         """Note that the model has a tensor from a gate."""
-        self._met[id(tensor)] = weakref.ref(tensor)
+        self._met.append(weakref.ref(tensor))
 
     def hands_on(self, gates: Sequence[Gate], given: Any) -> None:
         """Have the gates at a place in known code return once more what they have returned.
@@ -259,14 +251,14 @@ class Attempt:
 
     def can_begin_again(self) -> bool:
         """Return whether gates could return what they have returned."""
-        return not any(map(_why_not, self._returned.values()))
+        return not any(map(_why_not, self.returned.values()))
 
     def begin_again(self) -> None:
         """Have gates return what they have returned.
 
         Raise `InterjectionError` if that is gone, or was changed since.
         """
-        returned, self._returned, self._met = self._returned, {}, {}
+        returned, self.returned, self._met = self.returned, {}, []
         for (path, number), value in returned.items():
             if why := _why_not(value):
                 raise InterjectionError(
@@ -363,11 +355,13 @@ class _RunningPlan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        noted, reshaped = _local.call.error, _local.call.reshaped
+        call, _local.call = _local.call, self._before
+        if error is None and call.error is None:
+            return
+        noted, reshaped = call.error, call.reshaped
         # Python's operators say of a TypeError inside of them that they do not fit their operands.
         is_hidden = isinstance(noted, TypeError) and type(error) is TypeError and error is not noted
         raised = noted if error is None or is_hidden else error
-        _local.call = self._before
         if not isinstance(raised, Exception):
             return
         for note in reshaped:
@@ -441,11 +435,6 @@ def again() -> Iterator[None]:
         yield
     finally:
         current.answers = {}
-
-
-def of_call() -> CallState:
-    """Return what gates know of the call that runs on this thread."""
-    return _local.call
 
 
 def attempt() -> Attempt:
@@ -726,7 +715,7 @@ class AfterGate(Gate):
         return called
 
     def is_due(self, entry: LocatedInsertion, call: CallState) -> bool:
-        """Return whether an insertion is called in the pass that comes next (see `of_call`)."""
+        """Return whether an insertion is called in the pass that comes next."""
         total = None if call.plan is None else call.plan.totals.get(self.at.path)
         return entry.insertion.passes.admits(call.passes.get(self._key, 0), total)
 
@@ -1131,14 +1120,14 @@ class SplicedGate:
 
         Raise `Interrupted` if the gate has raised an error, or returned another kind of value.
         """
-        call, gate = of_call(), self._gate
-        plan, passes, current = call.plan, call.passes, call.attempt
+        call, gate = _local.call, self._gate
+        plan, current = call.plan, call.attempt
         assert plan is not None
         _, _, selects, entry = plan.called_at.get(id(gate)) or gate.called_by(plan)
         if entry is None or current.answers or call.is_repeated:
             return self._slowly(value, tensor_kind(value))
         if selects and not gate.is_due(entry, call):
-            gate.begin(passes)
+            gate.begin(call.passes)
             return value
         test = self._latest
         if test is None or not test.is_alike(value):
@@ -1147,14 +1136,17 @@ class SplicedGate:
                 return self._slowly(value, tensor_kind(value))
         kind = test.kind
         # The usual case: what `AfterGate` does, in a third of the instructions.
-        at, version = gate.begin(passes), value._version
+        passes, key = call.passes, gate._key
+        number = passes.get(key, 0)
+        passes[key] = number + 1
+        at, version = gate._passes.get(number) or gate._pass(number), value._version
         try:
             given = entry.what.after(at, NO_INPUTS, value)
             if value._version == version:
                 if given is None or given is value:
                     if test.is_alike(value):
                         entry.insertion.fired(at, False)
-                        current.note_unchanged(self._path, at.number)
+                        current.note_unchanged(self._path, number)
                         return value
                 elif (
                     sys.getrefcount(given) <= REFERENCES_OF_LOCAL
@@ -1165,7 +1157,8 @@ class SplicedGate:
                     keeps, writes = self._splicer.keeps, self._splicer.writes
                     if not writes or not (keeps or _is_even_shared(given)):
                         tally.noted.append((at, True, 1))
-                        current.note(self._path, at.number, given, keeps, writes, given._version)
+                        held = given if keeps else weakref.ref(given)
+                        current.returned[self._path, number] = held, given._version, writes
                         return given
             given = gate.exchanged_for(entry, value, given, at, version)
         except Exception as error:
@@ -1173,7 +1166,7 @@ class SplicedGate:
             self._hand_on(error)
             raise Interrupted(*self._place) from None
         is_referenced = sys.getrefcount(given) > REFERENCES_OF_LOCAL
-        return self._weighed(value, given, is_referenced, at.number, kind, version)
+        return self._weighed(value, given, is_referenced, number, kind, version)
 
     def _test_of(self, value: Any) -> KindTest | None:
         """Return a test for what is like a value; None if too little is known of that."""

@@ -125,6 +125,7 @@ class InsertionPlan:
         self.entries: tuple[LocatedInsertion, ...] = tuple(
             sorted(entries, key=lambda entry: entry.what.late)
         )
+        self._insertions = tuple(dict.fromkeys(entry.insertion for entry in self.entries))
         self.slots: tuple[Slot, ...] = tuple(dict.fromkeys(entry.slot for entry in self.entries))
         # True if paths may join.
         self.joins: bool = not any(entry.what.needs_paths for entry in self.entries)
@@ -170,8 +171,8 @@ class InsertionPlan:
 
     def ran(self, recording: Recording) -> None:
         """Record on all insertions that a call took a path."""
-        for entry in self.entries:
-            entry.insertion.ran(recording)
+        for insertion in self._insertions:
+            insertion.ran(recording)
 
     def entries_of(self, slots: tuple[Slot, ...]) -> tuple[LocatedInsertion, ...]:
         """Return the insertions that have some slots."""

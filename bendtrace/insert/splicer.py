@@ -69,6 +69,8 @@ class Splicer:
         self.is_apart: bool = not plan.can_be_spliced
         self.calls: int = 0  # how many calls it has served to their end
         self.writes: bool = False  # whether a known run writes to tensors in place
+        # Whether a call may have to begin again although it went well so far.
+        self.keeps: bool = True
         self._has_unread = False
         self._slots = plan.slots
         self._plan = weakref.ref(plan)
@@ -112,11 +114,7 @@ class Splicer:
         """Note along which paths a call is going to be served."""
         self.writes = self.writes or graph.writes
         self._has_unread = self._has_unread or graph.has_unread
-
-    @property
-    def keeps(self) -> bool:
-        """Return whether a call may have to begin again although it went well so far."""
-        return self._has_unread or self.calls < _FIRST
+        self.keeps = self._has_unread or self.calls < _FIRST
 
     def _splices_in(self, piece: RunPiece) -> tuple[ValueSplice, ...]:
         recording = piece.recording

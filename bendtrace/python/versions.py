@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, contains, getitem, is_
 from typing import Any, NamedTuple
@@ -337,20 +337,25 @@ def _reader_of_words(addresses: list[int]) -> Callable[[], bytes]:
     return read
 
 
-def other_words(now: bytes, before: bytes) -> Iterator[int]:
-    """Yield the places of the words that differ.
+def other_words(now: bytes, before: bytes) -> list[int]:
+    """Return the places of the words that differ.
 
     Example:
-        >>> list(other_words(bytes(24), bytes(8) + b"x" * 16))
+        >>> other_words(bytes(24), bytes(8) + b"x" * 16)
         [1, 2]
     """
     left = int.from_bytes(now, "little") ^ int.from_bytes(before, "little")
-    place = 0
+    place, found = 0, []
     while left:
-        skipped = ((left & -left).bit_length() - 1) // (8 * WORD)
-        place += skipped + 1
-        left >>= 8 * WORD * (skipped + 1)
-        yield place - 1
+        skipped = ((left & -left).bit_length() - 1) // _WORD_BITS
+        place += skipped
+        found.append(place)
+        left >>= _WORD_BITS * (skipped + 1)
+        place += 1
+    return found
+
+
+_WORD_BITS = 8 * WORD
 
 
 class TableEntries:

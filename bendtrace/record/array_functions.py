@@ -77,6 +77,11 @@ class ArrayFunction:
         self._given_tensors = given_tensors
         self._errors = errors
 
+    @property
+    def is_plain(self) -> bool:
+        """True if it only calls the function, where it is given arrays and numbers alone."""
+        return self._errors is None and not self._given_tensors
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function on arrays, and return the tensors that stand for what it returns.
 
@@ -184,10 +189,10 @@ def _with_tensor(pair: tuple[Tensor | None, Any]) -> tuple[Tensor, Any] | None:
 def _arrays_to_tensors(result: Any, given: list[tuple[Tensor, Any]]) -> Any:
     """Return a result with tensors instead of arrays."""
     kind = type(result)
-    if is_content(result):
-        return _standing_for(result, given)
     if isinstance(result, Tensor):
         return _in_memory_of(given, result)
+    if is_content(result):
+        return _standing_for(result, given)
     if isinstance(result, (tuple, list)):
         items = [_arrays_to_tensors(item, given) for item in result]
         return kind(items) if kind in (tuple, list) else build_instance(kind, items, {})

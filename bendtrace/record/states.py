@@ -441,7 +441,7 @@ class _StateWalk:
         op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target in LOOKS:
             self.value_of(op.args[0].index)  # which the code gets next
-        what = self._describe(index, _DEEPEST)
+        what = self._describe(index, _DEEPEST, {})
         self.value_of(index)
         return what
 
@@ -460,15 +460,22 @@ class _StateWalk:
             return self._can_be_asked_again(op.args[0].index)
         return op.is_given or index in self.holes
 
-    def _describe(self, index: int, depth: int) -> Any:
-        """Describe a value that only the question holds: how it was computed."""
+    def _describe(self, index: int, depth: int, known: dict[tuple[int, int], Any]) -> Any:
+        """Describe a value that only the question holds: how it was computed.
+
+        What is known already is described in as few bytes: a value may be used many times.
+        """
         op = self._ops[index]
         if index in self.holes or op.kind in (OpKind.INPUT, OpKind.STATE):
             return self.value_of(index)
         if depth == 0:
             raise _Unreadable("the value was computed in too many steps")
-        given = map_refs((op.args, op.kwargs), lambda ref: self._describe(ref.index, depth - 1))
-        return name_of(op.target), repr(given)
+        if (found := known.get((index, depth))) is None:
+            given = map_refs(
+                (op.args, op.kwargs), lambda ref: self._describe(ref.index, depth - 1, known)
+            )
+            found = known[index, depth] = name_of(op.target), _state_digest(given)
+        return found
 
     def changes(self) -> tuple[Any, ...]:
         """Read the changes made by the run so far."""

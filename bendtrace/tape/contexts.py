@@ -220,7 +220,8 @@ class Hold:
         if (block := self.block) is not None:
             self.block = None
             block.give_up()
-        self.release_casts()
+        if self._is_active:
+            self.release_casts()
 
     def release_casts(self) -> bool:
         """Return the cache to the blocks around; if there are none, clear it and return True."""

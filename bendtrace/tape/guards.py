@@ -28,15 +28,19 @@ else:
 
 def type_name_of(value: Any) -> str:
     """Return the name of a value's type."""
-    name = _kinds.get(type(value))
+    kind = type(value)
+    name = _usual_kinds.get(kind) or _kinds.get(kind)
     if name is None:
-        kind = type(value)
         package = "" if kind.__module__ in ("builtins", "torch") else f"{kind.__module__}."
         name = _kinds[kind] = package + kind.__qualname__
     return name
 
 
 _kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+# Of those that are never gone, which take less time to find.
+_usual_kinds: dict[type, str] = {}
+_USUAL: tuple[Any, ...] = (None, True, 0, 0.0, "", (), [], {})
+_usual_kinds.update((type(one), type_name_of(one)) for one in _USUAL)
 
 
 class ContentGuard(Guard):

@@ -237,7 +237,8 @@ class Environment(ScanResult):
     @property
     def watches_caches(self) -> bool:
         """True if calls of caches are ops of the run."""
-        return any(is_cache(part) for part, _ in self._containers_placed)
+        placed = self._containers_placed
+        return bool(placed) and any(is_cache(part) for part, _ in placed)
 
     def misused_containers(self) -> frozenset[str]:
         """Return the labels of containers that the run has used in a way that is no op."""

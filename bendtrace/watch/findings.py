@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import builtins
 import calendar
+import contextvars
 import copyreg
 import csv
 import ctypes
@@ -24,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter, getitem, is_, methodcaller
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -277,9 +278,12 @@ class WatchedContent:
 
     def holds_same(self) -> bool:
         """Return whether everything without memory words is unchanged."""
-        return (not self._others or self._same_items()) and (
-            not self._whole or all(content.same() for content in self._whole)
-        )
+        if self._others and not self._same_items():
+            return False
+        for content in self._whole:  # not in a generator: mostly it is one
+            if not content.same():
+                return False
+        return True
 
     @property
     def holds_more(self) -> bool:
@@ -444,7 +448,7 @@ class _Content:
     def same(self) -> bool:
         now = self._read(self.value)
         if type(now) is not tuple:
-            return bool(now == self._was)
+            return now is self._was or bool(now == self._was)
         return len(now) == len(self._was) and all(map(_same_value, now, self._was))
 
     @property
@@ -499,8 +503,29 @@ def _of_numpy(loaded: Any) -> Any:
     numpy = loaded.modules.get("numpy")
     if numpy is None:
         return []
-    printing = numpy.get_printoptions().values()
-    return [*numpy.geterr().values(), numpy.geterrcall(), numpy.getbufsize(), *printing]
+    variables = _numpys_variables()
+    marks = [variable.get() for variable in variables]
+    found = _numpys_latest[0]
+    if not marks or len(marks) != len(found[0]) or not all(map(is_, marks, found[0])):
+        printing = numpy.get_printoptions().values()
+        read = [*numpy.geterr().values(), numpy.geterrcall(), numpy.getbufsize(), *printing]
+        found = _numpys_latest[0] = marks, read
+    return found[1]
+
+
+@functools.cache
+def _numpys_variables() -> tuple[contextvars.ContextVar[Any], ...]:
+    """Return where numpy 2.1 and later have their settings: none is changed, but exchanged."""
+    places = ("printoptions", "format_options"), ("umath", "_extobj_contextvar")
+    modules = (sys.modules.get(f"numpy._core.{module}") for module, _ in places)
+    found = [getattr(one, name, None) for one, (_, name) in zip(modules, places, strict=True)]
+    has_both = all(isinstance(one, contextvars.ContextVar) for one in found)
+    return tuple(cast("list[contextvars.ContextVar[Any]]", found)) if has_both else ()
+
+
+# What the variables held when the settings were read last, and what was read. To ask numpy for them
+# takes some microseconds, in which it makes several dicts.
+_numpys_latest: list[tuple[list[Any], list[Any]]] = [([], [])]
 
 
 def _of_pandas(loaded: Any) -> Any:

@@ -109,7 +109,9 @@ def is_joint(model: Any) -> bool:
 
 def needs_agreement(model: Any, tape: Tape) -> bool:
     """Return whether ranks have to agree in a replay."""
-    if not tape.is_joint and not (asked_groups and is_attachable(model) and model in asked_groups):
+    if not tape.is_joint and not (
+        _has_entries and is_attachable(model) and model in asked_groups  # asked at each call
+    ):
         return False
     return settings.enabled and is_running()
 

@@ -28,6 +28,7 @@ import transformers
 from torch import Tensor
 
 import bendtrace as bt
+from bendtrace.watch import findings
 from bendtrace.watch.findings import SETTINGS, _Content
 from tests.promise import bits
 
@@ -336,6 +337,25 @@ def test_hooks_for_all_modules_are_called_as_often_as_by_the_model() -> None:
     with register(lambda module, args, output: output * 2):
         assert torch.equal(bended(x), model(x))
     assert torch.equal(bended(x), model(x))
+
+
+def test_settings_of_numpy_are_read_again_only_once_one_was_exchanged() -> None:
+    if not findings._numpys_variables():
+        pytest.skip("this numpy does not say where it has its settings")
+    bended, x = bt.BendedModule(lambda x: x + float(np.ones(2).sum())), torch.ones(3)
+    for _ in range(3):
+        bended(x)
+    seen = findings._numpys_latest[0]
+    bended(x)
+    assert findings._numpys_latest[0] is seen
+    for change in (np.errstate(over="ignore"), np.printoptions(precision=3)):
+        with change:
+            bended(x)
+            assert findings._numpys_latest[0] is not seen
+        bended(x)
+        seen = findings._numpys_latest[0]
+    assert bended.stats.replays == 5  # what differed within was recorded
+    assert bended.stats.traces == 3
 
 
 @pytest.mark.filterwarnings("ignore")
