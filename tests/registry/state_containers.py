@@ -57,3 +57,18 @@ class GoesThroughValues(Fills):
         if x[1] > 0:
             x = x * sum(self.means.values())
         return x * number + times / sum(self.counts.values()) + len(list(self.means.items()))
+
+
+_own = torch.Generator().manual_seed(4)
+ROWS = [args(lambda x=torch.randn(3, 4, generator=_own): (x.clone(),)) for _ in range(16)]
+
+
+@case(*ROWS, look=state)
+class PutsPairsInOrder(Fills):
+    """Where a question follows, the state holds pairs in an order that nothing else needs."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        pairs = self.counts.most_common()
+        y = x + len(pairs)
+        self.counts.update(y.argmax(1).tolist())
+        return y
