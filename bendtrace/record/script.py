@@ -19,7 +19,7 @@ model, or an element of something that has a name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -50,6 +50,7 @@ from bendtrace.tape.tape import (
     Stop,
     Tape,
     TensorMeta,
+    Use,
     counts,
     map_refs,
 )
@@ -571,6 +572,20 @@ class Script:
             and question.at == self._taken
             and self._asks_for(question, guard)
             and identical(question.answer, guard.answer)
+        )
+
+    def asks_next(self, use: Use, index_of: Callable[[], int]) -> bool:
+        """Return whether the next question of the script asks for a number, for some use.
+
+        The op that gives the number in the run is asked for where that may be so.
+        """
+        question = self._questions[self._asked] if self._asked < len(self._questions) else None
+        return (
+            question is not None
+            and question.at == self._taken
+            and isinstance(question.guard, ValueGuard)
+            and question.guard.use is use
+            and bool(self.first(question.name) == self._name_of(index_of()))
         )
 
     def asks(self, guard: Guard) -> RunState | None:

@@ -375,14 +375,25 @@ class RunValues:
             depth: the number of nested lists around it.
         """
         scalar = self.scalar(kind, value, source)
-        if kind is TracedInt and not -_LARGEST <= value < _LARGEST:
-            return self.origin.consume(scalar, Use.TYPE)  # torch has none, and C asks it otherwise
+        if kind is TracedInt and self._is_too_large(scalar):
+            return self.origin.consume(scalar, Use.TYPE)
         if kind is TracedBool:
             if code_compares_identity(frame.f_code):
                 return self.origin.consume(scalar, Use.TYPE)
             if not only_tests(frame, depth):
                 return self.origin.consume(scalar, Use.BOOL)
         return self.origin.consume(scalar, Use.TYPE) if self._needs_plain(frame) else scalar
+
+    def _is_too_large(self, scalar: Any) -> bool:
+        """Return whether a number is plain since torch has none like it, and C asks it otherwise.
+
+        A run that follows a script has the numbers of another call, and asks for what this asked
+        for.
+        """
+        script = self._writer.script
+        if script is None or not script.is_active:
+            return not -_LARGEST <= scalar._value < _LARGEST
+        return script.asks_next(Use.TYPE, lambda: self.scalar_ref(scalar).index)
 
     def _needs_plain(self, frame: FrameType) -> bool:
         """Return whether code may pass a number that it receives to code not known to ask it."""

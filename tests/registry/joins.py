@@ -26,6 +26,18 @@ from tests.registry.calls import (
     x,
 )
 
+# A number that is too large to be traced in some calls
+
+LARGE = [x(*numbers) for numbers in itertools.product((1, 300), (1, -1), (1, -1))]
+
+
+@case(*LARGE, *LARGE[::-1])
+def numbers_of_which_some_are_too_large(x: torch.Tensor) -> torch.Tensor:
+    power = (x[0] * 1000).long().item() ** 4
+    y = x * 2 if x[1] > 0 else x * 3
+    return y + power % 7 if x[2] > 0 else y - power % 5
+
+
 # One thing given twice
 
 
