@@ -19,7 +19,7 @@ import gc
 import hashlib
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -598,6 +598,7 @@ _READERS: dict[type, Any] = {
     frozenset: _StateWalk._read_keys,
     dict: _StateWalk._mapping,
     slice: lambda walk, one: walk.values_of((one.start, one.stop, one.step)),
+    deque: lambda walk, one: (one.maxlen, walk.values_of(one)),
     types.FunctionType: _StateWalk._function,
     types.MethodType: lambda walk, one: walk.values_of((one.__func__, one.__self__)),
     types.BuiltinFunctionType: _StateWalk._builtin,

@@ -27,6 +27,7 @@ from bendtrace.tape.captured import (
     COPIED,
     Access,
     Added,
+    AttributeKey,
     Captured,
     CaptureKind,
     EnvironmentChange,
@@ -656,9 +657,24 @@ def _thing_of(part: Captured) -> Any:
 
 
 def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
-    """Return whether the keys of a dict are those that they were, in that order."""
+    """Return whether the keys of a dict are those that they were, in that order.
+
+    Names of attributes stand apart from keys, and in the same order.
+    """
+    keys = [*before], [*now]
+    return _are_one(*keys) or all(map(_are_one, *map(_items_and_attributes, keys)))
+
+
+def _items_and_attributes(keys: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    found: tuple[list[Any], list[Any]] = [], []
+    for key in keys:
+        found[isinstance(key, AttributeKey)].append(key)
+    return found
+
+
+def _are_one(before: list[Any], now: list[Any]) -> bool:
     try:
-        return list(before) == list(now)
+        return before == now
     except RuntimeError:  # tensors, which are compared item by item
         return [*map(id, before)] == [*map(id, now)]
 
