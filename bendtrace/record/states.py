@@ -355,7 +355,7 @@ class _StateWalk:
             facts, known = dict.fromkeys(map(self._facts, value.numbers)), self._memories
             memory = [known.setdefault(storage_of(one), len(known)) for one in value.numbers[:1]]
             return self.value_of(value.ref.index), tuple(facts), memory
-        if kind.__module__.startswith("bendtrace.record.") and hasattr(kind, "state_parts"):
+        if kind.__module__.startswith("bendtrace.") and hasattr(kind, "state_parts"):
             return kind.__name__, self.values_of(value.state_parts())
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
             raise _Unreadable(f"a {kind.__qualname__} cannot be read")

@@ -114,6 +114,7 @@ class Environment(ScanResult):
         self._is_in_progress = False
         self._placed: list[tuple[Captured, Any]] = []
         self._containers_placed: list[tuple[Captured, containers.Watching]] = []
+        self._holders: set[int] = set()  # containers that may have containers in them
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # Neither a run around this one nor the class of a tensor may see what is asked here: it is
@@ -144,6 +145,7 @@ class Environment(ScanResult):
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
                 stand_in: Any = containers.watched_container(part.value)
+                stand_in.may_hold = id(part.value) in self._holders
                 self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
@@ -183,18 +185,27 @@ class Environment(ScanResult):
             return caches
         owners = growing.owners_in(self)
         read = {name for one in self.functions for name in other_names_in(one)}
-        return caches | {
-            id(part.value): part.value
+        codes = [code for one in self.functions for code in codes_in(one.__code__)]
+        chosen = {
+            id(part.value): part
             for part in found
             if part.kind is not CaptureKind.ARRAY
             and not is_cache(part)
             and id(part.value) not in named
             and growing.access_name(part) not in read
-            and containers.is_watchable(part.value)
+            and containers.is_watchable(part.value, named)
             and growing.is_known_to_user_only(part, owners, self)
-            and not self._is_handed_over(
-                part, (code for one in self.functions for code in codes_in(one.__code__))
-            )
+            and not self._is_handed_over(part, codes)
+        }
+        self._holders |= {
+            key
+            for key, part in chosen.items()
+            if part.type in containers.HOLDING and not self._is_handed_over(part, codes, True)
+        }
+        return caches | {
+            key: part.value
+            for key, part in chosen.items()
+            if key in self._holders or containers.holds_values(part.value)
         }
 
     @property
@@ -202,12 +213,14 @@ class Environment(ScanResult):
         """The arrays whose content is an input."""
         return [part for part in self.parts if part.kind is CaptureKind.OPEN_ARRAY]
 
-    def _is_handed_over(self, part: Captured, codes: Iterable[types.CodeType]) -> bool:
-        name, level = growing.access_name(part), growing.nesting_level(part)
+    def _is_handed_over(
+        self, part: Captured, codes: Iterable[types.CodeType], holds: bool = False
+    ) -> bool:
+        name, keys = growing.access_name(part), growing.keys_of(part)
         spaces = {id(one.__globals__): one.__globals__ for one in self.functions}.values()
         functions = {one for one in containers.WHOLE if not any(one in space for space in spaces)}
         return any(
-            growing.hands_over(code, name, level, functions | {"len"})
+            growing.hands_over(code, name, len(keys), functions | {"len"}, holds, keys)
             for code in codes
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
@@ -217,7 +230,7 @@ class Environment(ScanResult):
         for part, one in self._containers_placed:
             if is_cache(part) or one.is_misused:
                 continue
-            if self._is_handed_over(part, codes):
+            if self._is_handed_over(part, codes, bool(one.held)):
                 one.is_misused = True
                 label = part.label
                 self.block(f"the run does more with {label} than operations on it", label)
