@@ -142,7 +142,7 @@ def is_watchable(container: Any, others: Container[int] = ()) -> bool:
     """
     if getattr(container, "__dict__", None):
         return False
-    if not _makes_container(getattr(container, "default_factory", None)):
+    if not makes_container(getattr(container, "default_factory", None)):
         return False
     is_dict = isinstance(container, dict)
     items = (*container.keys(), *container.values()) if is_dict else (*container,)
@@ -158,7 +158,7 @@ def is_watchable(container: Any, others: Container[int] = ()) -> bool:
     )
 
 
-def _makes_container(factory: Any) -> bool:
+def makes_container(factory: Any) -> bool:
     """Return whether the factory of a dict runs no code that reads something, or does more."""
     if type(factory) is functools.partial:
         given = *factory.args, *factory.keywords.values()
@@ -181,7 +181,14 @@ def holds_values(container: Any) -> bool:
 
 
 HOLDING: tuple[type, ...] = (dict, collections.defaultdict, collections.OrderedDict, list)
-_INNER: tuple[Any, ...] = (list, dict, set, collections.deque, collections.Counter, collections.defaultdict)
+_INNER: tuple[Any, ...] = (
+    list,
+    dict,
+    set,
+    collections.deque,
+    collections.Counter,
+    collections.defaultdict,
+)
 
 
 class Watching:
@@ -390,14 +397,30 @@ def _members(self: Watching) -> Iterator[Any]:
     return iter(found)
 
 
-def _may_be_given(container: Watching, found: Sequence[Any], watcher: Watcher) -> bool:
+def _may_be_given(
+    container: Watching, found: Sequence[Any], watcher: Watcher, key: Any = None
+) -> bool:
     """Return whether code may have several items of a container, among them tensors.
 
-    Of a set or dict, which of the tensors the run has put there differs.
+    Of a set or dict, which of the tensors the run has put there differs. Each number of items is a
+    path, of which a list that gets longer has no end.
+
+    Args:
+        container: what stands for it.
+        found: the items.
+        watcher: the recorder.
+        key: the slice that gives them, if there is one.
     """
-    tensors = _tensors_of_result((*found,))
-    is_ordered = type(container.original) in _SEQUENCES
-    return not tensors or (is_ordered and not any(map(watcher.holds, tensors)))
+    if type(container.original) not in _SEQUENCES:
+        return not _tensors_of_result((*found,))
+    is_end = type(key) is slice and type(key.start) is int and key.start < 0
+    is_full = getattr(container.original, "maxlen", None) == len(container.original)
+    if len(found) > (_MANY if is_end or is_full else _SEVERAL):
+        return False
+    return not any(map(watcher.holds, _tensors_of_result((*found,))))
+
+
+_SEVERAL, _MANY = 32, 1024
 
 
 def _replay_operation(name: str) -> Callable[..., Any]:
@@ -429,7 +452,7 @@ def _operate(
     if type(result) is str and result.startswith(_INSIDE):
         return _inside(self, args[0], result[1:], frame)
     is_tensor = isinstance(result, torch.Tensor) and watcher.holds(result)
-    if is_tensor or (type(result) is list and not _may_be_given(self, result, watcher)):
+    if is_tensor or (type(result) is list and not _may_be_given(self, result, watcher, *args[:1])):
         _report(self, name, frame)
     return result
 
@@ -519,9 +542,7 @@ def _report(container: Watching, name: str, frame: FrameType) -> None:
         watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
 
 
-def _can_be_replayed(
-    container: Watching, name: str, args: tuple[Any, ...], count: int
-) -> bool:
+def _can_be_replayed(container: Watching, name: str, args: tuple[Any, ...], count: int) -> bool:
     kind = type(container.original)
     if name in _MOVING and any(ref() is not None for ref in container.held):
         return False

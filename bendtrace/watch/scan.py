@@ -107,8 +107,9 @@ from bendtrace.watch.reachability import (
 from bendtrace.watch.scan_cache import Notes, tensor_facts
 
 if TYPE_CHECKING:
-    from bendtrace.watch import readers
+    from bendtrace.watch import containers, readers
 else:
+    containers = LazyModule("bendtrace.watch.containers")
     readers = LazyModule("bendtrace.watch.readers")
 
 # The scan of what code can read: globals, closures, defaults, and members of classes.
@@ -894,6 +895,10 @@ class Scan(CodeScan):
         """Scan a value that is guarded by identity alone, and what code can read through it."""
         part = self._add(value, route, CaptureKind.IDENTITY)
         found = self.found
+        is_factory = route.parent is not None and route.parent.type is defaultdict
+        if is_factory and not isinstance(value, types.FunctionType):
+            if containers.makes_container(value):
+                return  # to which nothing is given
         if not (found.tells_numbers or self._is_finished or asks(value)):
             found.tells_numbers = True
         if isinstance(value, (functools.partial, torch.Generator)):
