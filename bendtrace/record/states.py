@@ -51,7 +51,12 @@ from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
 from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, carries_array, map_refs
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
+from bendtrace.watch.functions import (
+    OPERATORS,
+    is_torchs_function,
+    name_of,
+    works_on_containers,
+)
 from bendtrace.watch.intercepts import FOLLOWING
 from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
@@ -442,9 +447,12 @@ class _StateWalk:
 
     def question_value(self, index: int) -> Any:
         """Return the representation of the value that is asked for."""
+        op = self._ops[index]
+        if works_on_containers(op.target):  # a container in another one is found by its key again
+            for operand in op.operands:
+                self.value_of(operand)
         if index in self.holes:
             return self.value_of(index)
-        op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target in LOOKS:
             self.value_of(op.args[0].index)  # which the code gets next
         what = self._describe(index, _DEEPEST)

@@ -392,7 +392,10 @@ def _members(self: Watching) -> Iterator[Any]:
         if result != _INSIDE and results.exchange(frame, result, lambda gave: None):
             return iter(self.original)
     found = watcher.opaque_call(_members_by(self.view, len(self.path)), given, {}, frame)
-    if not _is_value((*found,)) or not _may_be_given(self, found, watcher):
+    if not _is_value((*found,)):
+        _report(self, "__iter__", frame)
+        return iter(self.original)
+    if not _may_be_given(self, found, watcher):
         _report(self, "__iter__", frame)
     return iter(found)
 

@@ -71,6 +71,7 @@ class Environment(ScanResult):
         inserted: what else it runs, by name.
         inputs: the labels of what is an input in the state: numbers (see `lift`), and containers
             whose operations are ops.
+        goes_on: whether the run goes on for another one, which had these inputs.
 
     Attributes:
         is_repeated: whether all but the arguments was taken over from an earlier scan.
@@ -97,7 +98,9 @@ class Environment(ScanResult):
         arguments: dict[str, Any],
         inserted: Mapping[str, Any] = types.MappingProxyType({}),
         inputs: frozenset[str] = frozenset(),
+        goes_on: bool = False,
     ) -> None:
+        self._goes_on = goes_on
         self.function: Callable[..., Any] = function
         self.inserted: Mapping[str, Any] = inserted
         self.is_repeated: bool = False
@@ -193,7 +196,8 @@ class Environment(ScanResult):
             and not is_cache(part)
             and id(part.value) not in named
             and growing.access_name(part) not in read
-            and containers.is_watchable(part.value, named)
+            # Others may have put something else in it meanwhile.
+            and (self._goes_on or containers.is_watchable(part.value, named))
             and growing.is_known_to_user_only(part, owners, self)
             and not self._is_handed_over(part, codes)
         }
@@ -205,13 +209,18 @@ class Environment(ScanResult):
         return caches | {
             key: part.value
             for key, part in chosen.items()
-            if key in self._holders or containers.holds_values(part.value)
+            if self._goes_on or key in self._holders or containers.holds_values(part.value)
         }
 
     @property
     def open_arrays(self) -> list[Captured]:
         """The arrays whose content is an input."""
         return [part for part in self.parts if part.kind is CaptureKind.OPEN_ARRAY]
+
+    @property
+    def operated_containers(self) -> list[Captured]:
+        """The containers whose operations are ops of the run, but for caches."""
+        return [part for part, _ in self._containers_placed if not is_cache(part)]
 
     def _is_handed_over(
         self, part: Captured, codes: Iterable[types.CodeType], holds: bool = False
