@@ -356,7 +356,7 @@ class _Operating:
                 stack[:0] = [None] * (count - len(stack))
                 stack[-1], stack[-count] = stack[-count], stack[-1]
             elif name in _TAKING or name in _BUILDING:
-                takes = _TAKING.get(name, count + (name == "CALL"))
+                takes = _TAKING.get(name, count * (1 + (name == "BUILD_MAP")) + (name == "CALL"))
                 taken = [*[None] * (takes - len(stack)), *stack[max(len(stack) - takes, 0) :]]
                 del stack[max(len(stack) - takes, 0) :]
                 # What is operated on is the last, or the last but one in front of a key.
@@ -510,7 +510,7 @@ _TAKING = {
     "BINARY_SUBSCR": 2, "CONTAINS_OP": 2, "COMPARE_OP": 2, "BINARY_OP": 2, "DELETE_SUBSCR": 2,
     "STORE_SUBSCR": 3, "BINARY_SLICE": 3, "STORE_SLICE": 4,
 }  # fmt: skip
-_BUILDING = frozenset({"CALL", "BUILD_TUPLE", "BUILD_LIST", "BUILD_SLICE"})
+_BUILDING = frozenset({"CALL", "BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_SLICE"})
 _SLICING = frozenset({"BINARY_SLICE", "STORE_SLICE"})
 _GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR", "STORE_SLICE"})
 
