@@ -188,9 +188,8 @@ class GeneratedSource:
         parent = self.part(part.parent)
         if part.access is Access.ITEM:
             kind = part.parent.type
-            own: Any = kind.__getitem__
             if issubclass(kind, dict) and (
-                own is not dict.__getitem__ or hasattr(kind, "__missing__")
+                kind.__getitem__ is not dict.__getitem__ or hasattr(kind, "__missing__")
             ):
                 return f"{self.bound(stored_item)}({parent}, {self.constant(part.key)})"
             return f"{parent}[{self.constant(part.key)}]"

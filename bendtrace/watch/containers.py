@@ -127,12 +127,12 @@ def has_content(part: Captured, now: Any) -> bool:
     """Return whether a container has the content, or the keys, that such a part had."""
     if type(now) is not part.type:
         return False
+    items: Any = now
     if part.kind is CaptureKind.LIST:
-        return isinstance(part.size, Length | Keys) and part.size.number == len(now)
+        return isinstance(part.size, Length | Keys) and part.size.number == len(items)
     if part.kind is not CaptureKind.DICT:
         return is_as_copied(part, now)
-    keys: Any = now
-    return isinstance(part.size, Keys) and same_keys(keys, part.size.items)
+    return isinstance(part.size, Keys) and same_keys(items, part.size.items)
 
 
 def is_watchable(container: Any, others: Container[int] = ()) -> bool:
