@@ -52,8 +52,9 @@ from bendtrace.watch.provenance import is_installed_module
 from bendtrace.watch.writes import overlap
 
 if TYPE_CHECKING:
-    from bendtrace.watch import open_arrays
+    from bendtrace.watch import containers, open_arrays
 else:
+    containers = LazyModule("bendtrace.watch.containers")
     open_arrays = LazyModule("bendtrace.watch.open_arrays")
 
 
@@ -964,6 +965,8 @@ class AliasGuards:
             for part in recording.environment.parts
             if part.kind in kinds and part not in ignored
         ]
+        self._operated = recording.environment.operated_containers
+        several += self._operated
         self._given = [part for part in several if part.is_argument]
         self._arrays = [part for part in several if part.kind is CaptureKind.ARRAY]
         self._open = recording.environment.open_arrays
@@ -1004,6 +1007,8 @@ class AliasGuards:
             )
             names = ", ".join(f"id({source.part(part)})" for part in self._kept_parts)
             source.line(f"if len({{{names}}}) != {len(self._kept_parts)}: return {tied}")
+            if inside := self._inside(source):
+                source.line(f"if not {{{names}}}.isdisjoint(({inside})): return {tied}")
         if not any(part.is_argument for part in self._arrays):
             self._ask_for_memory(source, self._tensors)
         source.line("return None")
@@ -1011,6 +1016,19 @@ class AliasGuards:
             tensors = [part for part in self._given if part.kind is CaptureKind.TENSOR]
             used = [*tensors, *self._tensors], [*self._arrays, *self._open]
             open_arrays.write_apart(source, self._open, *used, self._questions.note)
+
+    def _inside(self, source: GeneratedSource) -> str:
+        """Return an expression for the identities of what containers hold whose operations are ops.
+
+        A number may be one of these, and is nothing that the model holds.
+        """
+        holders = [part for part in self._operated if part.type in containers.HOLDING]
+        source.take(holders)
+        found = ""
+        for name, part in zip(map(source.part, holders), holders, strict=True):
+            items = name if part.type is list else f"{name}.values()"
+            found += f"*map(id, {items}), "
+        return found
 
     def ask(self, source: GeneratedSource) -> None:
         """Write the tests that each check needs."""
@@ -1025,7 +1043,9 @@ class AliasGuards:
             number = self._questions.note("two arguments are now one and the same object")
             source.line(f"if {same}: return {number}")
         matters = bool(self._recording.changes) or self._recording.environment.compares_identity
-        if any(
+        matters = matters or bool(self._operated)
+        may_hold = any(part.type in containers.HOLDING for part in self._operated)
+        if (may_hold and len(state) > 1) or any(
             part.parent is not None
             and (part.parent in state or (matters and not _is_versioned(part.parent)))
             for part in state
@@ -1083,7 +1103,7 @@ class AliasGuards:
             source.line(f"if not known.isdisjoint(({names},)): return {self._questions.note(what)}")
         if not (self._ties or environment.compares_identity):
             # What is written to a container shows in whatever else is the same one.
-            changes = bool(self._recording.changes) or bool(objects)
+            changes = bool(self._recording.changes or objects or self._operated)
             state = [part for part in state if changes and part.kind is not CaptureKind.TENSOR]
             given = [part for part in given if part.kind is not CaptureKind.TENSOR]
         if not given or not state:
@@ -1091,8 +1111,9 @@ class AliasGuards:
         source.take(state)
         names = ", ".join(f"id({source.part(part)})" for part in given)
         own = ", ".join(f"id({source.part(part)})" for part in state)
+        own = f"{own}, {self._inside(source)}"
         number = self._questions.note(what)
-        source.line(f"if not {{{names}}}.isdisjoint(({own},)): return {number}")
+        source.line(f"if not {{{names}}}.isdisjoint(({own})): return {number}")
 
 
 def _is_versioned(holder: Captured) -> bool:

@@ -110,6 +110,7 @@ class RunWriter:
         self.source: GeneratedSource = GeneratedSource()
         self._current = schedule.entry  # what is in force where the code has come to
         self._kept_until = 2 * schedule.last_departure  # the moment until which values are kept
+        self._forgotten: set[int] = set()  # ops whose values have no name any more
         self._direct: dict[int, EquivalentCall] = {}
         if direct:
             ops = list(filter(may_be_direct, self.tape.ops[self.schedule.start :]))
@@ -280,7 +281,9 @@ class RunWriter:
         """Forget unused values, as the model's own variables would."""
         ops, emitted = self.tape.ops, self.source.emitted
         dying = sorted(self._dying.get(moment, ()))
-        dead = [f"v{i}" for i in dying if i in emitted and is_freed(ops[i])]
+        freed = [i for i in dying if i in emitted and is_freed(ops[i])]
+        self._forgotten.update(freed)
+        dead = [f"v{i}" for i in freed]
         dead += [name for index in dying for name in self._names_of_grown(index)]
         if dead:
             self.source.line("del " + ", ".join(dead))
@@ -445,7 +448,7 @@ class SegmentWriter(RunWriter):
     def _leave(self, number: int, guard: Guard, answer: str, condition: str) -> None:
         """Write how a segment is left, with the values of the holes."""
         source, holes = self.source, self.schedule.holes_at.get(number, ())
-        missing = self.schedule.missing(number, source.emitted)
+        missing = self.schedule.missing(number, source.emitted - self._forgotten)
         self._take_out([(op.args, op.kwargs) for op in missing])
         if condition:
             source.line(condition, guard.index)

@@ -21,7 +21,15 @@ from torch import Tensor
 from bendtrace.engine.guard_kinds import asks_for_slices
 from bendtrace.python.computations import item_of
 from bendtrace.python.lazy import LazyModule
-from bendtrace.tape.captured import UNSET, Access, Array, Captured, CaptureKind, identical
+from bendtrace.tape.captured import (
+    UNSET,
+    Access,
+    Array,
+    Captured,
+    CaptureKind,
+    identical,
+    stored_item,
+)
 from bendtrace.tape.contexts import Context, ContextSwitch, forget_casts
 from bendtrace.tape.guards import type_name_of
 from bendtrace.tape.structure import Construction, Existing, FixedObject, Instance, build_instance
@@ -180,8 +188,10 @@ class GeneratedSource:
         parent = self.part(part.parent)
         if part.access is Access.ITEM:
             kind = part.parent.type
-            if issubclass(kind, dict) and kind.__getitem__ is not dict.__getitem__:
-                return f"dict.__getitem__({parent}, {self.constant(part.key)})"
+            if issubclass(kind, dict) and (
+                kind.__getitem__ is not dict.__getitem__ or hasattr(kind, "__missing__")
+            ):
+                return f"{self.bound(stored_item)}({parent}, {self.constant(part.key)})"
             return f"{parent}[{self.constant(part.key)}]"
         if part.access is Access.DICT:
             return f"{parent}.__dict__[{part.key.name!r}]"

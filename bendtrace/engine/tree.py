@@ -749,7 +749,7 @@ def _fills(value: Any) -> bool:
     """Return whether a value is a list or deque that may soon have its full length."""
     if isinstance(value, deque) and value.maxlen is not None:
         return len(value) < value.maxlen <= _SMALL
-    return isinstance(value, list) and len(value) <= _SHORT
+    return isinstance(value, (list, deque)) and len(value) <= _SHORT
 
 
 def _glance(part: Captured, arguments: tuple[Any, ...]) -> Any:

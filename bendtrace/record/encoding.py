@@ -238,6 +238,8 @@ class Encoder:
             return {self.key(key, what): inside(item) for key, item in value.items()}
         if kind is slice:
             return slice(inside(value.start), inside(value.stop), inside(value.step))
+        if kind is collections.deque:
+            return Construction(collections.deque, [*map(inside, value)], value.maxlen)
         if kind is types.BuiltinFunctionType and isinstance(value.__self__, Tensor):
             return Construction(getattr, inside(value.__self__), value.__name__)
         if _is_constant(value):

@@ -42,6 +42,7 @@ from bendtrace.watch.functions import (
     display_name,
     is_torchs_function,
     name_of,
+    works_on_containers,
 )
 from bendtrace.watch.functions import is_gate as may_be_gate
 from bendtrace.watch.provenance import is_finished
@@ -256,7 +257,7 @@ class Finish:
         lists = [one.part for one in changes if one.key is None]
         if lists:
             unread = (part for part in lists if not growing.is_read(part, code_monitor.codes))
-            growing.note_added(self._function, {growing.access_name(part) for part in unread})
+            growing.note_added(self._function, unread)
 
     def block(self, reason: str, *names: str) -> None:
         """Record why the run must not be replayed, and where the model uses one of the names."""
@@ -348,6 +349,7 @@ class Finish:
             return
         for op in self.tape.ops:
             of_torch = is_torchs_function(op.target) and _implementation(op.target) is None
+            of_torch = of_torch or works_on_containers(op.target)  # whose items are no code's
             if op.kind is OpKind.CALL and not (of_torch or op.target in JOINT):
                 read = changed.keys() & self._names_read(op)
                 if read:

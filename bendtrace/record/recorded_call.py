@@ -161,7 +161,8 @@ def record(
         look_once()
         code = {} if inserter is None else inserter.code
         inputs = frozenset() if lifting is None else lifting.inputs
-        environment = Environment(function, signature.bind(args, kwargs), code, inputs)
+        arguments, goes_on = signature.bind(args, kwargs), script is not None
+        environment = Environment(function, arguments, code, inputs, goes_on)
         if not environment.is_repeated and (environment.is_lazy or has_lazy_modules(function)):
             raise errors.Uninitialized(function)
         for tensor in () if script is None else script.cached:

@@ -19,7 +19,7 @@ import gc
 import hashlib
 import sys
 import types
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,12 @@ from bendtrace.tape.scalars import RETIRED, TRACED, plain
 from bendtrace.tape.structure import FUNCTION_METADATA, can_build, is_heap_type, read_partial
 from bendtrace.tape.tape import Guard, OpKind, Ref, RunState, carries_array, map_refs
 from bendtrace.watch.environment import Environment
-from bendtrace.watch.functions import OPERATORS, is_torchs_function, name_of
+from bendtrace.watch.functions import (
+    OPERATORS,
+    is_torchs_function,
+    name_of,
+    works_on_containers,
+)
 from bendtrace.watch.intercepts import FOLLOWING
 from bendtrace.watch.kinds import is_constant
 from bendtrace.watch.writes import storage_of
@@ -349,7 +354,7 @@ class _StateWalk:
             known, views = self._memories, [one for one in value.numbers if isinstance(one, Tensor)]
             memory = [known.setdefault(storage_of(one), len(known)) for one in views[:1]]
             return self.value_of(value.ref.index), self._facts_of_items(value.numbers), memory
-        if kind.__module__.startswith(_RECORD) and hasattr(kind, "state_parts"):
+        if kind.__module__.startswith("bendtrace.") and hasattr(kind, "state_parts"):
             return kind.__name__, self.values_of(value.state_parts())
         if kind.__module__.startswith("bendtrace.") or not can_build(kind):
             raise _Unreadable(f"a {kind.__qualname__} cannot be read")
@@ -436,9 +441,12 @@ class _StateWalk:
 
     def question_value(self, index: int) -> Any:
         """Return the representation of the value that is asked for."""
+        op = self._ops[index]
+        if works_on_containers(op.target):  # a container in another one is found by its key again
+            for operand in op.operands:
+                self.value_of(operand)
         if index in self.holes:
             return self.value_of(index)
-        op = self._ops[index]
         if op.kind is OpKind.SCALAR and op.target in LOOKS:
             self.value_of(op.args[0].index)  # which the code gets next
         what = self._describe(index, _DEEPEST, {})
@@ -605,6 +613,7 @@ _READERS: dict[type, Any] = {
     frozenset: _StateWalk._read_keys,
     dict: _StateWalk._mapping,
     slice: lambda walk, one: walk.values_of((one.start, one.stop, one.step)),
+    deque: lambda walk, one: (one.maxlen, walk.values_of(one)),
     types.FunctionType: _StateWalk._function,
     types.MethodType: lambda walk, one: walk.values_of((one.__func__, one.__self__)),
     types.BuiltinFunctionType: _StateWalk._builtin,

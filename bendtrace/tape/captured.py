@@ -327,7 +327,14 @@ class Captured:
             return parent.get(UNSET)
         if isinstance(self.key, AttributeKey):
             return getattr(parent, self.key.name)
-        return dict.__getitem__(parent, self.key) if isinstance(parent, dict) else parent[self.key]
+        return stored_item(parent, self.key) if isinstance(parent, dict) else parent[self.key]
+
+
+def stored_item(container: dict[Any, Any], key: Any) -> Any:
+    """Return an item of a dict, which makes none if there is none: a `defaultdict` would."""
+    if not dict.__contains__(container, key):
+        raise KeyError(key)
+    return dict.__getitem__(container, key)
 
 
 @dataclass(slots=True)

@@ -13,17 +13,23 @@ A `functools.lru_cache` of a function that computes tensors is one, too, and its
 operation. So each call of a replay finds in the cache what it finds in eager, and leaves there what
 it leaves in eager. What the function does is a part of the op.
 
+A dict or list may have containers in it: `self.losses[name].append(x)`. What `self.losses[name]`
+gives is such an object as well, which has the key by which its operations find the container again.
+So nothing may be put in its place as long as code has it.
+
 The objects are of no subclass of `dict` or `set`: C would read their empty memory unseen, where
 `set(seen)` or `json` do not ask a subclass for its items.
 """
 
 from __future__ import annotations
 
+import builtins
 import collections
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
+from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +41,7 @@ from bendtrace.tape.captured import (
     Captured,
     CaptureKind,
     Keys,
+    Length,
     is_as_copied,
     is_cache,
     is_exchangeable,
@@ -49,7 +56,13 @@ from bendtrace.watch import growing
 if TYPE_CHECKING:
     from bendtrace.record.recorder import Recorder
 
-_KINDS = (CaptureKind.DICT, CaptureKind.SET, CaptureKind.LARGE)
+_KINDS = (CaptureKind.DICT, CaptureKind.LIST, CaptureKind.SET, CaptureKind.LARGE)
+_OF_LISTS = frozenset(
+    {
+        "__contains__", "__getitem__", "__setitem__", "__delitem__", "__len__", "append", "clear",
+        "count", "extend", "index", "insert", "pop", "remove", "reverse",
+    }
+)  # fmt: skip
 _OF_DICTS = frozenset(
     {
         "__contains__", "__getitem__", "__setitem__", "__delitem__", "__len__", "get", "pop",
@@ -64,14 +77,32 @@ _OPERATIONS: dict[type, frozenset[str]] = {
     collections.defaultdict: _OF_DICTS,
     collections.Counter: _OF_DICTS | {"update", "most_common", "total"},
     set: frozenset({"__contains__", "__len__", "add", "discard", "remove", "clear", "update"}),
+    list: _OF_LISTS,
+    collections.deque: _OF_LISTS | {"appendleft", "popleft", "rotate"},
     _CACHE: frozenset({"__call__"}),
 }
-# Functions that go through all of a container before they return, and keep nothing of it.
-_TAKING_ALL: frozenset[Any] = frozenset({sorted, sum, max, min, list, tuple})
+# Functions that go through all of a container before they return, and keep nothing of it. Of some,
+# the result is one value, so that how many members there are is no question.
+_GIVING_ONE: frozenset[Any] = frozenset({sum, max, min, any, all})
+_TAKING_ALL: frozenset[Any] = frozenset({sorted, list, tuple, *_GIVING_ONE})
 WHOLE = frozenset(function.__name__ for function in _TAKING_ALL)
 _OF_VIEWS = ("__len__",)  # which functions that make a list ask for
-_STORING = frozenset({"__setitem__", "setdefault", "add"})
-_FACTORIES = (None, int, float, bool)
+_STORING = frozenset({"__setitem__", "setdefault", "add", "append", "appendleft", "insert"})
+_STORING_SEVERAL = frozenset({"extend", "update"})
+_SEQUENCES: tuple[type, ...] = (list, collections.deque)
+# Operations after which a key may lead to something else, or to nothing.
+_MOVING = frozenset(
+    {
+        "__setitem__", "__delitem__", "pop", "popitem", "clear", "insert", "remove", "reverse",
+        "appendleft", "popleft", "rotate", "append", "extend", "update",
+    }
+)  # fmt: skip
+_GIVING_ITEMS = frozenset({"__getitem__", "get", "setdefault"})
+_FACTORIES = (
+    None, int, float, bool, list, dict, set, collections.deque, collections.Counter,
+)  # fmt: skip
+# What an operation gives in place of a container that is in the container, in front of its class.
+_INSIDE = "\ue0b8"
 _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "__dir__",
     "__init_subclass__", "__subclasshook__", "__class_getitem__", "__getattribute__",
     "__setattr__", "__delattr__", "__module__", "__dict__", "__weakref__"})  # fmt: skip
@@ -96,21 +127,68 @@ def has_content(part: Captured, now: Any) -> bool:
     """Return whether a container has the content, or the keys, that such a part had."""
     if type(now) is not part.type:
         return False
+    items: Any = now
+    if part.kind is CaptureKind.LIST:
+        return isinstance(part.size, Length | Keys) and part.size.number == len(items)
     if part.kind is not CaptureKind.DICT:
         return is_as_copied(part, now)
-    keys: Any = now
-    return isinstance(part.size, Keys) and same_keys(keys, part.size.items)
+    return isinstance(part.size, Keys) and same_keys(items, part.size.items)
 
 
-def is_watchable(container: Any) -> bool:
-    """Return whether a container holds nothing that would run the user's code, or be changed."""
+def is_watchable(container: Any, others: Container[int] = ()) -> bool:
+    """Return whether a container holds nothing that would run the user's code, or be changed.
+
+    It may hold containers that nothing else does: none of which has one of some identities.
+    """
     if getattr(container, "__dict__", None):
         return False
-    if getattr(container, "default_factory", None) not in _FACTORIES:
+    if not makes_container(getattr(container, "default_factory", None)):
         return False
     is_dict = isinstance(container, dict)
     items = (*container.keys(), *container.values()) if is_dict else (*container,)
+    inside = [item for item in items if not _is_value(item)]
+    if not inside:
+        return True
+    identities = {*map(id, inside)}
+    return (
+        type(container) in HOLDING
+        and len(identities) == len(inside)
+        and not any(identity in others for identity in identities)
+        and all(type(one) in _INNER and is_watchable(one) and holds_values(one) for one in inside)
+    )
+
+
+def makes_container(factory: Any) -> bool:
+    """Return whether the factory of a dict runs no code that reads something, or does more."""
+    if type(factory) is functools.partial:
+        given = *factory.args, *factory.keywords.values()
+        return factory.func in _FACTORIES and all(map(_is_value, given))
+    if type(factory) is not FunctionType:
+        return factory in _FACTORIES
+    code, known = factory.__code__, {**vars(collections), **vars(builtins), **factory.__globals__}
+    used = [known.get(name) for name in code.co_names]
+    return (
+        not (factory.__closure__ or factory.__defaults__ or factory.__kwdefaults__)
+        and all(isinstance(one, type) and one in _FACTORIES for one in used)
+        and all(_is_value(one) for one in code.co_consts)
+    )
+
+
+def holds_values(container: Any) -> bool:
+    """Return whether a container holds no containers."""
+    items = container.values() if isinstance(container, dict) else container
     return all(map(_is_value, items))
+
+
+HOLDING: tuple[type, ...] = (dict, collections.defaultdict, collections.OrderedDict, list)
+_INNER: tuple[Any, ...] = (
+    list,
+    dict,
+    set,
+    collections.deque,
+    collections.Counter,
+    collections.defaultdict,
+)
 
 
 class Watching:
@@ -120,22 +198,38 @@ class Watching:
         original: the container.
         is_misused: whether code has used it in a way that is no op.
         view: the method that has given it, if it is a view of a dict.
-        holder: what stands for this dict; the object itself where it is no view.
+        holder: what stands for this dict, or for what the container is in; the object itself where
+            it is neither.
+        path: the keys by which the container is found in the holder.
+        held: what stands for containers in it, as long as code has it.
+        may_hold: whether containers may be in it.
     """
 
-    __slots__ = ("holder", "is_misused", "original", "view")
+    __slots__ = (
+        "__weakref__", "held", "holder", "is_misused", "may_hold", "original", "path", "view",
+    )  # fmt: skip
 
-    def __init__(self, original: Any, view: str = "", holder: Watching | None = None) -> None:
+    def __init__(
+        self, original: Any, view: str = "", holder: Watching | None = None,
+        path: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
         self.original: Any = original
         self.view: str = view
         self.holder: Watching = self if holder is None else holder
+        self.path: tuple[Any, ...] = path
+        self.held: list[weakref.ref[Watching]] = []
+        self.may_hold: bool = False
         self.is_misused: bool = False
 
+    def state_parts(self) -> tuple[Any, ...]:
+        """Return the values that a state consists of in which this is."""
+        return self.view, self.holder, self.path
 
-def watched_container(container: Any, *view: Any) -> Watching:
-    """Return what takes the place of a container, or of a view (see `Watching`)."""
+
+def watched_container(container: Any, *args: Any, **options: Any) -> Watching:
+    """Return what takes the place of a container, a view or a container in it (see `Watching`)."""
     kind: Any = type(container)
-    found: Watching = _container_class(kind)(container, *view)
+    found: Watching = _container_class(kind)(container, *args, **options)
     return found
 
 
@@ -157,6 +251,10 @@ def _container_class(kind: Any) -> Any:
         space.update(__call__=_call_cache, __getattr__=_attribute_of_cache)
     else:
         space.update(__bool__=_truth, __iter__=_members)
+        if kind in _SEQUENCES:
+            space["__iadd__"] = _lengthen
+        if kind is collections.deque:
+            space["maxlen"] = property(_most)
     space["__class__"] = property(_class_of_original)
     return type(kind.__name__, (Watching,), space)
 
@@ -168,42 +266,97 @@ def _class_of_original(container: Watching) -> type:
 
 
 @functools.cache
-def _replay_function(name: str) -> Callable[..., Any]:
-    """Return the function that replays call, with the container and what it is given."""
+def _replay_function(name: str, depth: int, gives_list: bool) -> Callable[..., Any]:
+    """Return the function that replays call: with the container, keys of items, and arguments.
+
+    Where it gives something else than a value, that is told by its class from what a run has found.
+    """
 
     def operate(container: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(container, name)(*args, **kwargs)
+        for key in args[:depth]:
+            container = container[key]
+        found = getattr(container, name)(*args[depth:], **kwargs)
+        if _is_value((*found,) if gives_list and type(found) is list else found):
+            return found
+        if type(found) in _INNER and name in _GIVING_ITEMS and not depth and not gives_list:
+            return f"{_INSIDE}{type(found).__name__}"
+        return NotFollowed(found)
 
-    operate.__name__ = operate.__qualname__ = name.strip("_")
-    operate.works_on_containers = True  # type: ignore[attr-defined]
-    return operate
+    return _named(operate, name)
 
 
-def _is_filled(container: Any) -> bool:
-    return bool(container)
+class NotFollowed:
+    """Something in a container whose operations are ops that is none of the values it may hold."""
+
+    def __init__(self, value: Any) -> None:
+        self.value: Any = value
 
 
-_is_filled.works_on_containers = True  # type: ignore[attr-defined]
+@functools.cache
+def _whole_function(function: Callable[[Any], Any], view: str, depth: int) -> Callable[..., Any]:
+    """Return the function that has a function of Python's go through a container, or a view.
+
+    It gives one value; what is computed with tensors is no op of its own.
+    """
+
+    def operate(container: Any, *keys: Any) -> Any:
+        for key in keys[:depth]:
+            container = container[key]
+        whole = getattr(container, view)() if view else container
+        if type(next(iter(whole), None)) not in PLAIN_TYPES:
+            return _INSIDE
+        found = function(whole)
+        return found if type(found) in PLAIN_TYPES else NotFollowed(found)
+
+    return _named(operate, function.__name__)
+
+
+@functools.cache
+def _members_by(view: str, depth: int) -> Callable[..., Any]:
+    """Return the function that goes through a container, or through a view of it."""
+
+    def operate(container: Any, *keys: Any) -> Any:
+        for key in keys[:depth]:
+            container = container[key]
+        return [*(getattr(container, view)() if view else container)]
+
+    return _named(operate, view or "members")
+
+
+@functools.cache
+def _truth_function(depth: int) -> Callable[..., Any]:
+    def operate(container: Any, *keys: Any) -> Any:
+        for key in keys[:depth]:
+            container = container[key]
+        return bool(container)
+
+    return _named(operate, "is_filled")
+
+
+def _named(function: Any, name: str) -> Callable[..., Any]:
+    function.__name__ = function.__qualname__ = name.strip("_")
+    function.works_on_containers = True
+    return function  # type: ignore[no-any-return]
 
 
 def _truth(container: Watching) -> bool:
     frame = sys._getframe(1)
     watcher = _watcher_of(frame)
-    if watcher is None or not watcher.holds(container):
+    if watcher is None or not watcher.holds(container.holder):
         return bool(_report_unseen(container, "__len__", (), {}, frame))
-    return bool(watcher.opaque_call(_is_filled, (container,), {}, frame))
+    function = _truth_function(len(container.path))
+    given = container.holder, *container.path
+    return bool(watcher.opaque_call(function, given, {}, frame))
 
 
-@functools.cache
-def _members_by(view: str) -> Callable[[Any], list[Any]]:
-    """Return the function that goes through a container, or through a view of it."""
+def _lengthen(self: Watching, items: Any) -> Watching:
+    _operate(self, "extend", (items,), {}, sys._getframe(1))
+    return self
 
-    def members(container: Any) -> list[Any]:
-        return [*(getattr(container, view)() if view else container)]
 
-    members.__name__ = members.__qualname__ = view or "members"
-    members.works_on_containers = True  # type: ignore[attr-defined]
-    return members
+def _most(self: Watching) -> int | None:
+    most: int | None = self.original.maxlen
+    return most
 
 
 def _view_method(name: str) -> Callable[..., Any]:
@@ -212,9 +365,9 @@ def _view_method(name: str) -> Callable[..., Any]:
         watcher, found = _watcher_of(frame), getattr(self.original, name)()
         if watcher is None:
             return found
-        if not watcher.holds(self):
+        if not watcher.holds(self.holder):
             return _report_unseen(self, name, (), {}, frame)
-        return watched_container(found, name, self)
+        return watched_container(found, name, self.holder, self.path)
 
     return call
 
@@ -223,37 +376,105 @@ def _members(self: Watching) -> Iterator[Any]:
     """Give all members to one of some functions, which goes through them before it returns."""
     frame = sys._getframe(1)
     watcher = _watcher_of(frame)
-    called: Any = None if watcher is None else results.c_function_called_by(frame)
-    is_taken = watcher is not None and any(called is one for one in _TAKING_ALL)
-    if watcher is None or not is_taken or not watcher.holds(self.holder):
+    if watcher is None:
+        return iter(getattr(self.original, "__iter__")())  # noqa: B009
+    called: Any = results.c_function_called_by(frame)
+    is_taken = any(called is one for one in _TAKING_ALL)
+    if not is_taken or not watcher.holds(self.holder):
         return iter(_report_unseen(self, "__iter__", (), {}, frame))
-    found = watcher.opaque_call(_members_by(self.view), (self.holder,), {}, frame)
-    if not _is_value((*found,)) or _tensors_of_result((*found,)):
-        _report(self, "__iter__", frame)  # which of them the run has put there differs
+    given = self.holder, *self.path
+    if any(called is one for one in _GIVING_ONE) and results.can_exchange():
+        function = _whole_function(called, self.view, len(self.path))
+        result = watcher.opaque_call(function, given, {}, frame)
+        if type(result) is NotFollowed:
+            _report(self, called.__name__, frame)
+            return iter(self.original)
+        if result != _INSIDE and results.exchange(frame, result, lambda gave: None):
+            return iter(self.original)
+    found = watcher.opaque_call(_members_by(self.view, len(self.path)), given, {}, frame)
+    if not _is_value((*found,)):
+        _report(self, "__iter__", frame)
+        return iter(self.original)
+    if not _may_be_given(self, found, watcher):
+        _report(self, "__iter__", frame)
     return iter(found)
 
 
-def _replay_operation(name: str) -> Callable[..., Any]:
-    function = _replay_function(name)
+def _may_be_given(
+    container: Watching, found: Sequence[Any], watcher: Recorder, key: Any = None
+) -> bool:
+    """Return whether code may have several items of a container, among them tensors.
 
+    Of a set or dict, which of the tensors the run has put there differs. Each number of items is a
+    path, of which a list that gets longer has no end.
+
+    Args:
+        container: what stands for it.
+        found: the items.
+        watcher: the recorder.
+        key: the slice that gives them, if there is one.
+    """
+    if type(container.original) not in _SEQUENCES:
+        return not _tensors_of_result((*found,))
+    is_end = type(key) is slice and type(key.start) is int and key.start < 0
+    is_full = getattr(container.original, "maxlen", None) == len(container.original)
+    if len(found) > (_MANY if is_end or is_full else _SEVERAL):
+        return False
+    return not any(map(watcher.holds, _tensors_of_result((*found,))))
+
+
+_SEVERAL, _MANY = 32, 1024
+
+
+def _replay_operation(name: str) -> Callable[..., Any]:
     def call(self: Watching, *args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        watcher = _watcher_of(frame)
-        if watcher is None:
-            return getattr(self.original, name)(*args, **kwargs)
-        # Another run, inside of the one that watches the container, does not know it.
-        is_held = watcher.holds(self.holder)
-        if not is_held or not _can_be_replayed(name, (*args, *kwargs.values())):
-            return _report_unseen(self, name, args, kwargs, frame)
-        result = watcher.opaque_call(function, (self.holder, *args), kwargs, frame)
-        given = (*result,) if type(result) is list else result
-        if type(result) is list and _tensors_of_result(given):
-            _report(self, name, frame)
-        if not _is_value(given) or (isinstance(result, torch.Tensor) and watcher.holds(result)):
-            _report(self, name, frame)
-        return result
+        count = sys.getrefcount(args[-1]) if args else 0
+        return _operate(self, name, args, kwargs, sys._getframe(1), count)
 
     return call
+
+
+def _operate(
+    self: Watching, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType,
+    count: int = 0,
+) -> Any:  # fmt: skip
+    watcher = _watcher_of(frame)
+    if watcher is None:
+        return getattr(self.original, name)(*args, **kwargs)
+    given = (*args, *kwargs.values())
+    # Another run, inside of the one that watches the container, does not know it.
+    is_held = watcher.holds(self.holder)
+    if not is_held or not _can_be_replayed(self, name, given, count):
+        return _report_unseen(self, name, args, kwargs, frame)
+    gives_list = name == "most_common" or any(type(one) is slice for one in args[:1])
+    function = _replay_function(name, len(self.path), gives_list)
+    result = watcher.opaque_call(function, (self.holder, *self.path, *args), kwargs, frame)
+    if type(result) is NotFollowed:
+        _report(self, name, frame)
+        return result.value
+    if type(result) is str and result.startswith(_INSIDE):
+        return _inside(self, args[0], result[1:], frame)
+    is_tensor = isinstance(result, torch.Tensor) and watcher.holds(result)
+    if is_tensor or (type(result) is list and not _may_be_given(self, result, watcher, *args[:1])):
+        _report(self, name, frame)
+    return result
+
+
+def _inside(holder: Watching, key: Any, name: str, frame: FrameType) -> Any:
+    """Return what stands for a container that is in a container."""
+    kind = next(one for one in _INNER if one.__name__ == name)
+    found: Any = kind()  # of a script, which may have removed it since
+    plain_key = _plain_argument(key)
+    if isinstance(holder.original, dict):
+        found = dict.get(holder.original, plain_key, found)
+    elif -len(holder.original) <= plain_key < len(holder.original):
+        found = holder.original[plain_key]
+    if not holder.may_hold:
+        _report(holder, "__getitem__", frame)
+        return found
+    made = watched_container(found, "", holder, (key,))
+    holder.held.append(weakref.ref(made))
+    return made
 
 
 def _call_cache(self: Watching, *args: Any, **kwargs: Any) -> Any:
@@ -324,14 +545,72 @@ def _report(container: Watching, name: str, frame: FrameType) -> None:
         watcher.unseen(f"{kind}.{name} of a {kind} that changes from call to call")
 
 
-def _can_be_replayed(name: str, args: tuple[Any, ...]) -> bool:
-    if name == "update":  # by the members of a list
-        return len(args) == 1 and type(args[0]) in (list, tuple) and all(map(_is_key, args[0]))
-    keys, rest = args[:1], args[1:]
-    if not all(map(_is_key, keys)) or not all(map(_is_value, rest)):
+def _can_be_replayed(container: Watching, name: str, args: tuple[Any, ...], count: int) -> bool:
+    kind = type(container.original)
+    if name in _MOVING and any(ref() is not None for ref in container.held):
         return False
+    if name in _STORING_SEVERAL:  # the members of a list
+        allowed = _is_value if kind in _SEQUENCES else _is_key
+        is_list = len(args) == 1 and type(args[0]) in (list, tuple)
+        return is_list and all(allowed(one) and type(one) is not torch.Size for one in args[0])
+    if kind in _SEQUENCES:
+        keys, rest = args[:0], args
+        if name in _BY_POSITION:
+            keys, rest = args[:1], args[1:]
+        if not all(_is_value(one) or _is_slice(one) for one in keys):
+            return False
+    else:
+        keys, rest = args[:1], args[1:]
+        if not all(map(_is_key, keys)):
+            return False
+    if not all(map(_is_value, rest)):
+        may_store = container.may_hold and not container.path and name in _STORING
+        if not (may_store and all(map(_is_value, args[:-1])) and _is_new(args[-1], name, count)):
+            return False
     # A replay would store an equal tuple in place of a size.
     return name not in _STORING or not any(type(one) is torch.Size for one in args)
+
+
+def _is_slice(value: Any) -> bool:
+    return type(value) is slice and all(map(_is_value, (value.start, value.stop, value.step)))
+
+
+_BY_POSITION = frozenset({"__getitem__", "__setitem__", "__delitem__", "insert", "pop", "rotate"})
+
+
+def _is_new(value: Any, name: str, count: int) -> bool:
+    """Return whether an argument is a container of values that nothing else holds."""
+    kind = type(value)
+    if kind not in _INNER or not is_watchable(value) or not holds_values(value):
+        return False
+    if isinstance(value, dict) and not all(map(_is_key, value)):
+        return False
+    return count == _counts_of_new()[name == "__setitem__"]
+
+
+@functools.cache
+def _counts_of_new() -> tuple[int, int]:
+    """Return how many references there are to an argument that nothing else holds.
+
+    In a call of a method, and in an assignment of an item. -1 if a variable makes no difference.
+    """
+    found: list[int] = []
+
+    class Probe:
+        def call(self, *args: Any, **kwargs: Any) -> None:
+            found.append(sys.getrefcount(args[-1]) if args else 0)
+
+        __setitem__ = call
+
+    probe, variable, other = Probe(), list[int](), list[int]()
+    probe.call(0, [])
+    probe[0] = []
+    probe.call(0, variable)
+    probe[0] = other
+    method, assignment = (
+        one if one < more else -1 for one, more in zip(found[:2], found[2:], strict=True)
+    )
+    return method, assignment
 
 
 def _is_key(value: Any) -> bool:

@@ -27,6 +27,7 @@ from bendtrace.tape.captured import (
     COPIED,
     Access,
     Added,
+    AttributeKey,
     Captured,
     CaptureKind,
     EnvironmentChange,
@@ -70,6 +71,7 @@ class Environment(ScanResult):
         inserted: what else it runs, by name.
         inputs: the labels of what is an input in the state: numbers (see `lift`), and containers
             whose operations are ops.
+        goes_on: whether the run goes on for another one, which had these inputs.
 
     Attributes:
         is_repeated: whether all but the arguments was taken over from an earlier scan.
@@ -96,7 +98,9 @@ class Environment(ScanResult):
         arguments: dict[str, Any],
         inserted: Mapping[str, Any] = types.MappingProxyType({}),
         inputs: frozenset[str] = frozenset(),
+        goes_on: bool = False,
     ) -> None:
+        self._goes_on = goes_on
         self.function: Callable[..., Any] = function
         self.inserted: Mapping[str, Any] = inserted
         self.is_repeated: bool = False
@@ -113,6 +117,7 @@ class Environment(ScanResult):
         self._is_in_progress = False
         self._placed: list[tuple[Captured, Any]] = []
         self._containers_placed: list[tuple[Captured, containers.Watching]] = []
+        self._holders: set[int] = set()  # containers that may have containers in them
         self._stand_ins: dict[int, tuple[Any, Captured]] = {}
         self._items: dict[int, list[Any]] = {}
         # Neither a run around this one nor the class of a tensor may see what is asked here: it is
@@ -143,6 +148,7 @@ class Environment(ScanResult):
                 continue
             if part.kind is CaptureKind.IDENTITY and id(part.value) in self.watched_containers:
                 stand_in: Any = containers.watched_container(part.value)
+                stand_in.may_hold = id(part.value) in self._holders
                 self._containers_placed.append((part, stand_in))
             elif is_drawn_from(part.value):
                 stand_in = stand_in_for(part.value)
@@ -182,18 +188,28 @@ class Environment(ScanResult):
             return caches
         owners = growing.owners_in(self)
         read = {name for one in self.functions for name in other_names_in(one)}
-        return caches | {
-            id(part.value): part.value
+        codes = [code for one in self.functions for code in codes_in(one.__code__)]
+        chosen = {
+            id(part.value): part
             for part in found
             if part.kind is not CaptureKind.ARRAY
             and not is_cache(part)
             and id(part.value) not in named
             and growing.access_name(part) not in read
-            and containers.is_watchable(part.value)
+            # Others may have put something else in it meanwhile.
+            and (self._goes_on or containers.is_watchable(part.value, named))
             and growing.is_known_to_user_only(part, owners, self)
-            and not self._is_handed_over(
-                part, (code for one in self.functions for code in codes_in(one.__code__))
-            )
+            and not self._is_handed_over(part, codes)
+        }
+        self._holders |= {
+            key
+            for key, part in chosen.items()
+            if part.type in containers.HOLDING and not self._is_handed_over(part, codes, True)
+        }
+        return caches | {
+            key: part.value
+            for key, part in chosen.items()
+            if self._goes_on or key in self._holders or containers.holds_values(part.value)
         }
 
     @property
@@ -201,12 +217,19 @@ class Environment(ScanResult):
         """The arrays whose content is an input."""
         return [part for part in self.parts if part.kind is CaptureKind.OPEN_ARRAY]
 
-    def _is_handed_over(self, part: Captured, codes: Iterable[types.CodeType]) -> bool:
-        name, level = growing.access_name(part), growing.nesting_level(part)
+    @property
+    def operated_containers(self) -> list[Captured]:
+        """The containers whose operations are ops of the run, but for caches."""
+        return [part for part, _ in self._containers_placed if not is_cache(part)]
+
+    def _is_handed_over(
+        self, part: Captured, codes: Iterable[types.CodeType], holds: bool = False
+    ) -> bool:
+        name, keys = growing.access_name(part), growing.keys_of(part)
         spaces = {id(one.__globals__): one.__globals__ for one in self.functions}.values()
         functions = {one for one in containers.WHOLE if not any(one in space for space in spaces)}
         return any(
-            growing.hands_over(code, name, level, functions | {"len"})
+            growing.hands_over(code, name, len(keys), functions | {"len"}, holds, keys)
             for code in codes
             if (code.co_filename, code.co_name) not in _OF_DATACLASSES
         )
@@ -216,7 +239,7 @@ class Environment(ScanResult):
         for part, one in self._containers_placed:
             if is_cache(part) or one.is_misused:
                 continue
-            if self._is_handed_over(part, codes):
+            if self._is_handed_over(part, codes, bool(one.held)):
                 one.is_misused = True
                 label = part.label
                 self.block(f"the run does more with {label} than operations on it", label)
@@ -657,9 +680,24 @@ def _thing_of(part: Captured) -> Any:
 
 
 def _in_one_order(before: Iterable[Any], now: Iterable[Any]) -> bool:
-    """Return whether the keys of a dict are those that they were, in that order."""
+    """Return whether the keys of a dict are those that they were, in that order.
+
+    Names of attributes stand apart from keys, and in the same order.
+    """
+    keys = [*before], [*now]
+    return _are_one(*keys) or all(map(_are_one, *map(_items_and_attributes, keys)))
+
+
+def _items_and_attributes(keys: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    found: tuple[list[Any], list[Any]] = [], []
+    for key in keys:
+        found[isinstance(key, AttributeKey)].append(key)
+    return found
+
+
+def _are_one(before: list[Any], now: list[Any]) -> bool:
     try:
-        return list(before) == list(now)
+        return before == now
     except RuntimeError:  # tensors, which are compared item by item
         return [*map(id, before)] == [*map(id, now)]
 

@@ -66,7 +66,7 @@ def growing_in(found: ScanResult) -> dict[int, Any]:
         part.index: part.value
         for part in candidates
         if part.index not in tied
-        and (known[access_name(part)] >= _OFTEN or not is_read(part, codes, otherwise))
+        and (known[place_of(part)] >= _OFTEN or not is_read(part, codes, otherwise))
         and is_known_to_user_only(part, owners, found)
     }
     # Nobody looks into these, so the lists in them are no parts of their own.
@@ -82,14 +82,20 @@ def is_read(part: Captured, codes: Iterable[CodeType], otherwise: Container[str]
         codes: the code.
         otherwise: names that are used otherwise than by instructions.
     """
-    name = access_name(part)
-    reading = [code for code in codes if name in names_used(code)]
+    name, keys = access_name(part), keys_of(part)
     if name in otherwise:
         return True
-    return bool(reading) and not all(only_adds(code, name, _keys_of(part)) for code in reading)
+    # Also where code only adds to what the name leads to: that may be in the part, or around it.
+    naming = (
+        code
+        for code in codes
+        if name in code.co_names or name in names_used(code)
+        or name in code.co_freevars + code.co_cellvars
+    )  # fmt: skip
+    return not all(only_adds(code, name, keys) for code in naming)
 
 
-def _keys_of(part: Captured) -> list[Any]:
+def keys_of(part: Captured) -> list[Any]:
     """Return the keys by which code gets from what it names to a part, the outermost first.
 
     A class of the user's may look its keys up in another way.
@@ -111,20 +117,25 @@ def owners_in(found: ScanResult) -> dict[int, type]:
     }
 
 
-def note_added(function: Callable[..., Any], names: Iterable[str]) -> None:
-    """Note that a run of a model has added to what has some names, and read nothing of it."""
+def place_of(part: Captured) -> tuple[str, tuple[Any, ...]]:
+    """Return the name by which code reaches a part, with the keys that lead from there to it."""
+    return access_name(part), tuple(keys_of(part))
+
+
+def note_added(function: Callable[..., Any], parts: Iterable[Captured]) -> None:
+    """Note that a run of a model has added to some parts, and read nothing of them."""
     with suppress(TypeError):
-        _known.setdefault(key_of(function), Counter()).update(names)
+        _known.setdefault(key_of(function), Counter()).update(map(place_of, parts))
 
 
-def _known_methods(function: Callable[..., Any]) -> Counter[str]:
+def _known_methods(function: Callable[..., Any]) -> Counter[Any]:
     try:
         return _known.get(key_of(function), Counter())
     except TypeError:  # not hashable, or there can be no weak references to it
         return Counter()
 
 
-_known: MutableMapping[Any, Counter[str]] = WeakIdKeyDictionary()
+_known: MutableMapping[Any, Counter[Any]] = WeakIdKeyDictionary()
 _OFTEN = 2
 
 
@@ -179,14 +190,6 @@ def _root_of(part: Captured) -> Captured:
     ):
         part = part.parent
     return part
-
-
-def nesting_level(part: Captured) -> int:
-    """Return how many items of items lie between what code names and a part."""
-    root, level = _root_of(part), 0
-    while part is not root and part.parent is not None:
-        part, level = part.parent, level + 1
-    return level
 
 
 def access_name(part: Captured) -> str:
@@ -254,23 +257,30 @@ def names_used(code: CodeType) -> set[str]:
     return names.union(_texts_in(code.co_consts))
 
 
-def hands_over(code: CodeType, name: str, level: int, functions: Container[str] = ("len",)) -> bool:
+def hands_over(
+    code: CodeType, name: str, level: int, functions: Container[str] = ("len",),
+    holds: bool = False, keys: Sequence[Any] = (),
+) -> bool:  # fmt: skip
     """Return whether code does more with a container than to operate on it.
 
     Its methods and operators may be called, and some functions. It may not be passed to anything
     else, kept or returned: code that asks for its type, or reads its memory, might receive it.
+    With `holds`, the same is true of what it gives by a key.
 
     Args:
         code: the code, without the functions in it.
         name: the attribute, global or variable of a function around it that leads to the container.
         level: how many items of items lie between.
         functions: the names of builtins that may receive it.
+        holds: whether it may have containers in it.
+        keys: the keys of the items that lie between, the outermost first, if they are known; None
+            for one that code may write in another way.
     """
     if name in _texts_in(code.co_consts):
         return True
     if name not in code.co_names and name not in code.co_freevars + code.co_cellvars:
         return False
-    return _Operating(code, functions).hands_over(name, level)
+    return _Operating(code, name, keys, functions, holds).hands_over(name, level)
 
 
 def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
@@ -291,14 +301,19 @@ def only_adds(code: CodeType, name: str, keys: Sequence[Any]) -> bool:
 
 
 class _Operating:
-    """Follows a container on the stack, from where code loads it."""
+    """Follows a container on the stack, from where code loads it (see `hands_over`)."""
 
-    def __init__(self, code: CodeType, functions: Container[str] = ("len",)) -> None:
-        self._code, self._functions = code, functions
+    def __init__(
+        self, code: CodeType, name: str, keys: Sequence[Any], functions: Container[str] = ("len",),
+        holds: bool = False,
+    ) -> None:  # fmt: skip
+        self._code, self._name, self._keys = code, name, keys
+        self._functions, self._holds = functions, holds
         self._steps = single_steps(code)
         self._variables: set[tuple[str, int]] = set()
 
     def hands_over(self, name: str, level: int) -> bool:
+        self._level = level
         for at, step in enumerate(self._steps):
             if step.value != name or step.name.endswith("_FAST") or step.name in _IDLE:
                 continue
@@ -337,14 +352,15 @@ class _Operating:
                 stack[:0] = [None] * (count - len(stack))
                 stack[-1], stack[-count] = stack[-count], stack[-1]
             elif name in _TAKING or name in _BUILDING:
-                takes = _TAKING.get(name, count + (name == "CALL"))
+                takes = _TAKING.get(name, count * (1 + (name == "BUILD_MAP")) + (name == "CALL"))
                 taken = [*[None] * (takes - len(stack)), *stack[max(len(stack) - takes, 0) :]]
                 del stack[max(len(stack) - takes, 0) :]
                 # What is operated on is the last, or the last but one in front of a key.
                 place = -1 if takes == 1 or name == "CONTAINS_OP" else -2
+                place -= name in _SLICING
                 own = taken.pop(place) if takes and name in _TAKING else None
                 if name == "CALL" and type(taken[0]) is str and takes == 2:
-                    if self._may_ask(taken[1]) and (taken[0] == "len" or taken[1] in (0, _VIEW)):
+                    if self._may_ask(taken[1]) and (taken[0] == "len" or taken[1] in _AT_THE_END):
                         taken.pop()
                 if name == "CALL" and type(taken[0]) is _StackMethod:
                     own = taken.pop(0)
@@ -369,19 +385,42 @@ class _Operating:
 
     def _stays(self, step: InstructionStep) -> bool:
         """Return whether code assigns a container to where it has it from."""
-        return False
+        return self._level == 0 and bool(step.value == self._name)
 
     def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
         """Return whether code may do an instruction to a container of some level."""
+        if type(own) is int and own > 0:  # what it is in: to have its items, or its keys
+            return name in _OF_HOLDERS or (loads_method(step) and step.value in _LOOKING_UP)
         return own != 0 or loads_method(step) or step.value not in VIEWS
 
     def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
         """Return what an instruction leaves on the stack: a level, or None."""
-        if own == 0 and loads_method(step) and step.value in VIEWS:
-            return _StackMethod(step.value, 0)
-        if type(own) is _StackMethod:
-            return _VIEW
-        return own - 1 if name == "BINARY_SUBSCR" and type(own) is int and own else None
+        if own in (0, _ITEM) and _extends(step):
+            return own
+        if own in (0, _ITEM) and loads_method(step) and step.value in VIEWS:
+            return _StackMethod(step.value, own)
+        if self._holds and own == 0:
+            if loads_method(step) and step.value in _LOOKING_UP:
+                return _StackMethod(step.value, own)
+            if name == "BINARY_SUBSCR":
+                return _ITEM
+        if type(own) is _StackMethod and own.level <= 0:
+            return _VIEW if own.name in VIEWS else _ITEM
+        if type(own) is int and own > 0 and loads_method(step):
+            return _StackMethod(step.value, own)
+        level = own.level if type(own) is _StackMethod else own
+        if not level or level < 0 or not (name == "BINARY_SUBSCR" or type(own) is _StackMethod):
+            return None
+        return self._level_of_item(level, taken)
+
+    def _level_of_item(self, level: int, taken: Sequence[Any]) -> int | None:
+        """Return the level of what a key leads to; None for an item beside those that count."""
+        own_key = self._keys[len(self._keys) - level] if self._keys else None
+        # Texts alone: an item of a list has two numbers, `parts[1]` and `parts[-1]`.
+        if taken and type(taken[0]) is _StackConstant:
+            if type(taken[0].value) is type(own_key) is str and taken[0].value != own_key:
+                return None
+        return level - 1
 
     def _function_before(self, at: int) -> list[str]:
         """Return the function that is called with what an instruction loads, or an item of it."""
@@ -418,55 +457,34 @@ class _StackMethod(NamedTuple):
 
 
 class _Adding(_Operating):
-    """Follows a list that is to be added to, and what it is in.
-
-    Args:
-        code: the code.
-        name: what leads to the list.
-        keys: the keys of the items that lie between.
-    """
-
-    def __init__(self, code: CodeType, name: str, keys: Sequence[Any]) -> None:
-        super().__init__(code)
-        self._name, self._keys = name, keys
+    """Follows a list that is to be added to, and what it is in."""
 
     def _may(self, step: InstructionStep, name: str, own: Any) -> bool:
-        if type(own) is _StackMethod:
-            return True
-        if own:  # what the list is in: to have its items, or its keys
-            return name in _OF_HOLDERS or (loads_method(step) and step.value in _LOOKING_UP)
+        if own != 0:
+            return super()._may(step, name, own)
         return _extends(step) or (loads_method(step) and step.value in ADDS)
 
     def _may_ask(self, one: Any) -> bool:
         return one is None or one != 0
 
-    def _stays(self, step: InstructionStep) -> bool:
-        return not self._keys and bool(step.value == self._name)
-
     def _result(self, step: InstructionStep, name: str, own: Any, taken: Sequence[Any]) -> Any:
-        if type(own) is int and loads_method(step):
+        if own == 0 and loads_method(step):
             return _StackMethod(step.value, own)
-        if own == 0 and _extends(step):
-            return own
-        level = own.level if type(own) is _StackMethod else own
-        if not level or not (name == "BINARY_SUBSCR" or type(own) is _StackMethod):
-            return None
-        key = taken[0] if taken else None
-        own_key = self._keys[len(self._keys) - level]
-        # Texts alone: an item of a list has two numbers, `parts[1]` and `parts[-1]`.
-        if type(key) is _StackConstant and type(key.value) is type(own_key) is str:
-            return level - 1 if key.value == own_key else None
-        return level - 1
+        return super()._result(step, name, own, taken)
 
 
 def _leads_on(one: Any) -> bool:
     """Return whether what is on the stack is a container, or gives one."""
-    return type(one) is int or (type(one) is _StackMethod and (one.level > 0 or one.name in VIEWS))
+    if type(one) is _StackMethod:
+        return one.level > 0 or one.name in VIEWS or one.name in _LOOKING_UP
+    return type(one) is int
 
 
 # Methods that give a view of a dict, and what stands for a view on the stack.
 VIEWS = ("keys", "values", "items")
 _VIEW = -1
+_ITEM = -2  # stands for a container that is in the container
+_AT_THE_END = (0, _VIEW, _ITEM)
 
 
 def _extends(step: InstructionStep) -> bool:
@@ -486,10 +504,11 @@ _TAKING = {
     "LOAD_ATTR": 1, "LOAD_METHOD": 1, "GET_ITER": 1, "TO_BOOL": 1, "UNARY_NOT": 1,
     "UNARY_NEGATIVE": 1,
     "BINARY_SUBSCR": 2, "CONTAINS_OP": 2, "COMPARE_OP": 2, "BINARY_OP": 2, "DELETE_SUBSCR": 2,
-    "STORE_SUBSCR": 3,
+    "STORE_SUBSCR": 3, "BINARY_SLICE": 3, "STORE_SLICE": 4,
 }  # fmt: skip
-_BUILDING = frozenset({"CALL", "BUILD_TUPLE", "BUILD_LIST", "BUILD_SLICE"})
-_GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR"})
+_BUILDING = frozenset({"CALL", "BUILD_TUPLE", "BUILD_LIST", "BUILD_MAP", "BUILD_SLICE"})
+_SLICING = frozenset({"BINARY_SLICE", "STORE_SLICE"})
+_GIVING_NOTHING = frozenset({"DELETE_SUBSCR", "STORE_SUBSCR", "STORE_SLICE"})
 
 
 def _is_read(steps: Sequence[InstructionStep], at: int) -> bool:

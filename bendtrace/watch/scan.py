@@ -100,8 +100,9 @@ from bendtrace.watch.reachability import (
 from bendtrace.watch.scan_cache import Notes, tensor_facts
 
 if TYPE_CHECKING:
-    from bendtrace.watch import readers
+    from bendtrace.watch import containers, readers
 else:
+    containers = LazyModule("bendtrace.watch.containers")
     readers = LazyModule("bendtrace.watch.readers")
 
 # Attributes of functions that no code of a model asks for (the second one is torch.compile's).
@@ -470,6 +471,10 @@ class Scan:
         """Scan a value that is guarded by identity alone, and what code can read through it."""
         part = self._add(value, route, CaptureKind.IDENTITY)
         found = self.found
+        is_factory = route.parent is not None and route.parent.type is defaultdict
+        if is_factory and not isinstance(value, types.FunctionType):
+            if containers.makes_container(value):
+                return  # to which nothing is given
         if not (found.tells_numbers or self._is_finished or asks(value)):
             found.tells_numbers = True
         if isinstance(value, (functools.partial, torch.Generator)):
