@@ -49,10 +49,7 @@ from bendtrace.python.checks import required_path
 from bendtrace.watch.owners import states_of
 
 if TYPE_CHECKING:
-    from bendtrace import (
-        bends,  # whose name for `BendingConfig` is the public one
-        module,
-    )
+    from bendtrace import bends, module  # `bends` has the public name of `BendingConfig`
 
 _FORMAT = "bendtrace bends"
 _VERSION = 1
