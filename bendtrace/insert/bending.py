@@ -49,8 +49,7 @@ from bendtrace.python.checks import required_path
 from bendtrace.watch.owners import states_of
 
 if TYPE_CHECKING:
-    from bendtrace import bends  # whose name for `BendingConfig` is the public one
-    from bendtrace.module import BendedModule
+    from bendtrace import bends, module  # `bends` has the public name of `BendingConfig`
 
 _FORMAT = "bendtrace bends"
 _VERSION = 1
@@ -460,7 +459,7 @@ class Bending:
         tensor([0.7616])
     """
 
-    def __init__(self, owner: BendedModule, knowledge: Knowledge) -> None:
+    def __init__(self, owner: module.BendedModule, knowledge: Knowledge) -> None:
         self._owner = owner
         self._catalogue = Catalogue(knowledge)
         self.versions: Versions = Versions(knowledge.model)
@@ -860,7 +859,9 @@ class Sources:
     A version of the weights comes first, so that bends apply to the weights of any version.
     """
 
-    def __init__(self, owner: BendedModule, catalogue: Catalogue, versions: Versions) -> None:
+    def __init__(
+        self, owner: module.BendedModule, catalogue: Catalogue, versions: Versions
+    ) -> None:
         self._owner = owner
         self._catalogue = catalogue
         self._versions = versions
@@ -1113,7 +1114,7 @@ def _shares(mixture: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def bend(
-    bended: BendedModule[Any],
+    bended: module.BendedModule[Any],
     /,
     callback: Bend | bends.BendingConfig | Callable[[Tensor], Any],
     *where: Where,
@@ -1160,7 +1161,7 @@ def bend(
 
 
 def activation_names(
-    bended: BendedModule[Any], flt: Filter = None, exclude: Filter = None
+    bended: module.BendedModule[Any], flt: Filter = None, exclude: Filter = None
 ) -> list[str]:
     """Return the names of the activations that the patterns of `bend` are matched against.
 
@@ -1178,7 +1179,7 @@ def activation_names(
 
 
 def print_activations(
-    bended: BendedModule[Any], flt: Filter = None, exclude: Filter = None, out: Out = None
+    bended: module.BendedModule[Any], flt: Filter = None, exclude: Filter = None, out: Out = None
 ) -> Text:
     """Print a table of the activations, and return it (see `Bending.print_activations`).
 
@@ -1198,7 +1199,7 @@ def print_activations(
 
 
 def print_weights(
-    bended: BendedModule[Any], flt: Filter = None, exclude: Filter = None, out: Out = None
+    bended: module.BendedModule[Any], flt: Filter = None, exclude: Filter = None, out: Out = None
 ) -> Text:
     """Print a table of the parameters, and return it (see `Bending.print_weights`).
 

@@ -98,8 +98,9 @@ def stands_for_number(tensor: torch.Tensor) -> bool:
 
 def has_tensors(meta: Any) -> bool:
     """Return whether the result of an op, described by its metadata, is a tensor or several."""
-    metas = meta if isinstance(meta, tuple) else (meta,)
-    return any(isinstance(one, TensorMeta) for one in metas)
+    if isinstance(meta, TensorMeta):  # which is a tuple itself
+        return True
+    return isinstance(meta, tuple) and any(isinstance(one, TensorMeta) for one in meta)
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
