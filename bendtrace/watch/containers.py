@@ -269,7 +269,7 @@ def _class_of_original(container: Watching) -> type:
 def _replay_function(name: str, depth: int, gives_list: bool) -> Callable[..., Any]:
     """Return the function that replays call: with the container, keys of items, and arguments.
 
-    Where it gives something else than a value, that is told by its class from what a run has found.
+    Where it gives something else than a value, its class shows that to a guard.
     """
 
     def operate(container: Any, *args: Any, **kwargs: Any) -> Any:
