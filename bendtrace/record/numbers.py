@@ -93,7 +93,7 @@ class NumberRecorder:
             return self._elsewhere(function(*map(plain, operands)))
         if self.compares:
             self.compared = frozenset(map(id, operands))
-        traced, is_asked = None, False
+        traced, is_asked, has_raised = None, False, True
         # Else it is within an op, which a replay does as a whole.
         is_seen = current_watcher() is self._recorder and not self._is_answered()
         if is_seen and function in (pow, operator.pow):
@@ -102,13 +102,15 @@ class NumberRecorder:
             is_asked = self._ask_error(function, operands)
         try:
             result = self._compute(function, operands, is_seen)
+            has_raised = False
             if is_seen:
                 traced = TRACED_AS.get(type(result))
         finally:
             if traced is None:  # it raised, or returned a value that cannot be traced
                 script = self._writer.script
                 # In a script it raises what the replay has raised, and asks nothing.
-                is_asked = is_asked or (script is not None and script.is_active)
+                is_followed = script is not None and script.is_active
+                is_asked = is_asked or (has_raised and is_followed)
                 if not is_asked:
                     self._consume_all(function, operands)
         if traced is None:

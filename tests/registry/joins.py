@@ -38,6 +38,18 @@ def numbers_of_which_some_are_too_large(x: torch.Tensor) -> torch.Tensor:
     return y + power % 7 if x[2] > 0 else y - power % 5
 
 
+@case(*SIGNS)
+class ComparesWithANumberOfNumpys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.least = np.float64(0.1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        most = max(self.least, x.mean().item())
+        y = x * 2 if x[1] > 0 else x * 3
+        return y * most if x[2] > 0 else y - most
+
+
 # One thing given twice
 
 
