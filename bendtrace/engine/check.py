@@ -41,6 +41,7 @@ from bendtrace.tape.captured import (
     compares_by_identity,
     has_attributes,
     identical,
+    is_number,
     read_of,
     same_keys,
     slot_names,
@@ -969,7 +970,8 @@ class AliasGuards:
         several += self._operated
         self._given = [part for part in several if part.is_argument]
         self._arrays = [part for part in several if part.kind is CaptureKind.ARRAY]
-        self._open = recording.environment.open_arrays
+        opened = recording.environment.open_arrays
+        self._open = [part for part in opened if not is_number(part.type)]
         self._tensors = [
             part
             for part in recording.environment.parts

@@ -163,7 +163,8 @@ class Arrays:
         )
         for part in parts:
             self._known[id(part.value)] = part.value, None
-            self._contents[id(part.value)] = part.value.tobytes()
+            if is_ndarray(part.value):
+                self._contents[id(part.value)] = part.value.tobytes()
         for part in self._environment.parts:
             first, holder = part.value if part.kind is CaptureKind.ALIAS else part, part.parent
             while holder is not None and id(first.value) in self._known:

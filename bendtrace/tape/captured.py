@@ -92,7 +92,7 @@ class Array:
 
 
 def _facts_of_array(array: Any) -> tuple[Any, ...]:
-    return array.dtype, array.shape, array.flags.aligned, _layout(array)[:2]
+    return type(array), array.dtype, array.shape, array.flags.aligned, _layout(array)[:2]
 
 
 def _layout(array: Any) -> tuple[Any, ...]:
@@ -109,6 +109,12 @@ def is_whole(kind: type) -> bool:
     """Return whether a type is of numpy's whole numbers, of which calls may have few."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and issubclass(kind, (numpy.integer, numpy.bool_))
+
+
+def is_number(kind: type) -> bool:
+    """Return whether a type is of numpy's numbers that are no truths, without importing numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.number)
 
 
 # Classes of tensors that have no functions of their own.

@@ -42,10 +42,12 @@ from bendtrace.tape.captured import (
     CaptureKind,
     Keys,
     Length,
+    identical,
     is_as_copied,
     is_cache,
     is_exchangeable,
     is_ndarray,
+    is_number,
     same_keys,
 )
 from bendtrace.tape.scalars import TRACED, TracedFloat, plain
@@ -109,7 +111,12 @@ _FREE = frozenset({"__class__", "__doc__", "__hash__", "__new__", "__init__", "_
 
 
 def can_be_watched(part: Captured) -> bool:
-    """Return whether a part is a container, or an array, whose operations can be ops."""
+    """Return whether a part is a container, or an array, whose operations can be ops.
+
+    A number of numpy's is one, too: another one can take its place.
+    """
+    if part.kind is CaptureKind.PLAIN:
+        return is_number(part.type) and is_exchangeable(part)
     if part.kind is CaptureKind.ARRAY:
         array: Any = part.size and part.size[0]
         return is_ndarray(array.value) and array.is_writeable and not part.is_argument
@@ -127,6 +134,8 @@ def has_content(part: Captured, now: Any) -> bool:
     """Return whether a container has the content, or the keys, that such a part had."""
     if type(now) is not part.type:
         return False
+    if part.kind is CaptureKind.PLAIN:
+        return identical(part.value, now)
     items: Any = now
     if part.kind is CaptureKind.LIST:
         return isinstance(part.size, Length | Keys) and part.size.number == len(items)
@@ -269,7 +278,7 @@ def _class_of_original(container: Watching) -> type:
 def _replay_function(name: str, depth: int, gives_list: bool) -> Callable[..., Any]:
     """Return the function that replays call: with the container, keys of items, and arguments.
 
-    Where it gives something else than a value, that is told by its class from what a run has found.
+    Where it gives something else than a value, its class shows that to a guard.
     """
 
     def operate(container: Any, *args: Any, **kwargs: Any) -> Any:

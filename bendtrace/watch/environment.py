@@ -39,6 +39,7 @@ from bendtrace.tape.captured import (
     is_cache,
     is_exchangeable,
     is_ndarray,
+    is_number,
     store_item,
 )
 from bendtrace.tape.structure import cached_results, entries_of, key_parts
@@ -171,7 +172,7 @@ class Environment(ScanResult):
         found = [
             part for part in self.parts if part.label in labels and containers.can_be_watched(part)
         ]
-        has_arrays = any(part.kind is CaptureKind.ARRAY for part in found)
+        has_arrays = any(part.kind in _OF_NUMPY for part in found)
         arrays = open_arrays.untied_arrays(found, self) if has_arrays else {}
         if not found or self._compares_tensors():
             return arrays
@@ -192,7 +193,7 @@ class Environment(ScanResult):
         chosen = {
             id(part.value): part
             for part in found
-            if part.kind is not CaptureKind.ARRAY
+            if part.kind not in _OF_NUMPY
             and not is_cache(part)
             and id(part.value) not in named
             and growing.access_name(part) not in read
@@ -285,7 +286,9 @@ class Environment(ScanResult):
             caches = {
                 key: one
                 for key, one in self.watched_containers.items()
-                if type(one) is functools._lru_cache_wrapper or is_ndarray(one)
+                if type(one) is functools._lru_cache_wrapper
+                or is_ndarray(one)
+                or is_number(type(one))
             }
             self._scan(arguments, True, None, caches)  # where no other operation is an op
             return
@@ -703,6 +706,7 @@ def _are_one(before: list[Any], now: list[Any]) -> bool:
 
 
 _OF_DATACLASSES = {("<string>", name) for name in ("__eq__", "__init__", "__repr__")}
+_OF_NUMPY = (CaptureKind.ARRAY, CaptureKind.PLAIN)
 _WORDS = {
     CaptureKind.SET: "the set {}",
     CaptureKind.LARGE: "{}, which is too large to watch",

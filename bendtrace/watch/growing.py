@@ -66,7 +66,7 @@ def growing_in(found: ScanResult) -> dict[int, Any]:
         part.index: part.value
         for part in candidates
         if part.index not in tied
-        and (known[place_of(part)] >= _OFTEN or not is_read(part, codes, otherwise))
+        and (known[name_and_keys(part)] >= _OFTEN or not is_read(part, codes, otherwise))
         and is_known_to_user_only(part, owners, found)
     }
     # Nobody looks into these, so the lists in them are no parts of their own.
@@ -117,7 +117,7 @@ def owners_in(found: ScanResult) -> dict[int, type]:
     }
 
 
-def place_of(part: Captured) -> tuple[str, tuple[Any, ...]]:
+def name_and_keys(part: Captured) -> tuple[str, tuple[Any, ...]]:
     """Return the name by which code reaches a part, with the keys that lead from there to it."""
     return access_name(part), tuple(keys_of(part))
 
@@ -125,7 +125,7 @@ def place_of(part: Captured) -> tuple[str, tuple[Any, ...]]:
 def note_added(function: Callable[..., Any], parts: Iterable[Captured]) -> None:
     """Note that a run of a model has added to some parts, and read nothing of them."""
     with suppress(TypeError):
-        _known.setdefault(key_of(function), Counter()).update(map(place_of, parts))
+        _known.setdefault(key_of(function), Counter()).update(map(name_and_keys, parts))
 
 
 def _known_methods(function: Callable[..., Any]) -> Counter[Any]:

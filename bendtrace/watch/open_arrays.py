@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bendtrace.tape.captured import Captured, CaptureKind
+from bendtrace.tape.captured import Captured, CaptureKind, is_array
 from bendtrace.watch.findings import ScanResult
 from bendtrace.watch.growing import is_known_to_user_only, owners_in
 from bendtrace.watch.writes import memory_extent, overlap
@@ -33,13 +33,15 @@ def untied_arrays(candidates: list[Captured], found: ScanResult) -> dict[int, An
     """
     owners, parts = owners_in(found), found.parts
     tensors = [part.value for part in parts if part.kind is CaptureKind.TENSOR]
-    arrays = [part.value for part in parts if part.kind in _ARRAYS]
+    arrays = [part.value for part in parts if part.kind in _ARRAYS and is_array(part.value)]
     return {
         id(part.value): part.value
         for part in candidates
-        if part.kind is CaptureKind.ARRAY
-        and is_known_to_user_only(part, owners, found)
-        and not is_tied(part.value, tensors, arrays)
+        if is_known_to_user_only(part, owners, found)
+        and (
+            part.kind is CaptureKind.PLAIN
+            or (part.kind is CaptureKind.ARRAY and not is_tied(part.value, tensors, arrays))
+        )
     }
 
 

@@ -47,6 +47,7 @@ from bendtrace.tape.captured import (
     container_content,
     has_attributes,
     is_array,
+    is_number,
     module_name_of,
 )
 from bendtrace.tape.plain_numbers import asks, is_exact_format
@@ -385,7 +386,7 @@ class Scan:
                 self._guard_numbers(earlier)
         elif id(value) in found.growing:
             self._add(value, route, CaptureKind.GROWING)
-        elif id(value) in found.watched_containers and is_array(value):
+        elif id(value) in found.watched_containers and (is_array(value) or is_number(kind)):
             copied = Copy(COPIED[CaptureKind.OPEN_ARRAY](value))
             self._add(value, route, CaptureKind.OPEN_ARRAY).size = copied
         elif id(value) in found.watched_containers:

@@ -192,3 +192,41 @@ class ChangedOutside(Holds):
             x = x * float(self.kept[1])
         self.row[0] += 1
         return x * float(self.means[1] + self.row[0])
+
+
+# Numbers of numpy
+
+
+def has_numbers(model: Any, out: Any) -> Any:
+    """Return what a call gives, and the numbers that it leaves behind."""
+    return out, model.mean, model.calls, model.best
+
+
+def shares_a_number(model: Any) -> None:
+    model.best = model.mean
+
+
+@case(
+    *STREAM,
+    after(shares_a_number, 1, 2, 3, 4),
+    *STREAM[:2],
+    after(lambda model: setattr(model, "mean", 0.5), 1, 2, 3, 4),
+    *STREAM[:2],
+    look=has_numbers,
+    served=live_once,
+)
+class NumbersOfNumpy(Holds):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Any = np.float64(0)
+        self.best: Any = np.float32(-9)
+        self.calls = np.int64(0)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x).detach()
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * y.numpy().mean()
+        if y.numpy().max() > self.best:
+            self.best = y.numpy().max()
+            y = y * 2
+        return y * float(self.mean) + int(self.calls)
