@@ -907,14 +907,16 @@ class AppendsToADeque(Layer):
         return x * 2
 
 
-UNWRITABLE = "what it changes otherwise: long lists, attributes of classes"
+UNWRITABLE = "what it changes otherwise: attributes of classes"
 
 
-@case(
-    "sets that it changes, if it uses them by `in`, `add`, `discard`, `remove`, `clear`, `len`, "
-    "`sorted`, `list`, `sum`, `min`, `max` and as a condition only",
-    calls=6,
+IN_TWO_CALLS = (
+    "sets and long lists that it changes, if it uses them by `in`, `add`, `discard`, `append`, "
+    "`[i]`, `len`, `sorted`, `list`, `sum`, `min`, `max` and the like only"
 )
+
+
+@case(IN_TWO_CALLS, calls=6)
 class AddsToASet(Layer):
     def __init__(self) -> None:
         super().__init__(value=set())
@@ -947,6 +949,20 @@ class FillsACache(Layer):
         return x * self.value[self.n]
 
 
+@case(
+    "lists and deques whose length keeps changing, by forward or between calls, if it uses them by "
+    "such operations only: the losses so far",
+    calls=6,
+)
+class ReadsLosses(Layer):
+    def __init__(self) -> None:
+        super().__init__(value=[])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.value.append(x.mean().item())
+        return x * self.value[-1] + sum(self.value)
+
+
 @case(KEYED, calls=6)
 class CountsByKey(Layer):
     def __init__(self) -> None:
@@ -977,7 +993,7 @@ if can_exchange_operands():
     )(WritesIntoAnArray)
 
 
-@case(UNWRITABLE, live_at="self.value[0] +=")
+@case(IN_TWO_CALLS, calls=6)
 class WritesIntoALongList(Layer):
     def __init__(self) -> None:
         super().__init__(value=[0] * 999)
