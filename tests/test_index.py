@@ -16,7 +16,7 @@ from tests.promise import bits
 
 
 def by_size(x: Tensor, n: int = 0, flag: bool = False) -> Tensor:
-    return x + len([0] * x.shape[0]) + len(range(x.size(-1))) * 10 + (100 if n == 3 else n) + flag
+    return x + len((0,) * x.shape[0]) + len(range(x.size(-1))) * 10 + (100 if n == 3 else n) + flag
 
 
 def kept(bended: bt.BendedModule) -> int:
@@ -85,7 +85,7 @@ def test_tensors_that_have_no_sizes_are_no_obstacle() -> None:
     def total(x: Tensor) -> Tensor:
         if x.is_nested:
             return x.to_padded_tensor(0.0).sum()
-        return x.sum() + len([0] * x.shape[0])
+        return x.sum() + len((0,) * x.shape[0])
 
     bended = bt.BendedModule(total, max_traces=None)
     for n in range(1, 9):
@@ -111,7 +111,7 @@ def test_a_thousand_paths_that_branch_off_each_other() -> None:
 def test_each_of_many_outcomes_of_one_guard_has_its_own_path() -> None:
     def model(x: Tensor) -> Tensor:
         n = x[0].item()
-        return x * len([0] * int(n)) if n != 3 else x - 1
+        return x * len((0,) * int(n)) if n != 3 else x - 1
 
     values = [0, 1, 2, 3, *range(4, 40), 1.0, 2.0, 2**40]
     bended = bt.BendedModule(lambda x: x + len(str(x.item())), max_traces=None)

@@ -80,7 +80,7 @@ HOOKS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 def test_hooks_on_tensors_are_put_there_by_each_replay(hook: str) -> None:
     model = Hooked(HOOKS[hook])
     bended = bt.BendedModule(copy.deepcopy(model))
-    for step in range(5):
+    for step in range(8):
         inputs = [torch.rand(2 + step % 2, 4).requires_grad_()]
         inputs.append(inputs[0].detach().clone().requires_grad_())
         wanted, given = model(inputs[0]), bended(inputs[1])

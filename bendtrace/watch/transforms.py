@@ -178,10 +178,14 @@ remove_hook.gives_nothing = True  # type: ignore[attr-defined]
 
 
 class HandleOfRun(RemovableHandle):
-    """The handle of a hook that a model receives while it is recorded; the carrier has the hook."""
+    """The handle of a hook that a model receives while it is recorded; the carrier has the hook.
+
+    While a run follows a script, something else is in the place of the carrier.
+    """
 
     def __init__(self, carrier: Any) -> None:
-        self.__dict__.update(vars(carrier.handle))
+        if hasattr(carrier, "handle"):
+            self.__dict__.update(vars(carrier.handle))
         self._carrier = carrier
 
     def remove(self) -> None:
