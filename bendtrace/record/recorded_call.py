@@ -229,18 +229,31 @@ def _received_arguments(recorder: Recorder) -> dict[str, Any]:
         if part.kind in (CaptureKind.TENSOR, CaptureKind.NUMBER):
             traced[part.index] = recorder.argument(part, part.value)
 
-    def received(part: Captured) -> Any:
-        if part.kind is CaptureKind.NUMBER:
-            return traced[part.index]
-        if part.kind is CaptureKind.ALIAS:
-            return stand_in(part.value.value)
-        if part.type is not tuple or part.index not in children:  # a large one is compared whole
-            return stand_in(part.value)
-        items = tuple(map(received, children[part.index]))
-        same = all(new is old for new, old in zip(items, part.value, strict=True))
-        return part.value if same else items
+    return {
+        part.label: _received_argument(part, children, traced, stand_in)
+        for part in parts
+        if part.access is Access.ROOT
+    }
 
-    return {part.label: received(part) for part in parts if part.access is Access.ROOT}
+
+# No function within the one above: it would refer to itself, and keep the arguments alive.
+def _received_argument(
+    part: Captured,
+    children: dict[int, list[Captured]],
+    traced: dict[int, Any],
+    stand_in: Callable[[Any], Any],
+) -> Any:
+    if part.kind is CaptureKind.NUMBER:
+        return traced[part.index]
+    if part.kind is CaptureKind.ALIAS:
+        return stand_in(part.value.value)
+    if part.type is not tuple or part.index not in children:  # a large tuple is compared as a whole
+        return stand_in(part.value)
+    items = tuple(
+        _received_argument(child, children, traced, stand_in) for child in children[part.index]
+    )
+    same = all(new is old for new, old in zip(items, part.value, strict=True))
+    return part.value if same else items
 
 
 ENDS.add(record.__code__)
