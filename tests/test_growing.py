@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -397,3 +398,25 @@ def test_state_of_the_model() -> None:
     for value in (1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0):
         assert torch.equal(bended(inputs(value)), one(inputs(value)))
         assert torch.equal(other.past, one.past)
+
+
+class MeanByNumpy(nn.Module):
+    """A list that gets longer, of which numpy takes numbers by value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses.append(x.mean().item())
+        return x * float(np.mean(self.losses[-5:]))
+
+
+def test_a_list_whose_floats_python_needs_is_not_recorded_for_each_content() -> None:
+    model, bended = MeanByNumpy(), bt.BendedModule(MeanByNumpy())
+    own = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        x = torch.randn(3, generator=own)
+        assert torch.equal(bended(x), model(x))
+    assert bended.model.losses == model.losses
+    assert bended.stats.traces < 30

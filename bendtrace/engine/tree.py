@@ -197,6 +197,7 @@ class TraceTree:
             self._insert(names, program)
             self._notice(recording, program)
             self._count_needed(recording)
+            self._count_containers(recording)
             self.note_caches(recording.environment)
         self._keep_to_limit()
         return program
@@ -292,6 +293,7 @@ class TraceTree:
                     if not others[0].join(two):
                         others.append(Program(two, program.global_state, joins=False))
                     self._exchange(program, *others)
+            self._count_containers(recording)
             self.note_caches(recording.environment)
         self._keep_to_limit()
 
@@ -395,6 +397,16 @@ class TraceTree:
             if self._needed[label] == _EVOLVING:
                 self._excluded |= {label}
                 self._inputs -= {label}
+
+    def _count_containers(self, recording: Recording) -> None:
+        """Compare a container by its content again if each new path needs floats in it by value.
+
+        They rarely come twice.
+        """
+        for label in varying.required_containers(recording.tape) if self._inputs else ():
+            self._needed[label] += 1
+            if self._needed[label] == _EVOLVING:
+                self.exclude(frozenset({label}))
 
     def lift(self, program: Program, recording: Recording, lifting: varying.Lifting) -> None:
         """Restart a program with a run in which what differs between rounds of loops is lifted.

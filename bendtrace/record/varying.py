@@ -68,6 +68,7 @@ from bendtrace.tape.guards import (
 from bendtrace.tape.plain_numbers import MAKES_ARRAYS, needs_plain_numbers
 from bendtrace.tape.scalars import TRACED, TracedInt, TracedScalar, plain, plain_for_numpy
 from bendtrace.tape.tape import FunctionUse, Guard, Op, OpKind, Ref, Tape, Use
+from bendtrace.watch.functions import works_on_containers
 from bendtrace.watch.provenance import is_finished_function
 
 if TYPE_CHECKING:
@@ -1033,6 +1034,23 @@ def required_numbers(tape: Tape, guards: Iterable[Guard]) -> frozenset[str]:
                 found.add(op.target.label)
             one_to_one = op.target in _ONE_TO_ONE and len(op.operands) == 1
             op = tape.ops[op.operands[0]] if one_to_one else None
+    return frozenset(found)
+
+
+def required_containers(tape: Tape) -> frozenset[str]:
+    """Return the labels of containers in the state with floats that Python needed by value.
+
+    Args:
+        tape: a run.
+    """
+    found = set()
+    for guard in tape.guards:
+        if isinstance(guard, ValueGuard) and type(guard.answer) is float:
+            op = tape.ops[guard.index]
+            while op.target is operator.getitem and op.operands:
+                op = tape.ops[op.operands[0]]
+            if works_on_containers(op.target):
+                found.add(op.args[0].part.label)
     return frozenset(found)
 
 
