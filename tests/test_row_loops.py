@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,6 +194,11 @@ def _from_five(rows: Any) -> Any:
     return enumerate(rows, 5)
 
 
+needs_frames = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="since Python 3.12 a comprehension has no frame to read"
+)
+
+
 def _loops(source: str) -> list[RowLoop]:
     space: dict[str, Any] = {"torch": torch}
     body = source if source.startswith("[") else f"{source}\n        pass"
@@ -224,9 +230,17 @@ def _loops(source: str) -> list[RowLoop]:
         ("for a in x.unbind(0) if c else y:", {((), True)}),
         ("for a in zip(*x.unbind(0)):", {((), True)}),
         ("for a in enumerate(x.unbind(0), c=1):", {((), True)}),
-        ("[a for a in x]", {((), True)}),
-        ("[a for a, b in zip(x, y.unbind(0))]", {((), True), (("zip",), True), (("zip",), False)}),
-        ("[[a for a in x.unbind(0)], {a for a in y}]", {((), True), ((), False)}),
+        pytest.param("[a for a in x]", {((), True)}, marks=needs_frames),
+        pytest.param(
+            "[a for a, b in zip(x, y.unbind(0))]",
+            {((), True), (("zip",), True), (("zip",), False)},
+            marks=needs_frames,
+        ),
+        pytest.param(
+            "[[a for a in x.unbind(0)], {a for a in y}]",
+            {((), True), ((), False)},
+            marks=needs_frames,
+        ),
         ("if x.unbind(0):", set()),
     ],
 )  # fmt: skip

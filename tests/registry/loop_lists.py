@@ -11,8 +11,8 @@ from torch import Tensor, stack
 from tests.registry.lists import STREAM, followed
 
 
-def comprehended(most: int) -> Any:
-    """Since Python 3.12 a comprehension has no frame, and its list is not followed."""
+def best_in_3_11(most: int) -> Any:
+    """Since Python 3.12 a comprehension has no frame, and fewer states of sums are read."""
     return followed(most if sys.version_info < (3, 12) else len(STREAM))
 
 
@@ -145,7 +145,7 @@ def numbers_and_tensors(x: Tensor) -> Tensor:
     return torch.tensor(both)
 
 
-@comprehended(12)
+@best_in_3_11(12)
 def of_a_comprehension(x: Tensor) -> Tensor:
     outputs = [row * 2 if row.sum() > 0 else row - 1 for row in x]
     if x.sum() > 0:
@@ -153,20 +153,20 @@ def of_a_comprehension(x: Tensor) -> Tensor:
     return torch.stack(outputs, dim=1)
 
 
-@comprehended(16)
+@best_in_3_11(16)
 def of_chosen_rows(x: Tensor) -> Tensor:
     chosen = [x[i] * i for i in range(len(x)) if x[i].sum() > -9]
     return x.sum(0) + torch.cat(chosen).sum()
 
 
-@comprehended(16)
+@best_in_3_11(16)
 def of_comprehensions_in_each_other(x: Tensor) -> Tensor:
     rows = [torch.stack([x[i] * x[j] for j in range(i + 1)]).sum(0) for i in range(len(x))]
     causal = torch.tensor([[1.0 if j <= i else 0.0 for j in range(len(x))] for i in range(len(x))])
     return torch.stack(rows) + causal @ x
 
 
-@comprehended(10)
+@best_in_3_11(10)
 def numbers_of_a_comprehension(x: Tensor) -> Tensor:
     return x[torch.tensor([int(row.argmax()) % len(x) for row in x])]
 
@@ -179,21 +179,21 @@ def one_number_again_and_again(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.sum() + torch.tensor(counts).float().sum(), torch.as_tensor([1.5] * x.size(0))
 
 
-@followed(16)
+@best_in_3_11(16)
 def padded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n, k = len(x), int(x.abs().sum()) % 4
     mask = torch.tensor([1.0] * k + [0.0] * (n - k) + [2.0])
     return x.sum(), mask, torch.tensor([0] * n + [True] * (k - 1))
 
 
-@comprehended(24)
+@best_in_3_11(24)
 def padded_rows(x: Tensor) -> Tensor:
     lengths = (x[:2].abs().sum(1) * 2).long().tolist()
     most = max(lengths)
     return torch.tensor([[1] * n + [0] * (most - n) for n in lengths])
 
 
-@followed(16)
+@followed(24)
 def lists_whose_length_is_asked(x: Tensor) -> Tensor:
     kept, chunk, total = [], [], x.new_zeros(4)
     for row in x:
@@ -210,7 +210,7 @@ def lists_whose_length_is_asked(x: Tensor) -> Tensor:
     return total + torch.stack(kept).sum(0) / len(kept)
 
 
-@comprehended(34)
+@best_in_3_11(34)
 def lengths_of_expressions(x: Tensor) -> Tensor:
     kept = [i for i in range(len(x)) if x[i].sum() > 0]
     if len(kept) < 2:
