@@ -90,7 +90,10 @@ class Collecting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.fc(x)
         self.losses.append(x.mean().item())
-        return x * len(self.losses)
+        most = 0.0
+        for loss in self.losses:
+            most = max(most, loss)
+        return x * most
 
 
 class Reading(nn.Module):

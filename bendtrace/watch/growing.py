@@ -409,7 +409,9 @@ class _Operating:
         if type(own) is int and own > 0 and loads_method(step):
             return _StackMethod(step.value, own)
         level = own.level if type(own) is _StackMethod else own
-        if not level or level < 0 or not (name == "BINARY_SUBSCR" or type(own) is _StackMethod):
+        if type(level) is not int or level <= 0:
+            return None
+        if name != "BINARY_SUBSCR" and type(own) is not _StackMethod:
             return None
         return self._level_of_item(level, taken)
 
