@@ -87,7 +87,9 @@ def test_a_reader_of_instructions_that_errs_is_found(
     if reader == "truths of comparisons" and not bytecode._HAS_ASKING:
         pytest.skip("with this Python, comparisons do not ask for truths themselves")
     compares: Any = bytecode._compares_identity  # of which nothing is known from before
-    monkeypatch.setattr(bytecode, "_compares_identity", bytecode.kept_by_code(compares.__wrapped__))
+    monkeypatch.setattr(
+        bytecode, "_compares_identity", bytecode.cache_by_code(compares.__wrapped__)
+    )
     monkeypatch.setattr(plain_numbers, "_plain", {})
     monkeypatch.setattr(owner, name, instead)
     failed = self_test.probe_python() + self_test.probe_flow()

@@ -15,7 +15,7 @@ import torch
 from bendtrace.python.bytecode import (
     LOOKS_AT_VARIABLES,
     InstructionStep,
-    kept_by_code,
+    cache_by_code,
     loads_method,
     single_steps,
 )
@@ -116,7 +116,7 @@ def is_comprehension(code: CodeType) -> bool:
     return code.co_name == LIST_COMPREHENSION and _is_readable(code)
 
 
-@kept_by_code
+@cache_by_code
 def appends_lists(code: CodeType) -> bool:
     """Return whether each item of a comprehension's list is a list that nothing else sees."""
     steps, labels = single_steps(code), jump_targets(code)
@@ -140,7 +140,7 @@ def _is_readable(code: CodeType) -> bool:
     return not code.co_flags & _GENERATORS and LOOKS_AT_VARIABLES.isdisjoint(code.co_names)
 
 
-@kept_by_code
+@cache_by_code
 def _lists_of(code: CodeType) -> _CodeLists:
     ends = [step for step in single_steps(code) if "JUMP_BACKWARD" in step.name]
     makers = {**comprehensions(code), **_computed_lists(code)}
@@ -176,7 +176,7 @@ def _lists_of(code: CodeType) -> _CodeLists:
     return _CodeLists(loops, made, frozenset(map(code.co_varnames.index, held)))
 
 
-@kept_by_code
+@cache_by_code
 def _computed_lists(code: CodeType) -> dict[int, int]:
     """Return each `[y] * n` and each `+` with such a list, with where the expression begins."""
     depths: dict[int, int] | None = None

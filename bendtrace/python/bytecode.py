@@ -24,7 +24,7 @@ T = TypeVar("T")
 # exceptions, which nobody asks for here.
 
 
-def kept_by_code(function: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+def cache_by_code(function: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
     """Return a function that keeps what another one gives for code.
 
     By the identity of the code, since hashing it is slow. It is kept, so that no other code gets
@@ -46,7 +46,7 @@ def kept_by_code(function: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
 CONSTANTS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_COMMON_CONSTANT"})
 
 # How arguments stand for names was seen in CPython 3.11 to 3.14; tests/test_bytecode.py
-# compares with what `dis` says. LazyModule ones are asked by way of it.
+# compares with what `dis` says. Later ones are asked by way of it.
 _KNOWN = sys.version_info < (3, 15)
 _EXTENDED = dis.opmap["EXTENDED_ARG"]
 _CACHE = dis.opmap["CACHE"]
@@ -351,7 +351,7 @@ def code_compares_identity(code: CodeType) -> bool:
     return is_off("identity") or _compares_identity(code)
 
 
-@kept_by_code
+@cache_by_code
 def _compares_identity(code: CodeType) -> bool:
     asks = not _IDENTITY.isdisjoint(code.co_names) or (
         has(code, "IS_OP")
@@ -371,7 +371,7 @@ def asks_for_ids(code: CodeType) -> int | None:
     return _line_of_ids(code) if "id" in code.co_names else None
 
 
-@kept_by_code
+@cache_by_code
 def _line_of_ids(code: CodeType) -> int | None:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _FILLING]
     calls = [place for place, step in enumerate(steps) if step.opname.startswith("CALL")]
@@ -484,7 +484,7 @@ class Asking(NamedTuple):
     operands: tuple[str, ...]  # the compared local variables, as far as known: right, left
 
 
-@kept_by_code
+@cache_by_code
 def asking_comparisons(code: CodeType) -> Mapping[int, Asking]:
     """Return the comparisons of code that ask for the truth of their result, by offset."""
     return dict(_find_asking(code))

@@ -14,7 +14,7 @@ from bendtrace.python import stacks
 from bendtrace.python.bytecode import (
     CONSTANTS,
     InstructionStep,
-    kept_by_code,
+    cache_by_code,
     loads_method,
     single_steps,
 )
@@ -166,7 +166,7 @@ def stack_uses(step: InstructionStep) -> tuple[int | None, int]:
     return None, 0
 
 
-@kept_by_code
+@cache_by_code
 def comprehensions(code: CodeType) -> dict[int, int]:
     """Return the calls of list comprehensions in code, with where each expression begins.
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from bendtrace.python.bytecode import kept_by_code
+from bendtrace.python.bytecode import cache_by_code
 from bendtrace.python.internals import is_off
 
 # Where in the model a run is, judging by the frames on the stack.
@@ -281,7 +281,7 @@ def _site(frame: FrameType, end: FrameType | None) -> Site:
     return site
 
 
-@kept_by_code
+@cache_by_code
 def _positions_in(code: CodeType) -> list[tuple[int | None, ...]]:
     """Return where each instruction of code is in the source."""
     return list(code.co_positions())
@@ -340,7 +340,7 @@ def first_offset(code: CodeType, offset: int) -> int:
     return _repeated_tests(code).get(offset, offset)
 
 
-@kept_by_code
+@cache_by_code
 def _repeated_tests(code: CodeType) -> dict[int, int]:
     """Return, for instructions that repeat the test of a `while`, those that they repeat."""
     return dict(_repetitions(code))

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 
-from bendtrace.python.bytecode import asking_comparisons, has, kept_by_code, single_steps
+from bendtrace.python.bytecode import asking_comparisons, cache_by_code, has, single_steps
 from bendtrace.python.computations import row_at
 from bendtrace.python.sites import PACKAGE, InstructionPlace, Site, Span, first_offset
 from bendtrace.python.statements import (
@@ -148,14 +148,14 @@ def _test_place(site: Site, level: int) -> InstructionPlace:
     """Return a place of a site; if it asks for a truth value, the place of the value."""
     place = site.places[level]
     code = site.chain[level][0]
-    span = _asked_at(code).get(place.offset)
+    span = _question_spans(code).get(place.offset)
     if _GENERATORS_ASK and span is None:
         span = generator_iterable(place)
     return place if span is None else place._replace(span=span)
 
 
-@kept_by_code
-def _asked_at(code: CodeType) -> dict[int, Span]:
+@cache_by_code
+def _question_spans(code: CodeType) -> dict[int, Span]:
     return dict(_find_asked(code))
 
 

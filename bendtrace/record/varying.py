@@ -27,9 +27,9 @@ from bendtrace.python import stacks
 from bendtrace.python.bytecode import (
     LOOKS_AT_VARIABLES,
     assign,
+    cache_by_code,
     code_compares_identity,
     constant_of,
-    kept_by_code,
     local_in,
     only_tests,
     single_steps,
@@ -1152,7 +1152,7 @@ def _loops_at(code: CodeType, offset: int) -> Iterator[CodeLoop]:
     return (loop for loop in _code_loops(code) if loop.begin <= offset <= loop.end)
 
 
-@kept_by_code
+@cache_by_code
 def _code_loops(code: CodeType) -> list[CodeLoop]:
     loops: list[CodeLoop] = []
     if not LOOKS_AT_VARIABLES.isdisjoint(code.co_names):

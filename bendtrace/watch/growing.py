@@ -23,8 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bendtrace.python.bytecode import (
     CONSTANTS,
     InstructionStep,
+    cache_by_code,
     constant_of,
-    kept_by_code,
     loads_method,
     single_steps,
 )
@@ -241,7 +241,7 @@ _READERS = frozenset(
 ADDS = frozenset({"append", "extend"})
 
 
-@kept_by_code
+@cache_by_code
 def names_used(code: CodeType) -> set[str]:
     """Return the names under which code uses something in another way than to add to it.
 
@@ -265,7 +265,7 @@ def hands_over(
 
     Its methods and operators may be called, and some functions. It may not be passed to anything
     else, kept or returned: code that asks for its type, or reads its memory, might receive it.
-    With `holds`, the same is true of what it gives by a key.
+    With `holds`, the same is true of an item, which code has by its key.
 
     Args:
         code: the code, without the functions in it.
