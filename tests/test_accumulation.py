@@ -142,7 +142,7 @@ def _names(function: Callable[..., Any]) -> set[str]:
         ("outputs.append(x)", "torch.stack(outputs)"),
         ("outputs.append(c(x, 2, k=x.y))", "stack(outputs, dim=-x.ndim)"),
         ("outputs += [x, c(x)]", "torch.cat(outputs, 1) + 1"),
-        ("outputs = outputs + [x]", "(stack(outputs), torch.hstack(outputs))"),
+        ("outputs += [x]", "(stack(outputs), torch.hstack(outputs))"),
         ("outputs.extend(x); outputs.clear()", "torch.vstack(outputs)"),
         ("outputs.append(x)", "torch.stack(outputs) / len(outputs) if outputs else x"),
         ("outputs += [x]", "not outputs"),
@@ -158,7 +158,7 @@ def test_lists_that_only_such_code_sees_are_found(body: str, end: str) -> None:
     [
         ("outputs.append(x)", "outputs", "outputs = []"),
         ("outputs.append(x)", "len(outputs) if c else outputs or c", "outputs = []"),
-        ("outputs = outputs + [x]", "torch.stack(outputs) / len(outputs)", "outputs = []"),
+        ("outputs = outputs + [x]", "torch.stack(outputs)", "outputs = []"),
         ("outputs.append(x)", "torch.stack(outputs[1:])", "outputs = []"),
         ("outputs.append(x)", "torch.stack(outputs + [x])", "outputs = []"),
         ("outputs.append(x)", "torch.stack([*outputs, x])", "outputs = []"),

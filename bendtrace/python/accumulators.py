@@ -35,7 +35,7 @@ class Accumulator(NamedTuple):
     lists that it has just made in the variable, and loads it only for one of these uses:
 
     - `outputs.append(y)`, `outputs.extend(ys)`, `outputs.clear()`;
-    - `outputs += [y]`, and `outputs = outputs + [y]`;
+    - `outputs += [y]`;
     - as the first argument of a function of torch: `torch.stack(outputs, dim=1)`;
     - for its length: `len(outputs)`, `if outputs`.
 
@@ -47,7 +47,7 @@ class Accumulator(NamedTuple):
         consumers: the names under which the code finds these functions: ("torch", "stack").
         is_operand: whether the list is first added to another one.
         is_item: whether it becomes an item of the list of a comprehension.
-        is_asked: whether code asks for its length.
+        is_asked: whether code asks for its length, or clears it.
         is_computed: whether operators give the variable its value, which may also be another one.
     """
 
@@ -227,8 +227,7 @@ class _ListUses:
         self._name = ""
         self.consumers: list[tuple[str, ...]] = []
         self.growth: list[int] = []
-        self._stores: set[int] = set()  # those of `outputs = outputs + [y]` and `outputs += [y]`
-        self._sums = 0  # how often `+` makes another list
+        self._stores: set[int] = set()  # those of `outputs += [y]`
 
     def is_private(self, name: str) -> bool:
         """Return whether nothing but `consumers` can see what a variable holds."""
@@ -244,8 +243,6 @@ class _ListUses:
             and {step.name for _, step in uses} <= {"LOAD_FAST", "STORE_FAST", "DELETE_FAST"}
             and all(map(self._may_load, loads))
             and all(self._may_store(at) for at, step in uses if step.name == "STORE_FAST")
-            # A sum would be another list, which the length is not asked of in the same way.
-            and not (self._sums and self.accumulator(name).is_asked)
         )
 
     def accumulator(self, name: str) -> Accumulator:
@@ -310,6 +307,7 @@ class _ListUses:
         following = self._steps[position + 1]
         if loads_method(following) and following.value in _METHODS:
             self.growth.append(following.offset)
+            self._is_tested |= following.value == "clear"
             return True
         if following.name in _TESTS and following.offset not in self._labels:
             self._is_tested = True
@@ -353,13 +351,12 @@ class _ListUses:
         before, step, after = self._steps[at - 1 : at + 2]
         is_extended = (
             before.name == "BUILD_LIST"
-            and step.shown in ("+", "+=")
+            and step.shown == "+="
             and (after.name, after.value) == ("STORE_FAST", self._name)
             and after.offset not in self._labels
         )
         if is_extended:
             self._stores.add(at + 1)
-            self._sums += step.shown == "+"
             self.growth.append(step.offset)
         return is_extended
 

@@ -52,10 +52,12 @@ class ListValue:
         index: the op.
         items: the ops of the items, where each has its first name (see `Tape.aliases`); plain
             numbers by their type and text.
+        of: the list. Another one may begin with the same items in this run, and not in others.
     """
 
     index: int
     items: tuple[Any, ...]
+    of: list[Any]
 
     @property
     def length(self) -> int:
@@ -64,7 +66,7 @@ class ListValue:
 
 
 class LoopList(list[Any]):
-    """A list whose length code asks for.
+    """A list whose length code asks for, or that it clears.
 
     It is in the place of the list that the code made.
 
@@ -90,6 +92,11 @@ class LoopList(list[Any]):
         length, frame = super().__len__(), sys._getframe(1)
         is_own = frame.f_code.co_filename.startswith(TRACER)
         return bool(length if is_own else self._lists.traced_length(self, length))
+
+    def clear(self) -> None:
+        """Remove all items. What is added then is in no list that an op has given."""
+        super().clear()
+        self._lists.forget(self)
 
 
 class SumParts(NamedTuple):
@@ -369,11 +376,11 @@ class Accumulation:
             items = [*items[: len(names)], *given[len(names) :]]
             for at, name in enumerate(names):
                 self._exchange(items, at, given[at], name)
-        value = ListValue(op.index, (*names, *map(self._name, items[len(names) :])))
+        if receiver is not None and receiver.is_asked and not receiver.is_operand:
+            items = LoopList(items, self)
+        value = ListValue(op.index, (*names, *map(self._name, items[len(names) :])), items)
         if receiver is not None and receiver.is_operand:
             return Summand(items, value, parts, self)
-        if receiver is not None and receiver.is_asked:
-            items = LoopList(items, self)
         variable = id(frame), frame.f_code, f"[{offset}]"
         name = "" if receiver is None else receiver.name
         self._made[variable] = _MadeList(items, (id(frame), frame.f_code, name))
@@ -416,8 +423,10 @@ class Accumulation:
 
     def _begins_with(self, items: list[Any], value: ListValue) -> bool:
         names = zip(value.items, items, strict=False)
-        return value.length <= len(items) and all(
-            self._first_name(item) == index for index, item in names
+        return (
+            value.of is items
+            and value.length <= len(items)
+            and all(self._first_name(item) == index for index, item in names)
         )
 
     def operand(
@@ -483,6 +492,15 @@ class Accumulation:
             self._guard(scalar, frame)
         return length
 
+    def forget(self, items: list[Any]) -> None:
+        """Know no op that gives the first items of a list.
+
+        Args:
+            items: the list.
+        """
+        for variable in [one for one, value in self._lists.items() if value.of is items]:
+            del self._lists[variable]
+
     def _end_exchange(self, gave: bool) -> None:
         if not gave:
             self._writer.tape.block("code failed where it computed with a number that varies")
@@ -514,7 +532,7 @@ class Accumulation:
         if type(given) is list:  # of the call that the run goes on from
             for at, item in enumerate(given[: len(items)]):
                 self._exchange(items, at, item, names[at])
-        return ListValue(op.index, names)
+        return ListValue(op.index, names, items)
 
     def _emit(self, target: Any, args: tuple[Any, ...], frame: FrameType | None) -> Op:
         op = self._writer.emit(OpKind.SCALAR, target, args, {}, frame)

@@ -47,7 +47,7 @@ def two_lists(x: Tensor) -> Tensor:
         if x[i].sum() > 0:
             large += [x[i] * 2]
         else:
-            small = small + [x[i] - 1]  # noqa: RUF005 - this is what is tried
+            small += [x[i] - 1]
     small.append(x[0])
     large.append(x[-1])
     return torch.stack(small).sum(0) - stack(large, dim=0).prod(0)
@@ -191,6 +191,19 @@ def padded_rows(x: Tensor) -> Tensor:
     lengths = (x[:2].abs().sum(1) * 2).long().tolist()
     most = max(lengths)
     return torch.tensor([[1] * n + [0] * (most - n) for n in lengths])
+
+
+@followed(20)
+def begun_again_with_the_same_item(x: Tensor) -> Tensor:
+    chunk, total = [], x.new_zeros(4)
+    for i in range(len(x)):
+        h = x[i] * 2
+        chunk.append(h)
+        if h.sum() > 0:
+            total = total + torch.stack(chunk).sum(0)
+            chunk.clear()
+            chunk.append(h)
+    return total * 2 if total.sum() > 1 else total - torch.stack(chunk).sum(0)
 
 
 @followed(24)
